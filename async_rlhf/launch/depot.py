@@ -46,8 +46,9 @@ class Depot:
         self._contents = root / "contents"
         self._contents.mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_left(root)
-        self.own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-        self._lock = lock_directory(self.own)
+        new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
+        self._lock = lock_directory(new)
+        self.own = new.rename(root / new.name[1:])  # no other agent that starts here finds it without its lock
         self._closing = ExitStack()
         self.sockets = self._closing.enter_context(socket_directory())
         (self.own / _SOCKETS).symlink_to(self.sockets)

@@ -87,6 +87,7 @@ def kill_everything(commands: list[Command]) -> None:
     assert_no_orphans(family)
 
 
+@pytest.mark.rest
 def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_is_killed(shell: Shell, place: Path) -> None:
     init, submit_first, submit_second, serve = lines(SUBMIT)
     shell.run(init)
