@@ -9,7 +9,7 @@ def blocks(document: str, heading: str) -> list[str]:
     """The blocks of code of the section that begins with this line."""
     begin = document.index(heading)
     end = document.find("\n## ", begin + 1)
-    return re.findall(r"```(?:python)?\n(.*?)```", document[begin : end if end > 0 else None], re.S)
+    return re.findall(r"```(?:\w+)?\n(.*?)```", document[begin : end if end > 0 else None], re.S)
 
 
 def lines(block: str) -> list[str]:
