@@ -107,9 +107,9 @@ def test_the_configuration_for_a_gpu_is_one_that_check_accepts(folder: Path, com
 
 @pytest.mark.rest
 def test_the_environment_plays(folder: Path, command: Callable[..., Any]) -> None:
-    playing = ["environments", "try", "game.py:second_try", "--data", "problems.jsonl", "--model", "tiny-speller", "--json"]
+    playing = ["environments", "try", "game.py:second_try", "--data", "problems.jsonl", "--model", "tiny-speller"]
     code, output = command(*playing, "--set", "generation.max_completion_length=8").finish()
-    assert code == 0 and len(json.loads(output)["episodes"]) > 0, output
+    assert code == 0 and f"{len(PROBLEMS)} episodes" in output, output
 
 
 def test_the_program_runs_also_without_its_guard(folder: Path, command: Callable[..., Any]) -> None:
