@@ -1,13 +1,12 @@
-"""Rewards and losses tried before a run depends on them.
+"""Rewards tried before a run depends on them.
 
-Rewards on completions that exist already: values, failures, timings. They run exactly as in a run: same processes, same
+On completions that exist already: values, failures, timings. They run exactly as in a run: same processes, same
 time-outs, same limits. Completions come from a JSONL file (each object a `completion`, or `completions` of one group, and the
 columns of its prompt) or from a run directory's samples.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 import time
@@ -27,8 +26,7 @@ from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
-from async_rlhf.learner.config import LossConfig
-from async_rlhf.run.config import Config, parse_settings
+from async_rlhf.run.config import Config
 from async_rlhf.run.scoring import reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")
@@ -184,16 +182,6 @@ def lines(trial: Trial) -> list[str]:
             lines.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
         lines += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
     return lines
-
-
-def run_loss_trial(kind: str, overrides: Sequence[str], echo: Callable[[str], object], *, as_json: bool) -> int:
-    """Print the laws of a loss under these settings of `[loss]`. Returns 1 when one fails. Raises ConfigError."""
-    from async_rlhf.learner.objective.trial import lines, try_loss  # needs torch
-
-    given = parse_settings(("loss",), [f"loss.kind='{kind}'", *overrides])
-    trial = try_loss(LossConfig.model_validate(given["loss"]))
-    echo(json.dumps(trial.plain()) if as_json else "\n".join(lines(trial)))
-    return 0 if trial.holds else 1
 
 
 def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

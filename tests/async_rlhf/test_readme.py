@@ -71,11 +71,11 @@ def test_the_commands_do_what_they_say_in_the_order_in_which_they_stand(folder: 
     run, shown = folder / "runs" / "quick", dict[str, str]()
     training: Any = None
     for arguments in commands("## Use it"):
-        verb = " ".join(arguments[:2]) if arguments[0] in ("rollouts", "rewards", "environments") else arguments[0]
+        verb = " ".join(arguments[:2]) if arguments[0] in ("rollouts", "try") else arguments[0]
         if verb in NOT_HERE:
             continue
-        if verb == "chaos":
-            arguments = [*arguments[:2], *CHAOS]
+        if verb == "try chaos":
+            arguments = [*arguments[:3], *CHAOS]
         if verb == "train" and "--resume" in arguments:
             arguments = [*arguments, *TRAIN, "--set", f"max_steps={steps(run) + 2}"]
         elif verb == "train":
@@ -89,9 +89,9 @@ def test_the_commands_do_what_they_say_in_the_order_in_which_they_stand(folder: 
             assert code == 0 and "drained; --resume continues" in output, output
     assert (folder / "mine" / "config.toml").exists() and "good." in shown["check"]
     assert "running, step" in shown["status"] and f"all steps done: {steps(run)} steps" in shown["train"]
-    assert "prompt: 'Spell" in shown["rollouts show"] and "events in runs/quick/trace.json" in shown["trace"]
-    assert "nothing was lost, nothing was trained twice" in shown["chaos"]
-    assert "judge" in shown["rewards try"]
+    assert "prompt: 'Spell" in shown["rollouts show"] and "events in runs/quick/trace.json" in shown["rollouts trace"]
+    assert "nothing was lost, nothing was trained twice" in shown["try chaos"]
+    assert "judge" in shown["try reward"]
 
 
 def test_the_program_runs_also_without_its_guard(folder: Path, command: Callable[..., Any]) -> None:
