@@ -1,4 +1,4 @@
-"""An environment that a server plays (`server`, `async-rlhf serve-environment`), as one of ours: `remote:tcp://HOST:PORT`.
+"""An environment that a server plays (`server`, `async-rlhf serve environment`), as one of ours: `remote:tcp://HOST:PORT`.
 
     client -> server   Describe, Step, Leave, Beat
     server -> client   Description, Stepped, Gone
@@ -176,7 +176,7 @@ def _described(address: str, keys: str) -> Description:
             keyed = "" if keys else ", without keys (environment.options.keys)"
             raise EpisodeError(
                 f"no environment answers at {address} within {_DESCRIBE_S:g} s{keyed}; is it served (async-rlhf "
-                "serve-environment FILE:NAME --address ...)?"
+                "serve environment FILE:NAME --address ...)?"
             )
         try:
             told = unpack(socket.recv())

@@ -1,4 +1,4 @@
-"""An environment served to actors, with keys also on other machines (`async-rlhf serve-environment FILE:NAME`).
+"""An environment served to actors, with keys also on other machines (`async-rlhf serve environment FILE:NAME`).
 
 owns        a ROUTER socket, the pool of its episodes' processes; nothing that a restart must keep
 waits for   messages, key exchanges, and what the pool has; looks up twice a second

@@ -2,7 +2,7 @@
 
 No torch here: the supervisor checks them before a run, worker processes load the models. They run in worker processes of their
 own, beside the engine and never in the actor's loop, where one forward pass would delay the decoding of every sequence. Several
-actors share one model through the scorer process, or through a reward server (`async-rlhf serve-reward reward_model`).
+actors share one model through the scorer process, or through a reward server (`async-rlhf serve reward reward_model`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The scoring server: rewards and stages in one process for many clients.
 
     scorer          the stages that a machine runs once for all its actors, on a private ipc socket
-    reward server   one reward for actors on any machine (`async-rlhf serve-reward FILE:NAME`), with keys or on this machine
+    reward server   one reward for actors on any machine (`async-rlhf serve reward FILE:NAME`), with keys or on this machine
 
 owns        a ROUTER socket, a dispatcher with the executors of its stages; nothing that a restart must keep
 waits for   requests, answers, key exchanges; looks up twice a second

@@ -1,18 +1,43 @@
-"""The command line's root: its groups of commands, the parameters they share, how errors are reported."""
+"""The command line's root: its panels and groups of commands, the parameters they share, how errors are reported."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 
+PANELS = {
+    "Start here": ("init", "check", "train", "status", "watch", "plot", "evaluate", "stop"),
+    "One run in detail": ("set", "fork", "rollouts", "report"),
+    "Before a run": ("try", "doctor", "plan", "calibrate"),
+    "Many runs and machines": ("sweep", "queue", "spool", "serve", "keys"),
+}
+"""What `--help` lists, under these headings and in this order."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Panels(TyperGroup):
+    """Lists its commands by purpose."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for panel, names in PANELS.items():
+            shown = [(name, self.commands[name].get_short_help_str(width)) for name in names if name in self.commands]
+            with formatter.section(panel):
+                formatter.write_dl(shown)
+
+
 app = typer.Typer(
+    cls=_Panels,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -22,22 +47,13 @@ app = typer.Typer(
     "6 rewards fail too often, 7 refused to train, 8 a file is damaged, 130 forced to end.",
 )
 
-rollouts_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Look at a run's rollouts, or learn from them again."
-)
-app.add_typer(rollouts_app, name="rollouts")
-keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Keys for a hub that listens to other machines.")
-app.add_typer(keys_app, name="keys")
-rewards_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rewards before a run depends on them.")
-app.add_typer(rewards_app, name="rewards")
-environments_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Play an environment before a run depends on it."
-)
-app.add_typer(environments_app, name="environments")
-app.add_typer(loss_app := typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at a loss."), name="loss")
 
-spool_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prompts that come while a run goes on.")
-app.add_typer(spool_app, name="spool")
+def group(name: str, words: str) -> typer.Typer:
+    """A group of commands under the root."""
+    made = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=words)
+    app.add_typer(made, name=name)
+    return made
+
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file, or the name of a shipped configuration: quick.")]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
@@ -63,6 +79,21 @@ def root(
 ) -> None: ...
 
 
+def command(group: typer.Typer, name: str | None = None) -> Callable[[_Function], _Function]:
+    """Add a function to a group as a command. An error on purpose becomes its message and exit code (`errors`)."""
+
+    def add(function: _Function) -> _Function:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            with errors():
+                function(*args, **kwargs)
+
+        group.command(name)(run)
+        return function
+
+    return add
+
+
 def experiment(name: str) -> Any:
     """A function of the experiments, which lie a floor above: found by its entry point. Raises ConfigError."""
     from importlib.metadata import entry_points
@@ -82,10 +113,17 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(printable(text), err=err)
 
 
-def load_config(config: Path, overrides: list[str] | None) -> Any:
-    from async_rlhf.run.config import load, parse_override
+def overridden(overrides: list[str] | None) -> dict[str, Any]:
+    """What `--set` was given. Raises ConfigError."""
+    from async_rlhf.run.config import parse_override
 
-    return load(config, dict(parse_override(text) for text in overrides or []))
+    return dict(parse_override(text) for text in overrides or [])
+
+
+def load_config(config: Path, overrides: list[str] | None) -> Any:
+    from async_rlhf.run.config import load
+
+    return load(config, overridden(overrides))
 
 
 @contextmanager

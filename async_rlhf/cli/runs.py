@@ -1,4 +1,4 @@
-"""Commands that begin or end a run, or judge a model: init, train, check, evaluate, stop, chaos, sweep."""
+"""Commands that begin, change or end a run, or judge a model: init, check, train, evaluate, set, stop, fork, sweep."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import IO, Annotated, Any, cast
 
 import typer
 
-from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, RunPath, app, errors, experiment, load_config, say
+from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, RunPath, app, command, experiment, load_config, overridden, say
 
 
-@app.command()
+@command(app)
 def init(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder for them; made where it is not there.")] = Path(),
 ) -> None:
-    """Write a commented configuration, a reward and a little data that train at once. Nothing is overwritten."""
-    with errors():
-        from async_rlhf.run.shipped import write_start
+    """Write a configuration, a reward and data that train at once. All are commented; nothing is overwritten."""
+    from async_rlhf.run.shipped import write_start
 
-        for path in write_start(directory):
-            typer.echo(f"wrote {path}")
-        typer.echo(f"now: async-rlhf train {directory / 'config.toml'}")
+    for path in write_start(directory):
+        typer.echo(f"wrote {path}")
+    typer.echo(f"now: async-rlhf train {directory / 'config.toml'}")
 
 
-@app.command()
+@command(app)
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -44,17 +43,16 @@ def train(
     ] = None,
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
-    with errors():
-        from async_rlhf.launch.local import warm
+    from async_rlhf.launch.local import warm
 
-        warm()  # beside all that comes before the first role
-        chosen = {"launch.kind": launcher, "launch.address": address}
-        given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
-        loaded = load_config(config, [*(overrides or []), *given])
-        run_to_end(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
+    warm()  # beside all that comes before the first role
+    chosen = {"launch.kind": launcher, "launch.address": address}
+    given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
+    loaded = load_config(config, [*(overrides or []), *given])
+    _run_to_end(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
 
 
-@app.command()
+@command(app)
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -65,75 +63,82 @@ def check(
         bool, typer.Option("--deep", help="Load the model too, and hold learner and engine to plain passes of it.")
     ] = False,
 ) -> None:
-    """Check a configuration, its data and its rewards, and say what it will do."""
-    with errors():
-        from async_rlhf.inspect.trials import call_once
-        from async_rlhf.run.fitting import check_memory
-        from async_rlhf.run.launching import connect, found_by
-        from async_rlhf.run.placing import inventory_of, placement_of, table
-        from async_rlhf.run.preflight import preflight
+    """Check a configuration, its data and its rewards. Says what a run of it would do, and where."""
+    from async_rlhf.inspect.trials import call_once
+    from async_rlhf.run.preflight import preflight
 
-        loaded = load_config(config, overrides)
-        prepared = preflight(loaded)
-        called = call_once(loaded, [*prepared.rows[0], *prepared.rows[1]], deep=deep)
-        bound = loaded.bound(prepared.num_prompts)
-        prompts = f"{prepared.num_prompts} training prompts, {len(prepared.rows[1])} held out"
-        if loaded.data.spool is not None:
-            most = "at most " if loaded.data.curriculum.is_on else ""
-            prompts = f"training prompts come into {loaded.data.spool}, each for {most}{loaded.data.repeat} groups"
-        length = f"groups of {loaded.generation.group_size} until it is stopped or a budget ends it"
-        if not loaded.is_endless(bound):
-            length = f"{bound.num_groups} groups of {loaded.generation.group_size} in at most {bound.num_steps} steps"
-        typer.echo(f"{config}: good. {prompts}; {length}.")
-        typer.echo(
-            f"max_staleness {bound.max_staleness}, publish every {bound.publish_every} step(s), "
-            f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead."
-        )
-        _, connections = connect(loaded)
-        hosts, of_hosts = found_by(connections)
-        if connections is not None:
-            connections.close()
-        inventory = inventory_of(loaded, hosts)
-        placement = placement_of(loaded, inventory)
-        lines = (*table(loaded, inventory, placement), *check_memory(loaded, inventory, placement))
-        for line in (*of_hosts, *lines, *prepared.remarks, *called):
-            say(line)
-        if graph:
-            from async_rlhf.actors.scoring.graph import drawing
-            from async_rlhf.run.scoring import graph_of
+    loaded = load_config(config, overrides)
+    prepared = preflight(loaded)
+    called = call_once(loaded, [*prepared.rows[0], *prepared.rows[1]], deep=deep)
+    for line in (*_plan_of(config, loaded, prepared), *_places_of(loaded), *prepared.remarks, *called):
+        say(line)
+    if graph:
+        from async_rlhf.actors.scoring.graph import drawing
+        from async_rlhf.run.scoring import graph_of
 
-            for line in drawing(graph_of(loaded)):
-                typer.echo(line)
-        if deep:
-            from async_rlhf.learner.model.gguf import model_directory
-            from async_rlhf.run.model_checks import deep_check
+        for line in drawing(graph_of(loaded)):
+            typer.echo(line)
+    if deep:
+        from async_rlhf.learner.model.gguf import model_directory
+        from async_rlhf.run.model_checks import deep_check
 
-            for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):
-                typer.echo(line)
+        for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):
+            typer.echo(line)
 
 
-@app.command()
+def _plan_of(config: Path, loaded: Any, prepared: Any) -> tuple[str, ...]:
+    """How many prompts, groups and steps a run has."""
+    bound = loaded.bound(prepared.num_prompts)
+    prompts = f"{prepared.num_prompts} training prompts, {len(prepared.rows[1])} held out"
+    if loaded.data.spool is not None:
+        most = "at most " if loaded.data.curriculum.is_on else ""
+        prompts = f"training prompts come into {loaded.data.spool}, each for {most}{loaded.data.repeat} groups"
+    length = f"groups of {loaded.generation.group_size} until it is stopped or a budget ends it"
+    if not loaded.is_endless(bound):
+        length = f"{bound.num_groups} groups of {loaded.generation.group_size} in at most {bound.num_steps} steps"
+    return (
+        f"{config}: good. {prompts}; {length}.",
+        f"max_staleness {bound.max_staleness}, publish every {bound.publish_every} step(s), "
+        f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead.",
+    )
+
+
+def _places_of(loaded: Any) -> tuple[str, ...]:
+    """On which hosts and devices its processes begin, and whether they fit there."""
+    from async_rlhf.run.fitting import check_memory
+    from async_rlhf.run.launching import connect, found_by
+    from async_rlhf.run.placing import inventory_of, placement_of, table
+
+    _, connections = connect(loaded)
+    hosts, of_hosts = found_by(connections)
+    if connections is not None:
+        connections.close()
+    inventory = inventory_of(loaded, hosts)
+    placement = placement_of(loaded, inventory)
+    return (*of_hosts, *table(loaded, inventory, placement), *check_memory(loaded, inventory, placement))
+
+
+@command(app)
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model directory or GGUF file, for example runs/quick/checkpoints/best/model.")],
     config: ConfigPath,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model as a run of this configuration would, without one: greedy, and with evaluation.samples pass@k."""
-    with errors():
-        from async_rlhf.run.display import Display, held_out
-        from async_rlhf.run.preparation import evaluate as judged
+    """Evaluate a model as a run of this configuration would. Greedy, and with evaluation.samples pass@k; without a run."""
+    from async_rlhf.run.display import Display, held_out
+    from async_rlhf.run.preparation import evaluate as judged
 
-        loaded = load_config(config, overrides)
-        if as_json:
-            typer.echo(json.dumps(judged(loaded, model), indent=1))
-            return
-        with Display() as display:
-            found = judged(loaded, model, display)
-        say(f"{model}: {held_out(found)}")
+    loaded = load_config(config, overrides)
+    if as_json:
+        typer.echo(json.dumps(judged(loaded, model), indent=1))
+        return
+    with Display() as display:
+        found = judged(loaded, model, display)
+    say(f"{model}: {held_out(found)}")
 
 
-@app.command("set")
+@command(app, "set")
 def set_values(
     run_dir: RunPath,
     values: Annotated[
@@ -141,86 +146,58 @@ def set_values(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a run that goes on, or one that will, without a restart; without values show what may be changed."""
-    with errors():
-        from async_rlhf.learner.loop.changes import described
-        from async_rlhf.run.config import parse_override
-        from async_rlhf.run.live import ask, changes, present
-        from async_rlhf.run.run_dir import RunDir
+    """Change a run that goes on, or will, without a restart. Without values show what may be changed."""
+    from async_rlhf.learner.loop.changes import described
+    from async_rlhf.run.live import ask, changes, present
+    from async_rlhf.run.run_dir import RunDir
 
-        run = RunDir.existing(run_dir)
-        asked = ask(run, dict(parse_override(text) for text in values)) if values else None
-        if as_json:
-            typer.echo(json.dumps(present(run), indent=1))
-        elif not values:
-            for line in (*(f"{key} = {_toml(value)}" for key, value in present(run).items()), *changes(run)):
-                say(line)
-        else:
-            say(f"{run.path}: {'nothing changes' if asked is None else described(asked)}")
+    run = RunDir.existing(run_dir)
+    asked = ask(run, overridden(values)) if values else None
+    if as_json:
+        typer.echo(json.dumps(present(run), indent=1))
+    elif not values:
+        shown = {key: "none" if value is None else json.dumps(value) for key, value in present(run).items()}
+        for line in (*(f"{key} = {value}" for key, value in shown.items()), *changes(run)):
+            say(line)
+    else:
+        say(f"{run.path}: {'nothing changes' if asked is None else described(asked)}")
 
 
-@app.command()
-def stop(
+@command(app)
+def stop(run_dir: RunPath) -> None:
+    """Drain a live run. No new work, finish what has begun, checkpoint, exit 0."""
+    import signal
+
+    from async_rlhf.launch.run_lock import signal_holder
+    from async_rlhf.run.run_dir import RunDir
+
+    run = RunDir.existing(run_dir)
+    found = signal_holder(run.lock_file, signal.SIGTERM)
+    say(f"{run.path} drains ({found}); follow it with: async-rlhf status {run.path}")
+
+
+@command(app)
+def fork(
     run_dir: RunPath,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Of a run, where RUN_DIR is that of a queue.")] = None,
-) -> None:
-    """Drain a live run: no new work, finish what has begun, checkpoint, exit 0. One of a queue stays so until it is resumed."""
-    with errors():
-        import signal
-
-        if name is not None:
-            from async_rlhf.serve.queue_dir import QueueDir
-
-            say(f"{name}: {QueueDir.existing(run_dir).request('stop', name).state}")
-            return
-
-        from async_rlhf.launch.run_lock import signal_holder
-        from async_rlhf.run.run_dir import RunDir
-
-        run = RunDir.existing(run_dir)
-        found = signal_holder(run.lock_file, signal.SIGTERM)
-        say(f"{run.path} drains ({found}); follow it with: async-rlhf status {run.path}")
-
-
-@app.command()
-def chaos(
-    config: ConfigPath,
+    name: Annotated[str, typer.Option(help="Name of the new run; its directory comes beside the old one's.")],
     overrides: Overrides = None,
-    kills: Annotated[int, typer.Option(min=1, help="Blows to strike while the run goes on.")] = 200,
-    long_freezes: Annotated[
-        int, typer.Option(min=0, help="Of the blows, freezes of 60 to 120 s: longer than every time-out.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Decides who is struck, when and how.")] = 0,
+    best: Annotated[bool, typer.Option("--best", help="From the checkpoint that was evaluated best, not the newest.")] = False,
+    from_step: Annotated[int | None, typer.Option(min=1, help="From the checkpoint of this step, not the newest.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="Submit it to this queue; else it is run now.")] = None,
 ) -> None:
-    """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
-    with errors():
-        from async_rlhf.inspect.chaos import Monkey, problems
-        from async_rlhf.run.child import MAX_DEATHS
-        from async_rlhf.run.display import Display
-        from async_rlhf.run.preparation import prepare
+    """Begin a new run from another run's checkpoint. With its configuration and overrides."""
+    from async_rlhf.cli.queues import put_behind
+    from async_rlhf.run.forking import forked
+    from async_rlhf.run.run_dir import RunDir
 
-        loaded = load_config(config, overrides)
-        with Display() as display:
-            # Blows are no fault of a role's: however short its lives are, it is started again.
-            supervisor, run = prepare(loaded, progress=display, max_deaths=kills + MAX_DEATHS)
-            monkey = Monkey(
-                supervisor.processes, lambda: supervisor.num_records, kills, seed, long_freezes, agents=supervisor.agents
-            )
-            with monkey:
-                supervisor.run()
-        struck = ", ".join(f"{name} {number}" for name, number in _tally(monkey.blows))
-        typer.echo(f"{len(monkey.blows)} of {kills} blows: {struck}; {supervisor.num_records} steps recorded")
-        found = problems(run, loaded)
-        for problem in found:
-            typer.echo(f"PROBLEM: {problem}", err=True)
-        if len(monkey.blows) < kills:
-            typer.echo(f"the run was over too soon: raise max_steps (now {loaded.max_steps})", err=True)
-        if found or len(monkey.blows) < kills:
-            raise typer.Exit(1)
-        typer.echo("nothing was lost, nothing was trained twice, the ledger closes")
+    config = forked(RunDir.existing(run_dir), name, overridden(overrides), best=best, from_step=from_step)
+    if to is not None:
+        put_behind(to, config)
+    else:
+        _run_to_end(config)
 
 
-@app.command()
+@command(app)
 def sweep(
     config: Annotated[
         Path, typer.Argument(metavar="FILE", help="TOML file of a sweep, or the name of a shipped one, for example quick.")
@@ -247,7 +224,7 @@ def sweep(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and how far they are; run nothing.")] = False,
 ) -> None:
-    """Run a training with several settings and seeds, and draw and compare what came out.
+    """Run several settings and seeds, and compare what came out.
 
     Every combination of settings and seeds is a cell, a run of its own. Finished cells are skipped, an interrupted one goes
     on; one that failed is listed and tried again by the same command; a cell that was run with other settings is refused,
@@ -258,37 +235,19 @@ def sweep(
     on another. Let sweep.output_dir lie where all nodes see it: then a cell goes on anywhere from its last checkpoint; else
     its run stays on its node, and another node begins it anew.
     """
-    with errors():
-        experiment("sweep")(config, overrides or [], jobs=jobs, ray=ray, only=only or [], dry_run=dry_run)
+    experiment("sweep")(config, overrides or [], jobs=jobs, ray=ray, only=only or [], dry_run=dry_run)
 
 
-def run_to_end(config: Any, **how: Any) -> None:
+def _run_to_end(config: Any, **how: Any) -> None:
     """Run a checked configuration as `async_rlhf.run.api.run` does, and say how it ended. Raises what that raises."""
     from async_rlhf.run.api import run
+    from async_rlhf.run.run_dir import RunDir
     from async_rlhf.run.terminal import Lasting, outliving_terminal
 
     with outliving_terminal():
         result = run(config, **how)
-    model = result.checkpoint or "none was saved"
-    said = f"{_ending(result)}: {result.steps} steps in {result.run_dir}\nmodel: {model}"
-    typer.echo(said, file=cast(IO[str], Lasting()))
-
-
-def _ending(result: Any) -> str:
-    """How a run ended that did not fail, as it has recorded it."""
-    from async_rlhf.run.run_dir import RunDir
-
     end = RunDir(result.run_dir).end()
     assert end is not None
-    return end.reason if result.finished else f"{end.reason}; --resume continues"
-
-
-def _toml(value: Any) -> str:
-    """A value of one of the keys that may change, as it is set."""
-    return "none" if value is None else json.dumps(value)
-
-
-def _tally(blows: Any) -> list[tuple[str, int]]:
-    from collections import Counter
-
-    return sorted(Counter(f"{blow.kind} {blow.name}" for blow in blows).items())
+    how_it_ended = end.reason if result.finished else f"{end.reason}; --resume continues"
+    said = f"{how_it_ended}: {result.steps} steps in {result.run_dir}\nmodel: {result.checkpoint or 'none was saved'}"
+    typer.echo(said, file=cast(IO[str], Lasting()))

@@ -1,7 +1,7 @@
 """Chaos: a real run whose processes are killed and stopped at random; at its end the books must be right.
 
-`async-rlhf chaos CONFIG --kills 200 --long-freezes 6 --seed S` runs the configuration as `train` does. Beside it a thread ends
-(SIGKILL) or freezes (SIGSTOP, later SIGCONT) one process of the run after another; a long freeze outlasts leases and
+`async-rlhf try chaos CONFIG --kills 200 --long-freezes 6 --seed S` runs the configuration as `train` does. Beside it a thread
+ends (SIGKILL) or freezes (SIGSTOP, later SIGCONT) one process of the run after another; a long freeze outlasts leases and
 requests, some outlast the watchdog. On other hosts it ends processes and agents, with all that these run, and freezes nothing.
 It waits for finished steps between two blows, so that a run whose checkpoints are made often enough always gets on. `problems`
 then reads what the run left behind.

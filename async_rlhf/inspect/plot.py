@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import figures, is_step, read_last_lines, read_spread_lines
+from async_rlhf.run.run_files import figures, is_long, is_step, read_steps
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart by readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
@@ -26,8 +26,6 @@ _COLUMNS = 3
 _STYLES: Sequence[Any] = ("-", ":", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 # A line of more points than this has no more to see, and is slow to draw.
 _MOST_POINTS = 2000
-# Metrics that are read from their beginning; of longer ones lines at so many places, of so many bytes each.
-_WHOLE_BYTES, _PLACES, _WINDOW = 24 << 20, 1500, 16 << 10
 # Of several runs the first is drawn widest and the last on top, so that one that another coincides with shows beside it.
 _WIDEST, _WIDTH, _NARROWEST = 4.0, 1.5, 1.2
 # With more steps than this the numbers of single steps are drawn pale, and their mean over neighbours on top of them.
@@ -101,11 +99,7 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
 
 
 def _steps(run: RunDir) -> list[dict[str, Any]]:
-    """All records of steps, of a long run those at even distances and the newest."""
-    if not run.metrics.exists() or run.metrics.stat().st_size <= _WHOLE_BYTES:
-        return run.read_metrics()
-    found = chain(read_spread_lines(run.metrics, _PLACES, _WINDOW), read_last_lines(run.metrics).records)
-    return [record for _, record in sorted({record["step"]: record for record in found if is_step(record)}.items())]
+    return list(read_steps(run.metrics)) if is_long(run.metrics) else run.read_metrics()
 
 
 def picture(runs: Sequence[Curves], title: str | None = None) -> Any:

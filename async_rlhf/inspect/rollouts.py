@@ -1,14 +1,12 @@
-"""A run's rollouts after the fact: shown, exported, or learned from again by a learner alone."""
+"""A run's rollouts after the fact: read, taken back, or learned from again by a learner alone."""
 
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
@@ -26,71 +24,47 @@ from async_rlhf.run.run_files import Tail, read_lines
 _Found = tuple[int, int, Group | dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Groups as plain objects, the first of those that were asked for; `more`: how many others there are."""
-
-    records: list[dict[str, Any]]
-    more: int
-
-
-def show(run: RunDir, limit: int, *, step: int | None = None, group: int | None = None) -> Shown:
-    """The first `limit` groups in the order of training, only those of `step` (from 1) or `group` where given.
+def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
+    """Groups as plain objects in the order of training, only those of `step` (from 1) or `group` where given.
 
     From the journal, and of the steps that it does not hold those that were sampled into `rollouts.jsonl`: `sampled` tells them
     apart. `quarantined`: why a group was taken back, else None. Raises ConfigError when there is none, DamagedError for a file
     that is not as it was written.
     """
     reasons = {line.get("group"): line.get("reasons") for line in read_lines(run.path / "quarantine.jsonl").records}
-    shown: list[dict[str, Any]] = []
-    total = 0
+    is_none = True
     for at, found in _recorded(run):
         number = found.number if isinstance(found, Group) else found["group"]
-        if step not in (None, at) or group not in (None, number):
-            continue
-        total += 1
-        if len(shown) < limit:
+        if step in (None, at) and group in (None, number):
+            is_none = False
             record = {**_record(at, found), "sampled": False} if isinstance(found, Group) else _of_sample(found)
-            shown.append({**record, "quarantined": reasons.get(number)})
-    if not shown:
+            yield {**record, "quarantined": reasons.get(number)}
+    if is_none:
         which = "".join(f" {name} {value}" for name, value in (("step", step), ("group", group)) if value is not None)
         raise ConfigError(
             f"run {str(run.path)!r} has recorded no group{' of' * bool(which)}{which}: its journal holds those after the "
             "oldest checkpoint (all, with queue.keep_rollouts = true), rollouts.jsonl sampled_groups of every step"
         )
-    return Shown(shown, total - len(shown))
-
-
-def records(run: RunDir) -> Iterator[dict[str, Any]]:
-    """One plain object a group in the journal, in the order of training.
-
-    Raises ConfigError for a run that has begun no journal, DamagedError for a journal that is not as it was written.
-    """
-    if not (run.path / "queue").is_dir():
-        raise ConfigError(f"run {str(run.path)!r} has no journal: nothing was generated yet")
-    for step, group in _archived(run):
-        yield _record(step, group)
-
-
-def _archived(run: RunDir) -> Iterator[tuple[int, Group]]:
-    """What the journal holds: the step (from 1) and a group of it."""
-    for path in (run.path / "queue").glob("*.log"):
-        if not path.is_file():  # a pipe would be waited for
-            raise DamagedError(f"{path} is no regular file")
-    for batch in read_batches(run.path / "queue"):
-        for group in batch.groups:
-            yield batch.step + 1, group
 
 
 def _recorded(run: RunDir) -> Iterator[tuple[int, Group | dict[str, Any]]]:
-    """By step, what the journal holds, and the samples of the steps that are not in it."""
-    begun = any((run.path / "queue").glob("[0-9]*.log"))
-    journal: Iterator[_Found] = ((step, 0, group) for step, group in (_archived(run) if begun else ()))
+    """By step (from 1), what the journal holds, and the samples of the steps that are not in it."""
     last = 0
-    for step, is_sample, found in heapq.merge(journal, _samples(run), key=lambda each: each[:2]):
+    for step, is_sample, found in heapq.merge(_archived(run), _samples(run), key=lambda each: each[:2]):
         last = last if is_sample else step
         if not is_sample or step != last:
             yield step, found
+
+
+def _archived(run: RunDir) -> Iterator[_Found]:
+    """The groups in the journal."""
+    parts = list((run.path / "queue").glob("[0-9]*.log"))
+    for path in parts:
+        if not path.is_file():  # a pipe would be waited for
+            raise DamagedError(f"{path} is no regular file")
+    for batch in read_batches(run.path / "queue") if parts else ():
+        for group in batch.groups:
+            yield batch.step + 1, 0, group
 
 
 def _samples(run: RunDir) -> Iterator[_Found]:
@@ -99,16 +73,6 @@ def _samples(run: RunDir) -> Iterator[_Found]:
         if type(line.get("step")) is not int or type(line.get("group")) is not int:
             raise DamagedError(f"{run.samples} is damaged: a line is no sample of a group")
         yield line["step"], 1, line
-
-
-def export(run: RunDir, file: Path) -> int:
-    """Write all groups as JSONL; returns how many."""
-    count = 0
-    with file.open("w") as out:
-        for record in records(run):
-            out.write(json.dumps(record) + "\n")
-            count += 1
-    return count
 
 
 def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:

@@ -1,13 +1,12 @@
-"""Rewards and losses tried before a run depends on them.
+"""Rewards tried before a run depends on them.
 
-Rewards on completions that exist already: values, failures, timings. They run exactly as in a run: same processes, same
+On completions that exist already: values, failures, timings. They run exactly as in a run: same processes, same
 time-outs, same limits. Completions come from a JSONL file (each object a `completion`, or `completions` of one group, and the
 columns of its prompt) or from a run directory's samples.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 import time
@@ -27,14 +26,14 @@ from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
-from async_rlhf.learner.config import LossConfig
-from async_rlhf.run.config import Config, parse_settings
+from async_rlhf.run.config import Config
 from async_rlhf.run.scoring import reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")
 # What may be a list with one item for each of several completions.
 _OF_MEMBERS = ("completion_ids", "finish_reason", "sampled")
 _BINS = 10
+_BARS = " ▁▂▃▄▅▆▇█"
 # Longer than any single call may take, retries included; only a defect of ours reaches it.
 _PATIENCE_S = 600.0
 _MADE_UP = "The answer is 42."
@@ -161,39 +160,27 @@ def _made_up(row: Row, is_episode: object) -> dict[str, Any]:
 
 
 def lines(trial: Trial) -> list[str]:
-    """A trial as a person reads it."""
-    lines = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
+    """A trial as a person reads it: a few lines for each reward, so that several stand on one screen."""
+    found = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
     for reward in trial.rewards:
-        lines.append("")
-        lines.append(
-            f"{reward.name}: {reward.num_scored} scored, {reward.num_not_applicable} not applicable, "
-            f"{sum(reward.failures.values())} failed"
-        )
-        if reward.num_not_applicable == trial.num_completions:
-            lines.append("  it returned None for every completion: a run would learn nothing from it. Is a `return` missing?")
+        failed, absent = sum(reward.failures.values()), reward.num_not_applicable
+        found.append(f"{reward.name}: {reward.num_scored} scored, {absent} not applicable, {failed} failed")
+        if absent == trial.num_completions:
+            found.append("  it returned None for every completion: a run would learn nothing from it. Is a `return` missing?")
         if reward.mean is not None and reward.std is not None:
-            lines.append(
-                f"  mean {reward.mean:.4g}, std {reward.std:.4g}, lowest {reward.lowest:.4g}, highest {reward.highest:.4g}"
-            )
-        most = max((count for _, _, count in reward.histogram), default=0)
-        lines += [
-            f"  {low:>9.3g} .. {high:<9.3g} {count:>6}  {'#' * -(-40 * count // most)}" for low, high, count in reward.histogram
-        ]
-        lines += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
+            found.append(f"  {_bars(reward.histogram)}  mean {reward.mean:.4g}, std {reward.std:.4g}")
         if reward.seconds:
-            lines.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
-        lines += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
-    return lines
+            found.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
+        found += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
+        found += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
+    return found
 
 
-def run_loss_trial(kind: str, overrides: Sequence[str], echo: Callable[[str], object], *, as_json: bool) -> int:
-    """Print the laws of a loss under these settings of `[loss]`. Returns 1 when one fails. Raises ConfigError."""
-    from async_rlhf.learner.objective.trial import lines, try_loss  # needs torch
-
-    given = parse_settings(("loss",), [f"loss.kind='{kind}'", *overrides])
-    trial = try_loss(LossConfig.model_validate(given["loss"]))
-    echo(json.dumps(trial.plain()) if as_json else "\n".join(lines(trial)))
-    return 0 if trial.holds else 1
+def _bars(histogram: Sequence[tuple[float, float, int]]) -> str:
+    """The lowest value, a bar for each tenth of the range, the highest value. Where there is one value a bar is seen."""
+    most = max(count for *_, count in histogram)
+    bars = "".join(_BARS[-(-(len(_BARS) - 1) * count // most)] for *_, count in histogram)
+    return f"{histogram[0][0]:.3g} |{bars}| {histogram[-1][1]:.3g}"
 
 
 def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import IO, Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from async_rlhf.run import progress
 from async_rlhf.run.run_files import figures, printable
@@ -53,7 +54,9 @@ class Display(progress.Progress):
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
-            columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            # On a narrow terminal the text takes a second line, and nothing of it is cut off.
+            text = TextColumn("{task.description}", table_column=Column(no_wrap=False, ratio=1))
+            columns = (BarColumn(10), TextColumn("{task.fields[done]}"), text, TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, console=self._console)
             self._bar.start()
         return self
@@ -90,7 +93,8 @@ class Display(progress.Progress):
 
     def step(self, record: dict[str, Any], max_steps: int | None) -> None:
         if self._bar is not None:
-            self._show_steps(self._bar, description=line(record), completed=record["step"], total=max_steps)
+            done = f"{record['step']}" if max_steps is None else f"{record['step']}/{max_steps}"
+            self._show_steps(self._bar, description=line(record), completed=record["step"], total=max_steps, done=done)
             return
         now, step = time.monotonic(), record["step"]
         left_s = self._pace.left_s(step, max_steps, now)
@@ -108,14 +112,15 @@ class Display(progress.Progress):
 
     def _show_steps(self, bar: Progress, **fields: Any) -> None:
         if self._steps is None:
-            self._steps = bar.add_task("", total=None)
+            self._steps = bar.add_task("", total=None, done="")
         bar.update(self._steps, **fields)
 
     def _show_evaluation(self, bar: Progress, what: str, percent: int | None) -> None:
         if self._evaluation is None:
-            self._evaluation = bar.add_task(evaluating(what, percent or 0), total=100)
-        if percent is not None:
-            bar.update(self._evaluation, description=evaluating(what, percent), completed=percent)
+            self._evaluation = bar.add_task(evaluating(what, percent or 0), total=None, done="")
+        if percent is not None:  # none of it is done while its model is loaded
+            words, total = evaluating(what, percent), 100 if percent else None
+            bar.update(self._evaluation, description=words, completed=percent, total=total)
         else:
             bar.remove_task(self._evaluation)
             self._evaluation = None
@@ -151,7 +156,7 @@ def line(record: dict[str, Any]) -> str:
 
 def evaluating(what: str, percent: int) -> str:
     """How far an evaluation is."""
-    return f"evaluation of {what}: {percent}%"
+    return f"evaluation of {what}: {percent}%" if percent else f"evaluation of {what}: its model is loaded"
 
 
 def held_out(record: dict[str, Any]) -> str:

@@ -149,5 +149,5 @@ def _check_rewards(config: Config) -> None:
         if address == CALLER or str(address).startswith("ipc://"):
             raise ConfigError(
                 f"rewards.options.{name}.address = {address!r} with launch.kind = {config.launch.kind!r}: it is served on this "
-                "machine only. Write the reward into a file, or serve it over the network (async-rlhf serve-reward)"
+                "machine only. Write the reward into a file, or serve it over the network (async-rlhf serve reward)"
             )

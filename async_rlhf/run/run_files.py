@@ -33,6 +33,8 @@ _MAX_LINE_BYTES = 16 << 20
 _REMEMBERED = 4096
 _HIGHEST = 1e150  # no mean of scores: a number of a damaged file
 _SKIPPED_BYTES = 4 << 20
+_WHOLE_BYTES, _PLACES, _WINDOW = 24 << 20, 1500, 16 << 10
+"""Of steps that are read from their beginning; of longer files so many places are read, of so many bytes each."""
 
 
 @dataclass
@@ -113,18 +115,31 @@ def read_last_lines(path: Path, window: int = 1 << 20) -> Lines:
         return _lines(io.BytesIO(file.read(window)))
 
 
-def read_spread_lines(path: Path, places: int, window: int) -> Iterator[dict[str, Any]]:
-    """Objects of a JSONL file that is too long to be read: those in `window` bytes at each of so many places, first to last.
+def is_long(path: Path) -> bool:
+    """Whether only a part of its steps is read (`read_steps`)."""
+    return path.is_file() and path.stat().st_size > _WHOLE_BYTES
 
-    The same line may come twice. Raises DamagedError for what is no such file.
+
+def read_steps(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of steps in a JSONL file; of a long one those at even distances and the newest, in a second or two.
+
+    Steps rise, but for those of a learner that started again. Raises DamagedError for what is no such file.
     """
+    if not is_long(path):
+        yield from filter(is_step, Tail(path).rest())
+        return
+    newest = 0
     with suppress(FileNotFoundError), open_regular(path, _GROWING_BYTES) as file:
         size = os.fstat(file.fileno()).st_size
-        for place in range(places):
-            if offset := size * place // places:
-                file.seek(offset)
-                file.readline(window)
-            yield from _lines(io.BytesIO(file.read(window))).records
+        for place in (*range(_PLACES), None):
+            offset = max(0, size - (1 << 20)) if place is None else size * place // _PLACES
+            file.seek(offset)
+            if offset:
+                file.readline(_WINDOW)
+            for record in filter(is_step, _lines(io.BytesIO(file.read(_WINDOW if place is not None else 1 << 20))).records):
+                if record["step"] > newest:  # windows may overlap
+                    newest = record["step"]
+                    yield record
 
 
 class Tail:

@@ -12,12 +12,22 @@ _DRAIN_S = 900  # for a run to finish what has begun and write a checkpoint; the
 
 
 def unit(directory: Path, at_once: int, options: Sequence[str] = ()) -> str:
-    """Of a daemon of this directory, run by this user with this Python. options: of `serve`, beside these.
+    """Of a daemon of this directory, run by this user with this Python. options: of `queue serve`, beside these.
 
     Only the daemon is asked to end, for it drains its runs; what is left after that is killed. A process of a run that the
     kernel kills for want of memory is for the run to start again, not for systemd.
     """
-    words = [sys.executable, "-m", "async_rlhf", "serve", str(directory.absolute()), "--at-once", str(at_once), *options]
+    words = [
+        sys.executable,
+        "-m",
+        "async_rlhf",
+        "queue",
+        "serve",
+        str(directory.absolute()),
+        "--at-once",
+        str(at_once),
+        *options,
+    ]
     return f"""\
 [Unit]
 Description=async-rlhf, the queue of runs in {_literal(str(directory.absolute()))}
@@ -48,7 +58,7 @@ def container(at_once: int) -> str:
 #   docker run --detach --name async-rlhf --init --restart unless-stopped --stop-timeout {_DRAIN_S} \\
 #       --ipc host --volume /srv/async-rlhf:/serve async-rlhf
 # with a GPU also: --gpus all. Paths in a configuration are those inside: let data and models lie under /serve.
-#   docker exec async-rlhf async-rlhf submit /serve quick
+#   docker exec async-rlhf async-rlhf queue submit /serve quick
 FROM python:3.12-slim
 COPY . /source
 RUN pip install --no-cache-dir --constraint /source/constraints.txt /source && rm -rf /source
@@ -56,7 +66,7 @@ VOLUME /serve
 WORKDIR /serve
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["async-rlhf"]
-CMD ["serve", "/serve", "--at-once", "{at_once}"]
+CMD ["queue", "serve", "/serve", "--at-once", "{at_once}"]
 """
 
 

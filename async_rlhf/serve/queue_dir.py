@@ -66,9 +66,7 @@ class QueueDir:
     def existing(cls, path: Path) -> QueueDir:
         found = cls(path)
         if not found._queue.is_dir():
-            raise ConfigError(
-                f"{str(path)!r} holds no queue of runs; async-rlhf submit {path} CONFIG and serve {path} make one"
-            )
+            raise ConfigError(f"{str(path)!r} holds no queue of runs; async-rlhf queue submit {path} CONFIG makes one")
         return found
 
     # -- what an operator does -----------------------------------------------------------------------------------------
@@ -182,6 +180,18 @@ class QueueDir:
             return value if isinstance(value, int) else None
         return None
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Every entry as plain values, with its steps and where its run lies."""
+        return [
+            {
+                **asdict(entry),
+                "steps": self.steps(entry),
+                "max_steps": self.max_steps(entry),
+                "run": str(self.run(entry).path),
+            }
+            for entry in self.entries()
+        ]
+
     def daemon(self) -> Holder | None:
         """The daemon that works here."""
         return holder(self._lock) if is_held(self._lock) else None
@@ -250,7 +260,7 @@ class QueueDir:
 def _way(what: Request, entry: Entry, queue: QueueDir) -> str:
     """What to do instead, where there is something."""
     if what == "cancel" and entry.is_active:
-        return f"; stop it first: async-rlhf stop {queue.path} {entry.name}"
+        return f"; stop it first: async-rlhf queue stop {queue.path} {entry.name}"
     if what == "resume" and entry.state == "finished":
         return f"; go on from its model with async-rlhf fork {queue.runs / entry.name} --name NEW"
     if what == "stop" and entry.state == "stopping":

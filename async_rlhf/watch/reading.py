@@ -16,15 +16,12 @@ from typing import Any
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, is_step, read_last_lines, read_spread_lines
+from async_rlhf.run.run_files import Tail, is_long, is_step, read_last_lines, read_steps
 from async_rlhf.watch.completions import Decode, decoder, shown
 from async_rlhf.watch.events import MOST, changed_from, events
 from async_rlhf.watch.series import MAX_STEP, History, ages, numbers
 from async_rlhf.watch.timeline import MOST_STEPS, timeline
 
-_WHOLE_BYTES = 24 << 20
-"""Of metrics that are read from their beginning; of longer ones so many places are read, which takes a second or two."""
-_PLACES, _WINDOW = 1500, 16 << 10
 _GROUPS, _SPANS, _EVENTS = 24, 400, MOST
 _MAX_ACTORS = 64
 
@@ -117,15 +114,11 @@ class RunReading:
         if self._begun:
             return self._metrics.rest()
         self._begun = True
-        try:
-            self.is_spread = self.run.metrics.stat().st_size > _WHOLE_BYTES
-        except OSError:
-            return self._metrics.rest()
+        self.is_spread = is_long(self.run.metrics)
         if not self.is_spread:
             return self._metrics.rest()
         self._metrics.skip()  # what is written from here on is read by `rest`; a line that comes twice takes its own place
-        spread = read_spread_lines(self.run.metrics, _PLACES, _WINDOW)
-        return chain(spread, read_last_lines(self.run.metrics).records, self._metrics.rest())
+        return chain(read_steps(self.run.metrics), self._metrics.rest())
 
     def _take(self, record: dict[str, Any]) -> None:
         if not is_step(record) or not 0 <= record["step"] <= MAX_STEP:

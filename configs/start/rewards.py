@@ -1,6 +1,6 @@
 """Rewards: functions that get a completion and the columns of its prompt by name, and return how good it is.
 
-Try one before a run: async-rlhf rewards try rewards.py:backward --data FILE, with `completion` and `answer` in every line.
+Try one before a run: async-rlhf try reward rewards.py:backward --data FILE, with `completion` and `answer` in every line.
 """
 
 from async_rlhf import reward

@@ -85,7 +85,7 @@ class Safeguards:
             raise RewardError(
                 f"{self._unscored_in_a_row} batches in a row had no score: {', '.join(sorted({name for name, _ in scores}))} "
                 "returned None ('not applicable') for every completion, so there is nothing to learn from. Is a `return` "
-                "missing? `async-rlhf rewards try` shows what a reward gives."
+                "missing? `async-rlhf try reward` shows what a reward gives."
             )
 
     def count_constant(self, groups: Sequence[Group], masked: int, *, constant: bool) -> None:

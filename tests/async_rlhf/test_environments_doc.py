@@ -45,7 +45,7 @@ def test_a_command_of_the_document_plays_every_episode(folder: Path, line: str) 
 
 
 def test_an_episode_is_played_by_lines_and_shown_as_json(folder: Path) -> None:
-    arguments = ["environments", "try", "calculator.py:calculator", "--data", "products.jsonl", "--json"]
+    arguments = ["try", "environment", "calculator.py:calculator", "--data", "products.jsonl", "--json"]
     (folder / "products.jsonl").write_text('{"prompt": "12 * 3 =", "answer": "36"}\n{"prompt": "2 * 2 =", "answer": "4"}\n')
     result = CliRunner().invoke(app, arguments, input="<12 * 3>\n36\n5\n")
     assert result.exit_code == 0, result.output
@@ -56,7 +56,7 @@ def test_an_episode_is_played_by_lines_and_shown_as_json(folder: Path) -> None:
 
 def played(folder: Path, target: str, row: object, turns: list[str]) -> dict[str, Any]:
     (folder / "one.jsonl").write_text(json.dumps(row))
-    arguments = ["environments", "try", target, "--data", "one.jsonl", "--json"]
+    arguments = ["try", "environment", target, "--data", "one.jsonl", "--json"]
     result = CliRunner().invoke(app, arguments, input="\n".join(turns))
     assert result.exit_code == 0, result.output
     trial: dict[str, Any] = json.loads(result.stdout)
@@ -88,7 +88,7 @@ def row(line: str) -> int:
 
 
 def test_what_a_model_reads_and_writes_is_shown_with_its_special_tokens(folder: Path) -> None:
-    arguments = ["environments", "try", "double.py:double", "--data", "data.jsonl", "--model", "tiny-speller"]
+    arguments = ["try", "environment", "double.py:double", "--data", "data.jsonl", "--model", "tiny-speller"]
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     (first, *parts) = [part for line in sorted(result.stdout.splitlines(), key=row) for part in json.loads(line)["parts"]]
@@ -108,7 +108,7 @@ def test_special_tokens_stand_apart_from_text_that_looks_like_them(folder: Path)
 
 def test_what_is_left_and_what_fails_is_said(folder: Path) -> None:
     (folder / "bad.py").write_text("def bad(prompt):\n    yield prompt\n    raise KeyError('hm')\n")
-    result = CliRunner().invoke(app, ["environments", "try", "bad.py:bad", "--data", "data.jsonl"], input="one\n")
+    result = CliRunner().invoke(app, ["try", "environment", "bad.py:bad", "--data", "data.jsonl"], input="one\n")
     assert result.exit_code == 6
     assert "failed: KeyError: 'hm'" in result.output and "ended (left) without a score" in result.output
 
@@ -147,7 +147,7 @@ def test_a_game_of_skyrl_gym_is_played_with_its_own_scores(folder: Path) -> None
 )
 def test_an_environment_that_cannot_be_is_refused_before_anything_starts(folder: Path, target: str, message: str) -> None:
     (folder / "needs.py").write_text("def needs(anser):\n    yield anser\n")
-    result = CliRunner().invoke(app, ["environments", "try", target, "--data", "data.jsonl"])
+    result = CliRunner().invoke(app, ["try", "environment", target, "--data", "data.jsonl"])
     assert result.exit_code == 3 and message in result.output
 
 

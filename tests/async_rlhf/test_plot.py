@@ -15,6 +15,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import plot
 from async_rlhf.inspect.plot import Curves, draw, picture, points
+from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import REPOSITORY
 
@@ -64,8 +65,8 @@ def test_a_long_run_is_drawn_from_steps_at_even_distances(
 ) -> None:
     run = RunDir.create(small())
     run.metrics.write_text("".join(json.dumps({"step": step, "reward": step / 1e5}) + "\n" for step in range(1, 100_001)))
-    monkeypatch.setattr(plot, "_WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr(plot, "_WINDOW", 1 << 8)
+    monkeypatch.setattr(run_files, "_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(run_files, "_WINDOW", 1 << 8)
     drawn: list[Curves] = []
     monkeypatch.setattr(plot, "picture", lambda runs: (drawn.extend(runs), picture(runs))[1])
     draw([run], tmp_path / "long.svg")

@@ -107,7 +107,7 @@ def test_the_configuration_for_a_gpu_is_one_that_check_accepts(folder: Path, com
 
 @pytest.mark.rest
 def test_the_environment_plays(folder: Path, command: Callable[..., Any]) -> None:
-    playing = ["environments", "try", "game.py:second_try", "--data", "problems.jsonl", "--model", "tiny-speller"]
+    playing = ["try", "environment", "game.py:second_try", "--data", "problems.jsonl", "--model", "tiny-speller"]
     code, output = command(*playing, "--set", "generation.max_completion_length=8").finish()
     assert code == 0 and f"{len(PROBLEMS)} episodes" in output, output
 

@@ -1,4 +1,4 @@
-"""`async-rlhf relay`: what it refuses, and that it starts and ends."""
+"""`async-rlhf serve relay`: what it refuses, and that it starts and ends."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from async_rlhf.cli.commands import app
     ],
 )
 def test_a_relay_that_cannot_be_is_refused_with_the_reason(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["relay", *arguments])
+    result = CliRunner().invoke(app, ["serve", "relay", *arguments])
     assert result.exit_code != 0
     assert message in result.output
 
 
 def test_a_relay_whose_address_is_taken_or_cannot_be_says_so(socket_dir: Path) -> None:
-    result = CliRunner().invoke(app, ["relay", f"ipc://{socket_dir}/hub", f"ipc://{socket_dir}/nowhere/relay"])
+    result = CliRunner().invoke(app, ["serve", "relay", f"ipc://{socket_dir}/hub", f"ipc://{socket_dir}/nowhere/relay"])
     assert result.exit_code == 3 and "nowhere/relay' cannot be listened at" in result.output
 
 
@@ -47,7 +47,7 @@ def test_a_relay_whose_key_the_hub_does_not_know_ends_and_says_why(socket_dir: P
     hub = Hub(address, directory, QueueConfig(), Bound(1, 1, 1), access=keys.load_hub(tmp_path / "home"))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(hub.run)
-        arguments = ["relay", address, f"ipc://{socket_dir}/relay", "--keys", str(tmp_path / "strangers")]
+        arguments = ["serve", "relay", address, f"ipc://{socket_dir}/relay", "--keys", str(tmp_path / "strangers")]
         result = subprocess.run([sys.executable, "-m", "async_rlhf", *arguments], capture_output=True, text=True, timeout=540)
         with control(address, timeout_s=60, connect=link.connector(tmp_path / "home")) as operator:
             operator.halt()
@@ -57,7 +57,7 @@ def test_a_relay_whose_key_the_hub_does_not_know_ends_and_says_why(socket_dir: P
 
 
 def test_a_relay_runs_until_it_is_interrupted(socket_dir: Path) -> None:
-    command = [sys.executable, "-m", "async_rlhf", "relay", f"ipc://{socket_dir}/hub", f"ipc://{socket_dir}/relay"]
+    command = [sys.executable, "-m", "async_rlhf", "serve", "relay", f"ipc://{socket_dir}/hub", f"ipc://{socket_dir}/relay"]
     relay = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert relay.stdout is not None

@@ -1,4 +1,4 @@
-"""`rewards try` and `serve-reward`: what they say, and what they refuse."""
+"""`try reward` and `serve reward`: what they say, and what they refuse."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["rewards", "try", *arguments])
+    result = CliRunner().invoke(app, ["try", "reward", *arguments])
     return result.exit_code, result.output
 
 
@@ -122,7 +122,7 @@ def test_the_completions_of_a_run_are_data_too(small: Callable[..., Any], tmp_pa
 
 
 def test_a_served_reward_is_asked_by_another_process_and_ends_with_a_signal(folder: Path) -> None:
-    command = [sys.executable, "-m", "async_rlhf", "serve-reward", "judges.py:quality", "--address", "tcp://127.0.0.1:*"]
+    command = [sys.executable, "-m", "async_rlhf", "serve", "reward", "judges.py:quality", "--address", "tcp://127.0.0.1:*"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
         try:
             assert server.stdout is not None
@@ -136,7 +136,7 @@ def test_a_served_reward_is_asked_by_another_process_and_ends_with_a_signal(fold
 
 
 def test_serving_beyond_this_machine_needs_keys() -> None:
-    result = CliRunner().invoke(app, ["serve-reward", "exact", "--address", "tcp://0.0.0.0:5555"])
+    result = CliRunner().invoke(app, ["serve", "reward", "exact", "--address", "tcp://0.0.0.0:5555"])
     assert result.exit_code == 3 and "on this machine only" in result.output
 
 

@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command", [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if " rewards try " in line]
+    "command", [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if " try reward " in line]
 )
 def test_a_command_of_the_document_scores_everything(folder: Path, command: str) -> None:
     result = CliRunner().invoke(app, shlex.split(command)[1:])

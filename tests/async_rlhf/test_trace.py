@@ -40,7 +40,7 @@ def test_the_trace_of_a_real_run_shows_every_stage_of_every_rollout_in_its_order
     (tmp_path / "judges.py").write_text(JUDGES)
     functions = ["reasoning_gym", f"{tmp_path / 'judges.py'}:slow"]
     result = run(small(max_steps=2, **{"rewards.functions": functions, "queue.keep_rollouts": True}), quiet=True)
-    invoked = CliRunner().invoke(app, ["trace", str(result.run_dir)])
+    invoked = CliRunner().invoke(app, ["rollouts", "trace", str(result.run_dir)])
     assert invoked.exit_code == 0 and "slow: " in invoked.output and "hidden behind decoding and training" in invoked.output
     events = json.loads((result.run_dir / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}

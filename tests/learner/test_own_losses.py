@@ -195,10 +195,10 @@ def importable(mine: str) -> str:
 
 def test_the_command_prints_the_table_and_its_exit_code_is_the_verdict(mine: str) -> None:
     importable(mine)
-    good = CliRunner().invoke(app, ["loss", "try", f"{mine}:plain", "--set", "loss.is_cap=4.0"])
+    good = CliRunner().invoke(app, ["try", "loss", f"{mine}:plain", "--set", "loss.is_cap=4.0"])
     assert good.exit_code == 0 and "adds up over micro-batches" in good.output and "none (no correction)" in good.output
-    assert CliRunner().invoke(app, ["loss", "try", f"{mine}:averaged"]).exit_code == 1
-    absent = CliRunner().invoke(app, ["loss", "try", f"{mine}:planar"])
+    assert CliRunner().invoke(app, ["try", "loss", f"{mine}:averaged"]).exit_code == 1
+    absent = CliRunner().invoke(app, ["try", "loss", f"{mine}:planar"])
     assert absent.exit_code == 3 and "did you mean 'plain'?" in absent.output
 
 

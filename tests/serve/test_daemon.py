@@ -16,7 +16,7 @@ def test_a_run_outlives_a_daemon_that_is_killed_and_is_drained_by_one_that_ends(
     command: Callable[..., Command], small_arguments: Callable[..., list[str]], place: Path
 ) -> None:
     for name, num_steps in (("first", 100_000), ("second", 1)):
-        code, output = command("submit", str(place), *small_arguments(name=name, max_steps=num_steps)[1:]).finish()
+        code, output = command("queue", "submit", str(place), *small_arguments(name=name, max_steps=num_steps)[1:]).finish()
         assert code == 0, output
     queue = QueueDir.existing(place)
     first = queue.runs / "first"
@@ -25,13 +25,13 @@ def test_a_run_outlives_a_daemon_that_is_killed_and_is_drained_by_one_that_ends(
         return [entry.state for entry in queue.entries()]
 
     # A daemon that is killed leaves its run alive, and the next one sees it.
-    daemon = command("serve", str(place))
+    daemon = command("queue", "serve", str(place))
     wait_for(lambda: steps(first) >= 2, "step 2")
     daemon.process.kill()
     daemon.finish()
     supervisor = holder(first / "lock")
     assert supervisor is not None and states() == ["running", "waiting"]
-    daemon = command("serve", str(place))
+    daemon = command("queue", "serve", str(place))
 
     # One that is asked to end drains it, and leaves it for the next.
     wait_for(lambda: queue.daemon() and steps(first) >= 4, "step 4 under the second daemon")

@@ -68,12 +68,12 @@ def states(queue: QueueDir) -> dict[str, str]:
 
 def test_what_is_submitted_is_listed_in_order_with_its_resolved_configuration(queue: QueueDir, small_arguments: Any) -> None:
     submitted = small_arguments(name="first")[1:]
-    assert invoke("submit", queue.path, *submitted) == (
+    assert invoke("queue", "submit", queue.path, *submitted) == (
         0,
-        f"run 1 of {queue.path}: first; it waits for: async-rlhf serve {queue.path}\n",
+        f"run 1 of {queue.path}: first; it waits for: async-rlhf queue serve {queue.path}\n",
     )
-    assert invoke("submit", queue.path, *submitted, "--set", "name=second")[0] == 0
-    code, output = invoke("queue", queue.path, "--json")
+    assert invoke("queue", "submit", queue.path, *submitted, "--set", "name=second")[0] == 0
+    code, output = invoke("queue", "list", queue.path, "--json")
     found = json.loads(output)
     assert code == 0 and found["daemon"] is None
     assert [(row["number"], row["name"], row["state"], row["max_steps"]) for row in found["runs"]] == [
@@ -82,8 +82,8 @@ def test_what_is_submitted_is_listed_in_order_with_its_resolved_configuration(qu
     ]
     assert found["runs"][0]["run"] == str(queue.path / "runs" / "first") and found["runs"][0]["cwd"] == str(Path.cwd())
     assert "output_dir = " + json.dumps(str(queue.runs)) in (queue.folder(queue.find("first")) / "config.toml").read_text()
-    shown = invoke("queue", queue.path)[1].splitlines()
-    assert shown[0].startswith("no daemon; start one: async-rlhf serve ") and shown[1].split() == [
+    shown = invoke("queue", "list", queue.path)[1].splitlines()
+    assert shown[0].startswith("no daemon; start one: async-rlhf queue serve ") and shown[1].split() == [
         "1",
         "first",
         "waiting",
@@ -96,7 +96,7 @@ def test_prompts_may_be_put_as_soon_as_the_run_that_they_are_for_is_queued(
 ) -> None:
     spool, rows = tmp_path / "prompts", tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "a"}\n')
-    code, output = invoke("submit", queue.path, *small_arguments(name="fed", **fed(spool))[1:])
+    code, output = invoke("queue", "submit", queue.path, *small_arguments(name="fed", **fed(spool))[1:])
     assert code == 0 and f"prompts may come from now on: async-rlhf spool put {spool} FILE" in output
     assert invoke("spool", "put", spool, rows)[0] == 0
 
@@ -115,7 +115,7 @@ def test_what_check_refuses_is_refused_before_it_is_queued(
     queue: QueueDir, small_arguments: Any, overrides: list[str], words: str
 ) -> None:
     sets = [word for each in overrides for word in ("--set", each)]
-    code, output = invoke("submit", queue.path, *small_arguments()[1:], *sets)
+    code, output = invoke("queue", "submit", queue.path, *small_arguments()[1:], *sets)
     assert code == 3 and words in output, output
     assert queue.entries() == []
 
@@ -149,7 +149,7 @@ def test_an_operator_cancels_stops_and_resumes_what_is_in_a_state_for_it(queue: 
     ):
         name = f"run-{number}"
         queued(name, state)  # type: ignore[arg-type]
-        assert invoke(request, queue.path, name) == (0, f"{name}: {then}\n")
+        assert invoke("queue", request, queue.path, name) == (0, f"{name}: {then}\n")
         assert queue.find(name).state == then
 
 
@@ -158,7 +158,7 @@ def test_an_operator_cancels_stops_and_resumes_what_is_in_a_state_for_it(queue: 
     [
         ("cancel", "finished", "it is finished, and only runs that are waiting, stopped or failed can be cancelled"),
         ("cancel", "cancelled", "it is cancelled"),
-        ("cancel", "running", "stop it first: async-rlhf stop {queue} run"),
+        ("cancel", "running", "stop it first: async-rlhf queue stop {queue} run"),
         ("stop", "finished", "it is finished"),
         ("resume", "running", "it is running"),
         ("resume", "finished", "async-rlhf fork {queue}/runs/run --name NEW"),
@@ -168,24 +168,24 @@ def test_what_cannot_be_done_is_refused_with_the_state_and_the_way(
     queue: QueueDir, queued: Queued, request_: str, state: State, words: str
 ) -> None:
     queued("run", state)
-    code, output = invoke(request_, queue.path, "run")
+    code, output = invoke("queue", request_, queue.path, "run")
     assert code == 3 and words.format(queue=queue.path) in output, output
     assert states(queue) == {"run": state}
 
 
 def test_a_name_or_a_directory_that_is_not_there_is_named(queue: QueueDir, queued: Queued, tmp_path: Path) -> None:
     queued("speller")
-    code, output = invoke("cancel", queue.path, "speler")
+    code, output = invoke("queue", "cancel", queue.path, "speler")
     assert code == 3 and "has no run 'speler'; did you mean 'speller'?" in output
-    code, output = invoke("queue", tmp_path / "nowhere")
-    assert code == 3 and "holds no queue of runs; async-rlhf submit" in output
+    code, output = invoke("queue", "list", tmp_path / "nowhere")
+    assert code == 3 and "holds no queue of runs; async-rlhf queue submit" in output
 
 
 def test_a_second_daemon_is_refused_and_names_the_first(queue: QueueDir) -> None:
     lock = queue.take()
-    code, output = invoke("serve", queue.path)
+    code, output = invoke("queue", "serve", queue.path)
     assert code == 3 and f"'{queue.path}' has a daemon already (process " in output, output
-    assert "daemon: process " in invoke("queue", queue.path)[1]
+    assert "daemon: process " in invoke("queue", "list", queue.path)[1]
     lock.release()
     queue.take().release()
 
@@ -256,12 +256,12 @@ def test_an_entry_of_a_newer_format_is_set_aside_and_left_as_it_is_and_the_other
     state.write_text(newer := json.dumps({**json.loads(state.read_text()), "format": QUEUE.newest + 1}))
     why = "an entry of a queue of runs of format 2, this version of async-rlhf reads 1"
     assert states(queue) == {"newer": "failed", "good": "waiting"} and why in queue.find("newer").reason
-    code, output = invoke("queue", queue.path)
+    code, output = invoke("queue", "list", queue.path)
     assert code == 0 and why in output and "good" in output
     for verb in ("cancel", "resume"):
-        code, output = invoke(verb, queue.path, "newer")
+        code, output = invoke("queue", verb, queue.path, "newer")
         assert code == 3 and why in output, output
-    assert invoke("cancel", queue.path, "good")[0] == 0
+    assert invoke("queue", "cancel", queue.path, "good")[0] == 0
     Daemon(queue, say=print).look()
     assert queued("next").number == 3 and state.read_text() == newer
 
@@ -286,12 +286,12 @@ def test_a_run_that_lives_on_without_a_daemon_is_asked_to_end_once_and_has_stopp
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
         assert held.stdout is not None and held.stdout.readline() == b"\n"
         assert queue.is_alive(entry)
-        code, output = invoke("cancel", queue.path, "run")
+        code, output = invoke("queue", "cancel", queue.path, "run")
         assert code == 3 and "stop it first" in output
-        assert invoke("stop", queue.path, "run") == (0, "run: stopping\n")
+        assert invoke("queue", "stop", queue.path, "run") == (0, "run: stopping\n")
         assert held.wait(60) == -signal.SIGTERM
     assert queue.find("run").told
-    code, output = invoke("stop", queue.path, "run")
+    code, output = invoke("queue", "stop", queue.path, "run")
     assert code == 3 and f"to force it to end: async-rlhf stop {queue.runs / 'run'}" in output
     Daemon(queue, say=lambda line: None).look()
     assert states(queue) == {"run": "stopped"}
@@ -308,7 +308,7 @@ def test_the_folder_that_a_run_was_submitted_from_may_be_gone_and_the_run_says_s
 
 
 def test_the_unit_starts_a_command_that_this_command_line_takes(tmp_path: Path) -> None:
-    code, output = invoke("serve", tmp_path / "a place", "--print-unit", "--at-once", 2)
+    code, output = invoke("queue", "serve", tmp_path / "a place", "--print-unit", "--at-once", 2)
     lines = dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
     words = shlex.split(lines["ExecStart"])
     assert code == 0 and words[1:3] == ["-m", "async_rlhf"]
@@ -324,7 +324,7 @@ def test_the_unit_starts_a_command_that_this_command_line_takes(tmp_path: Path) 
 
 
 def test_the_container_file_starts_a_command_that_this_command_line_takes(tmp_path: Path) -> None:
-    code, output = invoke("serve", tmp_path, "--print-container")
+    code, output = invoke("queue", "serve", tmp_path, "--print-container")
     lines = dict(line.split(" ", 1) for line in output.splitlines() if line and not line.startswith("#"))
     entry, *words = [*json.loads(lines["ENTRYPOINT"]), *json.loads(lines["CMD"])]
     assert code == 0 and entry == "async-rlhf"
@@ -332,10 +332,10 @@ def test_the_container_file_starts_a_command_that_this_command_line_takes(tmp_pa
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
-    """The arguments of `serve`, as the command line understands these words."""
+    """The arguments of `queue serve`, as the command line understands these words."""
     from typer.main import get_command
 
     group: Any = get_command(app)
-    assert words[0] == "serve"
-    values = group.commands["serve"].make_context("serve", words[1:]).params
+    assert words[:2] == ["queue", "serve"]
+    values = group.commands["queue"].commands["serve"].make_context("serve", words[2:]).params
     return {"directory": Path(values["directory"]), "at_once": values["at_once"]}

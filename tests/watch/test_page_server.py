@@ -300,7 +300,7 @@ def test_many_viewers_are_answered_by_few_threads(made: Path) -> None:
 
 
 def test_a_queue_whose_page_cannot_be_served_is_not_served(tmp_path: Path) -> None:
-    found = CliRunner().invoke(app, ["serve", str(tmp_path), "--address", "0.0.0.0:0"])
+    found = CliRunner().invoke(app, ["queue", "serve", str(tmp_path), "--address", "0.0.0.0:0"])
     assert found.exit_code == 3 and "there is no token" in found.output
-    shown = ["serve", str(tmp_path), "--print-unit", "--address", "127.0.0.1:8265"]
+    shown = ["queue", "serve", str(tmp_path), "--print-unit", "--address", "127.0.0.1:8265"]
     assert "--address 127.0.0.1:8265" in CliRunner().invoke(app, shown).output

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from made_runs import BEGAN, HOSTILE, broken_run, group, made_run, records, write_lines
 
+from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.watch import reading as reading_module
 from async_rlhf.watch.completions import decoder, pieces
 from async_rlhf.watch.events import changed_from, events
 from async_rlhf.watch.reading import RunReading
@@ -59,9 +59,9 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
 
 def test_the_metrics_of_a_long_run_are_read_at_even_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path / "run", 3000)
-    monkeypatch.setattr(reading_module, "_WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr(reading_module, "_PLACES", 50)
-    monkeypatch.setattr(reading_module, "_WINDOW", 4 << 10)
+    monkeypatch.setattr(run_files, "_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(run_files, "_PLACES", 50)
+    monkeypatch.setattr(run_files, "_WINDOW", 4 << 10)
     reading = read(run)
     found = steps(reading)
     assert reading.is_spread and found[0] <= reading.history.width and reading.history.last_step == 3000

@@ -2,7 +2,7 @@
 // Curves and the map of ages. What is drawn is numbers; every text is set as text.
 
 const Charts = (() => {
-  const HEIGHT = 190;
+  const HEIGHT = 206;
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const colour = (i) => css(`--c${i % 7}`);
   const axis = (size) => ({
@@ -60,6 +60,7 @@ const Charts = (() => {
     const element = document.createElement("section");
     const heading = document.createElement("h2");
     heading.textContent = title;
+    heading.hidden = !title;
     legend.className = "legend";
     place.className = "plot";
     element.className = "card";
@@ -123,7 +124,7 @@ const Charts = (() => {
         cursor: { y: false, drag: { x: true, y: false }, points: { show: false } },
         scales: { x: { time: false }, y: { range } },
         axes: [
-          { ...axis(26), values: marks, space: 60 },
+          { ...axis(26), values: marks, space: 60, label: "step", labelSize: 16, labelFont: "11px system-ui", labelGap: 0 },
           { ...axis(room), values: marks },
         ],
         hooks: { setCursor: [(u) => tell(u.cursor.idx)], drawAxes: [mark] },
@@ -213,7 +214,7 @@ const Charts = (() => {
       const ratio = window.devicePixelRatio || 1,
         width = canvas.clientWidth,
         left = 34,
-        foot = 22;
+        foot = 36;
       canvas.width = width * ratio;
       canvas.height = HEIGHT * ratio;
       const pen = canvas.getContext("2d");
@@ -244,9 +245,11 @@ const Charts = (() => {
       const every = Math.ceil(rows / 8);
       for (let age = 0; age < rows; age += every) pen.fillText(String(age), left - 6, HEIGHT - foot - (age + 0.5) * high + 4);
       pen.textAlign = "left";
-      pen.fillText(short(first), left, HEIGHT - 6);
+      pen.fillText(short(first), left, HEIGHT - 20);
       pen.textAlign = "right";
-      pen.fillText(short(end - 1), width, HEIGHT - 6);
+      pen.fillText(short(end - 1), width, HEIGHT - 20);
+      pen.textAlign = "center";
+      pen.fillText("step", left + (width - left) / 2, HEIGHT - 4);
     }
 
     new ResizeObserver(draw).observe(canvas);

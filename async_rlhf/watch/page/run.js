@@ -9,7 +9,7 @@ class RunView {
     this.panels = DATA.panels.map((panel) => ({ panel, chart: Charts.plot(panel.title, panel) }));
     this.heat = Charts.heat("Staleness of the tokens");
     this.heat.element.id = "ages";
-    this.other = Charts.plot("Any other metric", { noisy: true });
+    this.other = Charts.plot("", { noisy: true });
     this.choice = el("select", { "aria-label": "metric", onchange: () => this.drawOther() });
     this.parts = Object.fromEntries(
       ["problems", "tiles", "idle", "ledger", "actors", "timeline", "completions", "events"].map((id) => [

@@ -30,7 +30,7 @@ class ListView {
   async refresh(found) {
     this.chosen ??= new Set(found.runs.slice(0, 4).map(({ name }) => name));
     this.words.textContent = `choose up to ${MAX_COMPARED} to compare, or open one${found.more ? `; ${found.more} older ones are not listed` : ""}`;
-    const heads = ["", "run", "state", "step", "reward", "held-out", "tokens/s", "staleness", "idle: learner", "actors"];
+    const heads = ["", "run", "state", "step", "reward", "held-out", "tokens/s", "staleness", "idle: learner", "idle: actors"];
     const colours = [...this.chosen];
     const rows = found.runs.map(({ name, state, alive, step, max_steps: steps, last, evaluation, ended }) => {
       const box = el("input", {
@@ -61,7 +61,7 @@ class ListView {
         el("td", {}, el("span", { class: "mark" }, box, mark)),
         el("td", {}, el("a", { href: `#${encodeURIComponent(name)}` }, name)),
         el("td", {}, badge(state, alive, ended)),
-        ...numbers.map((text) => el("td", { class: "n" }, text)),
+        ...numbers.map((text, i) => el("td", { class: "n", "data-head": heads[i + 3] }, text)),
       );
     });
     this.table.replaceChildren(

@@ -129,7 +129,7 @@ def test_what_a_run_must_know_of_it_is_asked_of_the_server(serve: Serve, tmp_pat
 
 def test_a_server_that_is_not_there_is_named_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_DESCRIBE_S", 0.2)
-    with pytest.raises(ConfigError, match=r"no environment answers at ipc://.*within 0.2 s, without keys.*serve-environment"):
+    with pytest.raises(ConfigError, match=r"no environment answers at ipc://.*within 0.2 s, without keys.*serve environment"):
         EnvironmentConfig(function=f"remote:ipc://{tmp_path}/none").spec(tmp_path)
     with pytest.raises(ConfigError, match="has no address"):
         EnvironmentConfig(function="remote:nowhere:1").spec(tmp_path)

@@ -1,0 +1,134 @@
+"""Commands for processes that actors on several machines share (serve reward, environment, relay), and for their keys."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from async_rlhf.cli.app import command, group
+
+serve = group("serve", "Serve a reward, an environment or weights to actors.")
+keys = group("keys", "Keys for what listens to other machines.")
+
+Address = Annotated[str, typer.Option(help="tcp://IP:PORT or ipc://PATH; beyond this machine only with --keys.")]
+Keys = Annotated[Path | None, typer.Option(help="Key directory (async-rlhf keys new DIR).")]
+KeyDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The hub's or relay's key directory.")]
+
+
+@command(serve, "reward")
+def serve_reward(
+    reward: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A reward, as in rewards.functions.")],
+    address: Address,
+    keys: Keys = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the sections rewards and scoring, for example scoring.workers=4."),
+    ] = None,
+) -> None:
+    """Serve a reward to actors, who ask it as the reward `remote`. Ctrl-C ends it."""
+    from async_rlhf.actors.config import RewardsConfig, ScoringConfig
+    from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
+    from async_rlhf.run.config import parse_settings
+
+    given = parse_settings(("rewards", "scoring"), overrides or [])
+    scoring = ScoringConfig.model_validate(given["scoring"])
+    (spec,) = RewardsConfig.model_validate({**given["rewards"], "functions": [reward]}).specs(Path.cwd(), scoring.stages)
+    _serve(spec.name, ScoringServer([spec], scoring, address, REWARD_SERVER, keys))
+
+
+@command(serve, "environment")
+def serve_environment(
+    environment: Annotated[str, typer.Argument(metavar="FILE:NAME", help="An environment, as in environment.function.")],
+    address: Address,
+    keys: Keys = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the section environment, for example environment.workers=4."),
+    ] = None,
+) -> None:
+    """Play an environment for actors, who name it `remote:ADDRESS`. Ctrl-C ends it."""
+    from async_rlhf.actors.environments import EnvironmentConfig
+    from async_rlhf.actors.environments.server import EnvironmentServer
+    from async_rlhf.run.config import parse_settings
+
+    given = parse_settings(("environment",), overrides or [])["environment"]
+    config = EnvironmentConfig.model_validate({**given, "function": environment})
+    spec = config.spec(Path.cwd())
+    assert spec is not None
+    _serve(spec.name, EnvironmentServer(spec, config, address, keys))
+
+
+def _serve(name: str, server: Any) -> None:
+    """Until SIGINT or SIGTERM; then say what it has answered."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: server.stop())
+    typer.echo(f"{name} is served at {server.address}")
+    server.run()
+    typer.echo(", ".join(f"{count} {name}" for name, count in server.counters.items()))
+
+
+@command(serve, "relay")
+def serve_relay(
+    hub: Annotated[str, typer.Argument(help="Address of the hub, or of another relay.")],
+    address: Annotated[str, typer.Argument(help="tcp://IP:PORT or ipc://PATH for actors; beyond this machine only with keys.")],
+    keys: Annotated[Path | None, typer.Option(help="Key directory to speak to the hub, as an actor's.")] = None,
+    own_keys: Annotated[Path | None, typer.Option(help="Key directory to be spoken to by actors, as a hub's.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section weights.")] = None,
+) -> None:
+    """Stand between the hub and many actors: weights come here once and go on from here. Ctrl-C ends it."""
+    from async_rlhf.run.roles import relay_by_hand
+
+    relay_by_hand(hub, address, keys, own_keys, overrides or [], typer.echo)
+
+
+@command(keys, "new")
+def keys_new(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory; it stays on the hub's machine.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name", metavar="NAME[:ROLE,...]", help="Another machine, and what it may be: actor, relay, learner, control."
+        ),
+    ] = None,
+) -> None:
+    """Make the hub's or a relay's keys, and a key for each machine (of actors by default). Files are never overwritten."""
+    from async_rlhf.buffers.transport.keys import create
+    from async_rlhf.buffers.transport.link import new_pair
+
+    create(directory, names or [], new_pair)
+    typer.echo(f"{directory} stays on this machine; in the configuration:  [security]  keys = {json.dumps(str(directory))}")
+    _say_what_to_move(directory, names or [])
+
+
+@command(keys, "admit")
+def keys_admit(
+    directory: KeyDirectory,
+    names: Annotated[list[str], typer.Argument(metavar="NAME[:ROLE,...]...", help="Further machines, as in `keys new`.")],
+) -> None:
+    """Make keys for further machines; a hub that runs lets them in within a second, and no other machine needs new ones."""
+    from async_rlhf.buffers.transport.keys import add
+    from async_rlhf.buffers.transport.link import new_pair
+
+    add(directory, names, new_pair)
+    _say_what_to_move(directory, names)
+
+
+@command(keys, "revoke")
+def keys_revoke(
+    directory: KeyDirectory,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Machines that are let in no more.")],
+) -> None:
+    """Take machines off the list; a hub that runs cuts their connections within a second."""
+    from async_rlhf.buffers.transport.keys import revoke
+
+    revoke(directory, names)
+    typer.echo(f"no longer let in: {', '.join(names)}")
+
+
+def _say_what_to_move(directory: Path, names: list[str]) -> None:
+    for name in (text.partition(":")[0] for text in names):
+        typer.echo(f"move {directory / f'for-{name}'} to {name}, keeping its modes (scp -rp), and delete it here")

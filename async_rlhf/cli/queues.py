@@ -1,0 +1,158 @@
+"""Commands for a queue of runs (submit, list, stop, cancel, resume, serve), and for prompts that come while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, command, group, load_config, say
+
+if TYPE_CHECKING:
+    from async_rlhf.run.config import Config
+    from async_rlhf.serve.turns import Request
+
+queue = group("queue", "Runs one behind the other, as a service.")
+spool = group("spool", "Prompts that come while a run goes on.")
+
+QueuePath = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a queue of runs.")]
+RunName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run in it.")]
+SpoolPath = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of data.source = 'spool:DIR'.")]
+
+
+@command(queue, "serve")
+def queue_serve(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the queue; made where there is none.")],
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Runs at a time.")] = 1,
+    address: Annotated[
+        str | None, typer.Option(metavar="IP:PORT", help="Show the page of `watch` there, of all its runs: 127.0.0.1:8265.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that a viewer of the page has to give.")] = None,
+    print_unit: Annotated[bool, typer.Option("--print-unit", help="Print a unit of systemd for this, and end.")] = False,
+    print_container: Annotated[bool, typer.Option("--print-container", help="Print a container file, and end.")] = False,
+) -> None:
+    """Run what is submitted to DIR, first in, first out. Ctrl-C drains what runs; the next start goes on with it."""
+    if print_unit or print_container:
+        from async_rlhf.serve.deployment import container, unit
+
+        shown = [] if address is None else ["--address", address]
+        shown += [] if token_file is None else ["--token-file", str(token_file.absolute())]
+        typer.echo(unit(directory, at_once, shown) if print_unit else container(at_once), nl=False)
+        return
+    from async_rlhf.serve.daemon import Daemon
+    from async_rlhf.serve.queue_dir import QueueDir
+    from async_rlhf.watch.beside import beside
+
+    made = QueueDir.made(directory)
+    with beside(made.runs, address, token_file, say) if address else nullcontext():
+        Daemon(made, at_once=at_once, say=say).run()
+
+
+@command(queue, "submit")
+def queue_submit(directory: QueuePath, config: ConfigPath, overrides: Overrides = None) -> None:
+    """Put a run behind the others. What `check` refuses is refused, and so is a name that is taken."""
+    put_behind(directory, load_config(config, overrides))
+
+
+@command(queue, "list")
+def queue_list(directory: QueuePath, as_json: AsJson = False) -> None:
+    """List the runs: state, steps done, and why one failed."""
+    from async_rlhf.serve.queue_dir import QueueDir
+
+    found = QueueDir.existing(directory)
+    rows, daemon = found.rows(), found.daemon()
+    if as_json:
+        typer.echo(json.dumps({"daemon": None if daemon is None else str(daemon), "runs": rows}, indent=1))
+        return
+    say(f"daemon: {daemon}" if daemon else f"no daemon; start one: async-rlhf queue serve {directory}")
+    for row in rows:
+        steps = "/".join(str(each) for each in (row["steps"], row["max_steps"]) if each is not None)
+        say(f"{row['number']:>6}  {row['name']:<24} {row['state']:<10} {steps:>11}  {row['reason']}".rstrip())
+
+
+@command(queue, "stop")
+def queue_stop(directory: QueuePath, name: RunName) -> None:
+    """Drain a run, or take one back that waits; it stays so until it is resumed."""
+    _request("stop", directory, name)
+
+
+@command(queue, "cancel")
+def queue_cancel(directory: QueuePath, name: RunName) -> None:
+    """Take a run that does not run out for good; its name is free again where it has not begun."""
+    _request("cancel", directory, name)
+
+
+@command(queue, "resume")
+def queue_resume(directory: QueuePath, name: RunName) -> None:
+    """Let a run that was stopped, or has failed, go on in its old place."""
+    _request("resume", directory, name)
+
+
+def _request(what: Request, directory: Path, name: str) -> None:
+    from async_rlhf.serve.queue_dir import QueueDir
+
+    say(f"{name}: {QueueDir.existing(directory).request(what, name).state}")
+
+
+def put_behind(directory: Path, config: Config) -> None:
+    """Submit a run to a queue, and say what it waits for. Raises ConfigError."""
+    from async_rlhf.run.preparation import check_startable
+    from async_rlhf.run.spooling import make_spool
+    from async_rlhf.serve.queue_dir import QueueDir
+
+    for remark in check_startable(config):
+        say(remark)
+    if (spool := config.data.spool) is not None:
+        make_spool(spool)
+        say(f"prompts may come from now on: async-rlhf spool put {spool} FILE")
+    queue = QueueDir.made(directory)
+    entry = queue.submit(config, Path.cwd())
+    waits = "" if queue.daemon() else f"; it waits for: async-rlhf queue serve {directory}"
+    say(f"run {entry.number} of {directory}: {entry.name}{waits}")
+
+
+@command(spool, "put")
+def spool_put(
+    directory: SpoolPath,
+    file: Annotated[Path, typer.Argument(metavar="FILE|-", help="JSONL, one row a line; - reads standard input.")],
+) -> None:
+    """Bring prompts in, all of the file or none: it is looked through, written beside and renamed."""
+    from async_rlhf.buffers.errors import ConfigError
+    from async_rlhf.buffers.spool.deposit import put
+
+    try:
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as lines:
+            found = put(directory, lines)
+    except OSError as error:
+        raise ConfigError(f"{str(file)!r} cannot be read: {error}; give a file of one JSON object a line") from error
+    typer.echo(f"{found.rows} rows, {found.num_bytes} bytes")
+
+
+@command(spool, "listen")
+def spool_listen(
+    directory: SpoolPath,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IP:PORT|unix:PATH",
+            help="A socket that only you can open, or with a token any address. Left out: DIR/.listen, or 127.0.0.1:8266.",
+        ),
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that a sender has to give.")] = None,
+) -> None:
+    """Take prompts over HTTP: POST JSONL to /rows. Ctrl-C ends it, not the run."""
+    from async_rlhf.watch.intake import listen
+
+    listen(directory, address, token_file, say)
+
+
+@command(spool, "end")
+def spool_end(directory: SpoolPath) -> None:
+    """Say that no further prompt will come: a run ends when it has used those that are there."""
+    from async_rlhf.buffers.spool.deposit import end
+
+    end(directory)

@@ -1,0 +1,151 @@
+"""Commands that try a part before a run depends on it: a reward, an environment, a loss, recovery under chaos, the machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, app, command, experiment, group, load_config, overridden
+
+trying = group("try", "Try a reward, an environment or a loss, or a run under chaos.")
+
+Limit = Annotated[int | None, typer.Option(min=1, help="Completions to score.")]
+
+
+@command(trying, "reward")
+def try_reward(
+    rewards: Annotated[list[str], typer.Argument(metavar="FILE:NAME...", help="Rewards, as in rewards.functions.")],
+    data: Annotated[Path, typer.Option(help="JSONL file with completions and columns, or a run directory.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the sections rewards and scoring: scoring.timeout_s=2."),
+    ] = None,
+    limit: Limit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score completions that exist already: values, histogram, timings, failures.
+
+    Exit code 6 when any score failed, or no completion got one.
+    """
+    from async_rlhf.inspect.trials import lines, try_rewards
+    from async_rlhf.launch.exit_codes import REWARDS_FAILED
+    from async_rlhf.run.config import parse_settings
+
+    given = parse_settings(("rewards", "scoring"), overrides or [])
+    trial = try_rewards(rewards, data, limit=limit, scoring=given["scoring"], **given["rewards"])
+    typer.echo(json.dumps(trial.plain()) if as_json else "\n".join(lines(trial)))
+    if trial.num_failed or not trial.has_scores:
+        raise typer.Exit(REWARDS_FAILED)
+
+
+@command(trying, "environment")
+def try_environment(
+    environment: Annotated[str, typer.Argument(metavar="FILE:NAME", help="An environment, as in environment.function.")],
+    data: Annotated[str, typer.Option(help="Prompts, as in data.source.")],
+    model: Annotated[str | None, typer.Option(help="The model that plays; without one, lines of standard input do.")] = None,
+    overrides: Overrides = None,
+    limit: Annotated[int, typer.Option(min=1, help="Episodes to play, one a prompt.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Play episodes: transcripts, scores, failures, times. A turn is a line that you type (or that a file gives), or a model's.
+
+    Exit code 6 when any episode failed.
+    """
+    from async_rlhf.inspect import episodes
+    from async_rlhf.launch.exit_codes import REWARDS_FAILED
+
+    config = episodes.configuration(environment, data, model, overridden(overrides))
+    shows = sys.stdin.isatty() and not as_json
+
+    def write(content: object) -> str | None:
+        if shows:
+            typer.echo(f"reads   {content!r}\nwrites  ", nl=False)
+        line = sys.stdin.readline()
+        return line.removesuffix("\n") if line else None
+
+    played = []
+    for trial in episodes.play_by_model(config, limit) if model else episodes.play(config, limit, write):
+        played.append(trial)
+        typer.echo(json.dumps(trial.plain()) if as_json else "\n".join(episodes.lines(trial)))
+    if not as_json:
+        typer.echo("\n".join(["", *episodes.summary(played)]))
+    if any(trial.score is not None and trial.score.failure is not None for trial in played):
+        raise typer.Exit(REWARDS_FAILED)
+
+
+@command(trying, "loss")
+def try_loss(
+    loss: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A loss, as in loss.kind.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section loss.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias. Exit code 1 when one fails."""
+    from async_rlhf.learner.config import LossConfig
+    from async_rlhf.learner.objective import trial
+    from async_rlhf.run.config import parse_settings
+
+    given = parse_settings(("loss",), [f"loss.kind='{loss}'", *(overrides or [])])
+    found = trial.try_loss(LossConfig.model_validate(given["loss"]))
+    typer.echo(json.dumps(found.plain()) if as_json else "\n".join(trial.lines(found)))
+    raise typer.Exit(0 if found.holds else 1)
+
+
+@command(trying, "chaos")
+def try_chaos(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    kills: Annotated[int, typer.Option(min=1, help="Blows to strike while the run goes on.")] = 200,
+    long_freezes: Annotated[
+        int, typer.Option(min=0, help="Of the blows, freezes of 60 to 120 s: longer than every time-out.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Decides who is struck, when and how.")] = 0,
+) -> None:
+    """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
+    from collections import Counter
+
+    from async_rlhf.inspect.chaos import Monkey, problems
+    from async_rlhf.run.child import MAX_DEATHS
+    from async_rlhf.run.display import Display
+    from async_rlhf.run.preparation import prepare
+
+    loaded = load_config(config, overrides)
+    with Display() as display:
+        # Blows are no fault of a role's: however short its lives are, it is started again.
+        supervisor, run = prepare(loaded, progress=display, max_deaths=kills + MAX_DEATHS)
+        monkey = Monkey(
+            supervisor.processes, lambda: supervisor.num_records, kills, seed, long_freezes, agents=supervisor.agents
+        )
+        with monkey:
+            supervisor.run()
+    struck = sorted(Counter(f"{blow.kind} {blow.name}" for blow in monkey.blows).items())
+    words = ", ".join(f"{name} {number}" for name, number in struck)
+    typer.echo(f"{len(monkey.blows)} of {kills} blows: {words}; {supervisor.num_records} steps recorded")
+    found = problems(run, loaded)
+    for problem in found:
+        typer.echo(f"PROBLEM: {problem}", err=True)
+    if len(monkey.blows) < kills:
+        typer.echo(f"the run was over too soon: raise max_steps (now {loaded.max_steps})", err=True)
+    if found or len(monkey.blows) < kills:
+        raise typer.Exit(1)
+    typer.echo("nothing was lost, nothing was trained twice, the ledger closes")
+
+
+@command(app)
+def doctor(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N: check that it gets its numbers right. Without it nothing is run.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what this machine can do and lacks. With a device, try every part on it.
+
+    Model families, types, CUDA graphs and gradients against plain passes on the CPU; then small runs: the built-in engine,
+    vLLM, two ranks, ZeRO-3. Some minutes; the report is Markdown, to paste into an issue. Exit code 1 when a check fails.
+    """
+    if not experiment("doctor")(device, only or [], as_json, typer.echo):
+        raise typer.Exit(1)
