@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from async_rlhf.launch.connection import RemoteProcess
-from async_rlhf.launch.program import Process
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
@@ -46,21 +46,32 @@ class Blow:
     kind: str
 
 
+class Struck(Protocol):
+    """What may be struck: a process of a run, as its supervisor or any other program sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+
 @dataclass
 class Monkey:
     """Strikes `num_blows` times while the run goes on. Owns one thread; on close every frozen process goes on.
 
     processes: what runs now, by name. steps: how many steps were ever recorded (it never falls). num_long: how many of the
-    blows are long freezes, of `long_freeze_s` seconds (from, to). agents: see `program.Launcher`.
+    blows are long freezes, of `long_freeze_s` seconds (from, to). agents: see `program.Launcher`. share: how much of the way is
+    done, 1 at its end; then the blows come at even distances on it, not some steps after each other. freezes: share of the
+    other blows that freeze.
     """
 
-    processes: Callable[[], Mapping[str, Process]]
+    processes: Callable[[], Mapping[str, Struck]]
     steps: Callable[[], int]
     num_blows: int
     seed: int
     num_long: int = 0
     long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
     agents: Callable[[], Mapping[str, Callable[[], None]]] = dict
+    share: Callable[[], float] | None = None
+    freezes: float = _FREEZE_SHARE
     blows: list[Blow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,15 +90,21 @@ class Monkey:
 
     def _strike_all(self) -> None:
         while len(self.blows) < self.num_blows and not self._closing.is_set():
-            wanted = self.steps() + self._random.randint(0 if self.blows else 1, _MAX_STEPS_BETWEEN)
-            waited = 0.0
-            # Without a step for long the next blow comes all the same: a process that hangs is to be struck, not waited for.
-            while self.steps() < wanted and waited < _PATIENCE_S and not self._closing.wait(_LOOK_S):
-                waited += _LOOK_S
+            self._await_next()
             # not always right after a step: any moment must do
             if self._closing.wait(self._random.random() * 0.3):
                 return
             self._strike()
+
+    def _await_next(self) -> None:
+        if self.share is not None:
+            while self.share() < (len(self.blows) + 0.5) / self.num_blows and not self._closing.wait(_LOOK_S):
+                pass
+            return
+        wanted, waited = self.steps() + self._random.randint(0 if self.blows else 1, _MAX_STEPS_BETWEEN), 0.0
+        # Without a step for long the next blow comes all the same: a process that hangs is to be struck, not waited for.
+        while self.steps() < wanted and waited < _PATIENCE_S and not self._closing.wait(_LOOK_S):
+            waited += _LOOK_S
 
     def _strike(self) -> None:
         processes, long = self.processes(), len(self.blows) in self._long
@@ -103,7 +120,7 @@ class Monkey:
             self.blows.append(Blow(self.steps(), name, "kill"))
             return
         struck = here[name]
-        freeze = long or self._random.random() < _FREEZE_SHARE
+        freeze = long or self._random.random() < self.freezes
         with suppress(ProcessLookupError):
             os.kill(struck.pid, signal.SIGSTOP if freeze else signal.SIGKILL)
             self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))

@@ -20,7 +20,7 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
-from async_rlhf.experiments.throughput.learner_sides import advantages_of, make_groups
+from async_rlhf.experiments.throughput.learner import advantages_of, make_groups
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend

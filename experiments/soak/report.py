@@ -128,8 +128,8 @@ def draw(seen: Seen) -> Figure:
                 points = [each for each in samples if each.life == life]
                 xs, ys = [each.steps for each in points], [each.value for each in points]
                 axes.plot(xs, ys, color=colours[process], linewidth=1.2)
-        for _, steps, _role in seen.blows:
-            axes.axvline(steps, color="#999999", linewidth=0.6, linestyle=":")
+        for blow in seen.blows:
+            axes.axvline(blow.step / 1000, color="#999999", linewidth=0.6, linestyle=":")
         axes.set_title(f"{measure} ({MEASURES[measure]})" if MEASURES[measure] else measure, fontsize="medium")
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)

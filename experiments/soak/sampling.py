@@ -7,10 +7,14 @@ one. Memory is what ends with the process (USS): pages that it shares with other
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,82 +27,64 @@ MEASURES = {"memory": "MiB", "descriptors": "", "threads": "", "disk": "MiB", "f
 """What is measured, and its unit."""
 
 
-@dataclass
+@contextmanager
+def command(arguments: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A command of this program; killed at the end of the block, and what it has started ends with it."""
+    words = [sys.executable, "-m", "async_rlhf", *arguments]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@dataclass(frozen=True)
 class Census:
     """The processes of a run that goes on, seen from beside it. roots: pids by name, of the supervisor and what else is
     watched."""
 
     roots: Mapping[str, int]
-    _known: dict[int, tuple[psutil.Process, str]] = field(default_factory=dict)
 
     def role(self, name: str) -> psutil.Process | None:
         """The process of this role, when it lives."""
-        self._look()
-        return next((process for process, role in self._known.values() if role == name), None)
+        return next((process for process, role in self._living() if role == name), None)
 
     def measure(self) -> list[tuple[str, int, dict[str, float]]]:
         """Name, pid and measures of each process that lives."""
-        self._look()
         found = []
-        for pid, (process, name) in self._known.items():
-            try:
-                with process.oneshot():
-                    memory = process.memory_full_info().uss / MIB
-                    threads, descriptors = process.num_threads(), process.num_fds()
-            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has just ended
-                continue
-            found.append((name, pid, {"memory": memory, "descriptors": descriptors, "threads": threads}))
+        for process, name in self._living():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied), process.oneshot():  # it may just have ended
+                memory = process.memory_full_info().uss / MIB
+                held = {"memory": memory, "descriptors": process.num_fds(), "threads": process.num_threads()}
+                found.append((name, process.pid, held))
         return found
 
-    def _look(self) -> None:
-        living: dict[int, tuple[psutil.Process, str]] = {}
+    def _living(self) -> Iterator[tuple[psutil.Process, str]]:
         for name, pid in self.roots.items():
-            try:
-                root = self._process(pid)
-                living[pid] = (root, name)
-                children = root.children()
-            except psutil.NoSuchProcess:
-                continue
-            for child in children:
-                self._add(child, self._name(child, name), living)
-        self._known = living
-
-    def _process(self, pid: int) -> psutil.Process:
-        return self._known[pid][0] if pid in self._known else psutil.Process(pid)
-
-    def _add(self, process: psutil.Process, name: str, living: dict[int, tuple[psutil.Process, str]]) -> None:
-        """With all below it."""
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return
-            living[process.pid] = (process, name)
-            below = name if name.endswith("'s processes") else f"{name}'s processes"
-            for child in process.children():
-                self._add(child, below, living)
-        except psutil.NoSuchProcess:
-            pass
-
-    def _name(self, process: psutil.Process, parent: str) -> str:
-        try:
-            line = process.cmdline()
-        except psutil.NoSuchProcess:
-            line = []
-        return role_of(line) or f"{parent}'s processes"
+            with suppress(psutil.NoSuchProcess):
+                root = psutil.Process(pid)
+                yield root, name
+                for child in root.children():
+                    with suppress(psutil.NoSuchProcess):
+                        if child.status() == psutil.STATUS_ZOMBIE:
+                            continue
+                        role = role_of(child.cmdline())
+                        yield child, role or f"{name}'s processes"
+                        for below in child.children(recursive=True):
+                            yield below, f"{role or name}'s processes"
 
 
 def sizes(directory: Path) -> tuple[dict[str, int], Counter[str]]:
     """Bytes and files of a run directory, by its parts; files that end meanwhile are left out."""
-    num_bytes: dict[str, int] = {}
-    files: Counter[str] = Counter()
+    num_bytes, files = Counter[str](), Counter[str]()
     for folder, _, names in os.walk(directory):
-        for name in names:
-            path = Path(folder, name)
+        for path in (Path(folder, name) for name in names):
             part = path.relative_to(directory).parts[0].removesuffix(".1")
-            try:
-                num_bytes[part] = num_bytes.get(part, 0) + path.lstat().st_size
-            except FileNotFoundError:
-                continue
-            files[part] += 1
+            with suppress(FileNotFoundError):
+                num_bytes[part] += path.lstat().st_size
+                files[part] += 1
     return num_bytes, files
 
 
@@ -106,9 +92,7 @@ def rotated(directory: Path) -> set[tuple[str, int, int]]:
     """The files that now lie beside one that began anew; each is another one than the one before it."""
     found = set()
     for path in (*directory.glob("*.1"), *directory.glob("*/*.1")):
-        try:
+        with suppress(FileNotFoundError):
             stat = path.stat()
-        except FileNotFoundError:
-            continue
-        found.add((path.name, stat.st_ino, stat.st_mtime_ns))
+            found.add((path.name, stat.st_ino, stat.st_mtime_ns))
     return found

@@ -29,9 +29,9 @@ import psutil
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.deposit import end, put
-from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, rotated, sizes
+from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, command, rotated, sizes
 from async_rlhf.experiments.soak.slopes import Sample
-from async_rlhf.inspect.chaos import problems
+from async_rlhf.inspect.chaos import Blow, Monkey, problems
 from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.config import Config, dump, load
 from async_rlhf.run.live import ask
@@ -69,20 +69,15 @@ class Plan:
     viewers: int = 3
     seed: int = 0
 
-    def share(self, seconds: float, steps: int) -> float:
-        """How much of the way is done; 1 at the end."""
-        return max(seconds / self.seconds, steps / self.steps if self.steps else 0.0)
-
 
 @dataclass
 class Seen:
-    """What was seen from beside the run. samples: by process and measure. blows: hours, steps and role of each kill. exit_code:
-    None where the run had to be killed."""
+    """What was seen from beside the run. samples: by process and measure. exit_code: None where the run had to be killed."""
 
     samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
     """Bytes of each part of the run directory, at the end of the measurement."""
-    blows: list[tuple[float, float, str]] = field(default_factory=list)
+    blows: list[Blow] = field(default_factory=list)
     rotations: set[tuple[str, int, int]] = field(default_factory=set)
     views: Counter[str] = field(default_factory=Counter)
     rows: int = 0
@@ -131,30 +126,30 @@ def configuration(out: Path) -> Config:
 def soak(plan: Plan, out: Path) -> Seen:
     """Let a run go on in this directory, which exists and is empty, and end it by ending its spool."""
     config, seen = configuration(out), Seen()
-    run, feeder = RunDir(config.run_dir), _Feeder(out / "spool")
+    run, feeder, changes = RunDir(config.run_dir), _Feeder(out / "spool"), cycle(_CHANGES)
     (out / "run.toml").write_text(dump(config))
     with ExitStack() as held:
         log = held.enter_context((out / "train.log").open("wb"))
         train = held.enter_context(command(["train", str(out / "run.toml")], log))
         feeder.feed(0)
-        steps = _Steps(run)
-        while not steps.look() and train.poll() is None:
+        way = _Way(plan, run)
+        while not way.look() and train.poll() is None:
             time.sleep(0.1)
         page, address = held.enter_context(open_page(run.path))
         held.enter_context(viewers(address, plan.viewers, seen.views))
-        census = Census({"supervisor": train.pid, "page": page.pid})
-        hand, began = _Hand(plan, run, census), time.monotonic()
-        while train.poll() is None:
-            share = plan.share(now := time.monotonic() - began, steps.look())
-            if share >= 1 and not hand.owes:
-                break
+        way.begin()
+        monkey, census = held.enter_context(_monkey(plan, way, train.pid)), Census({"supervisor": train.pid, "page": page.pid})
+        next_change = _CHANGE_S
+        while train.poll() is None and (way.share < 1 or len(monkey.blows) < plan.kills):
             time.sleep(_LOOK_S)
-            _sample(seen, census, run.path, now / 3600, steps.highest)
-            feeder.feed(steps.highest)
-            hand.change(now)
-            if role := hand.strike(share):
-                seen.blows.append((now / 3600, steps.highest / 1000, role))
-        seen.hours, seen.rows = (time.monotonic() - began) / 3600, feeder.rows
+            way.look()
+            _sample(seen, census, run.path, way.seconds / 3600, way.highest)
+            feeder.feed(way.highest)
+            if way.seconds >= next_change:
+                next_change += _CHANGE_S
+                with suppress(ConfigError):  # the run has ended by itself: who waits for it sees that
+                    ask(run, next(changes))
+        seen.hours, seen.rows, seen.blows = way.seconds / 3600, feeder.rows, monkey.blows
         end(feeder.spool)
         with suppress(subprocess.TimeoutExpired):
             seen.exit_code = train.wait(_END_S)
@@ -163,46 +158,41 @@ def soak(plan: Plan, out: Path) -> Seen:
     return seen
 
 
-class _Steps:
-    """highest: the newest step of a run, which a learner that goes on from a checkpoint does not take back."""
+def _monkey(plan: Plan, way: _Way, supervisor: int) -> Monkey:
+    """Kills each role as often as the others, in an order by seed, at even distances; one that does not live when its time has
+    come is killed when it lives again."""
+    roles = [role for role, _ in zip(cycle(_ROLES), range(plan.kills), strict=False)]
+    random.Random(plan.seed).shuffle(roles)
+    census = Census({"supervisor": supervisor})
 
-    def __init__(self, run: RunDir) -> None:
-        self._tail, self.highest = Tail(run.metrics), 0
+    def due() -> dict[str, psutil.Process]:
+        role = roles[len(monkey.blows)]
+        process = census.role(role)
+        return {} if process is None else {role: process}
+
+    monkey = Monkey(due, lambda: way.highest, plan.kills, plan.seed, share=lambda: way.share, freezes=0.0)
+    return monkey
+
+
+class _Way:
+    """How far a run has come. share: of the plan, 1 at its end; highest: its newest step, which a learner that goes on from a
+    checkpoint does not take back."""
+
+    def __init__(self, plan: Plan, run: RunDir) -> None:
+        self._plan, self._tail, self._began = plan, Tail(run.metrics), time.monotonic()
+        self.highest, self.seconds, self.share = 0, 0.0, 0.0
 
     def look(self) -> int:
         self.highest = max(self.highest, highest_step(self._tail.rest()))
+        self.seconds = time.monotonic() - self._began
+        by_steps = self.highest / self._plan.steps if self._plan.steps else 0.0
+        self.share = max(self.seconds / self._plan.seconds, by_steps)
         return self.highest
 
-
-class _Hand:
-    """Changes and kills that come due."""
-
-    def __init__(self, plan: Plan, run: RunDir, census: Census) -> None:
-        self._run, self._census, self._due = run, census, _blows(plan)
-        self._changes, self._next_change = cycle(_CHANGES), _CHANGE_S
-
-    @property
-    def owes(self) -> bool:
-        """Whether a kill is left."""
-        return bool(self._due)
-
-    def change(self, now: float) -> None:
-        if now >= self._next_change:
-            self._next_change += _CHANGE_S
-            with suppress(ConfigError):  # the run has ended by itself: who waits for it sees that
-                ask(self._run, next(self._changes))
-
-    def strike(self, share: float) -> str:
-        """Which role was killed; empty where none is due, or the one that is does not live: it stays due."""
-        if not self._due or share < self._due[0][0]:
-            return ""
-        role = self._due[0][1]
-        if (struck := self._census.role(role)) is None:
-            return ""
-        self._due.pop(0)
-        with suppress(psutil.NoSuchProcess):
-            struck.kill()
-        return role
+    def begin(self) -> None:
+        """From now on seconds count."""
+        self._began = time.monotonic()
+        self.look()
 
 
 def _sample(seen: Seen, census: Census, directory: Path, hours: float, steps: int) -> None:
@@ -216,13 +206,6 @@ def _sample(seen: Seen, census: Census, directory: Path, hours: float, steps: in
         sums = {"disk": sum(num_bytes.get(part, 0) for part in parts) / MIB, "files": sum(files[part] for part in parts)}
         seen.add(name, 0, hours, steps, sums)
     seen.rotations |= rotated(directory)
-
-
-def _blows(plan: Plan) -> list[tuple[float, str]]:
-    """When whom: at which share of the way, each role as often as the others."""
-    roles = [role for role, _ in zip(cycle(_ROLES), range(plan.kills), strict=False)]
-    random.Random(plan.seed).shuffle(roles)
-    return [((i + 0.5) / plan.kills, role) for i, role in enumerate(roles)]
 
 
 @dataclass
@@ -241,18 +224,6 @@ class _Feeder:
             numbers = range(self.rows, self.rows + _PUT_ROWS)
             put(self.spool, (json.dumps({"prompt": str(n), "answer": str(n), "n": n}).encode() for n in numbers))
             self.rows += _PUT_ROWS
-
-
-@contextmanager
-def command(arguments: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    words = [sys.executable, "-m", "async_rlhf", *arguments]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()  # what it has started ends with it
-        process.wait()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How fast is the built-in engine next to `transformers` generate? Both in one process, in turns, on one CPU.
+"""How fast is the built-in engine next to `transformers` generate, and next to vLLM? In turns, on one CPU.
 
 Two loads, end tokens disabled so that every length is forced:
 
@@ -10,13 +10,16 @@ The model is a tiny Llama with random weights (128 equal sequences, 64 slots for
 (`--model DIRECTORY --dtype bfloat16`, 16 slots), for instance the one that `make train-chat` fetches: a directory, or a
 GGUF file, which is converted once.
 
-Only requested tokens are counted. `generate` samples without top-k or top-p and returns no
-log-probabilities; the engine returns them.
+Only requested tokens are counted. `generate` samples without top-k or top-p and returns no log-probabilities; the engines do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,20 +30,22 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
+from async_rlhf.actors.engines import load_engine
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, rates, timed
+from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, ThreadsOption, alternate, rates, timed
 from async_rlhf.learner.model.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
+# vLLM's processes stop spinning within it.
+_SETTLE_S = 1.5
 DType = Literal["float32", "bfloat16"]
-# Options of every part that generates.
 ModelOption = Annotated[Path | None, typer.Option("--model", help="A model directory or GGUF file instead of the tiny model.")]
 DTypeOption = Annotated[DType, typer.Option("--dtype", help="Type of weights and activations.")]
 SlotsOption = Annotated[int | None, typer.Option("--slots", min=1, help="Sequences decoded together.")]
 LoadOption = Annotated[Literal["equal", "mixed"] | None, typer.Option("--load", help="Only this load.")]
-ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="CPU threads, the same for all sides.")]
 
 
 def engine(
@@ -63,6 +68,43 @@ def engine(
         yield Row.of(each.title(model, dtype), rates(sum(each.lengths), seconds), "tok/s")
 
 
+def vllm_side(
+    bench: Bench,
+    model: ModelOption = None,
+    dtype: DTypeOption = "float32",
+    slots: SlotsOption = None,
+    load: LoadOption = None,
+    threads: ThreadsOption = 1,
+) -> Iterator[Row]:
+    """Compare the built-in engine with vLLM on a CPU, in useful tokens a second.
+
+    Both are given the same requests with seeds and return log-probabilities. vLLM decodes in two processes of its own, each of
+    which spins while it waits for the other; the built-in engine has this process only. `threads`: what the tensors of either
+    may use.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingError("vLLM is not installed (make test installs its CPU build)")
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(model, dtype).save_pretrained(directory)
+        for each in loads_for(model, slots or bench.size(None, 8), load):
+            with ExitStack() as stack:
+                sides = {}
+                for name, kind in (("engine", "torch"), ("vLLM", "vllm")):
+                    settings = {"kind": kind, "slots": each.batch, "threads": threads, "dtype": dtype, "batch_invariant": False}
+                    started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
+                    sides[name] = _settled(stack.enter_context(closing(started)), each)
+                yield Row.of(each.title(model, dtype), rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
+
+
+def _settled(engine: Engine, load: Load) -> Callable[[], float]:
+    def run() -> float:
+        time.sleep(_SETTLE_S)
+        return timed(partial(run_engine, engine, load))()
+
+    return run
+
+
 @dataclass(frozen=True)
 class Load:
     """A list of requests (their numbers of new tokens), and how many are decoded together."""
@@ -71,15 +113,6 @@ class Load:
     lengths: tuple[int, ...]
     batch: int
 
-    @classmethod
-    def equal(cls, batch: int) -> Load:
-        return cls("equal", (32,) * batch, batch)
-
-    @classmethod
-    def mixed(cls, batch: int) -> Load:
-        lengths = np.random.default_rng(0).lognormal(np.log(48), 0.8, 8 * batch)
-        return cls("mixed", tuple(np.clip(lengths, 1, 256).astype(int).tolist()), batch)
-
     def title(self, model: Path | None = None, dtype: str = "float32") -> str:
         """The load's name in a row."""
         return f"{self.name}, {self.batch} slots" + (f", {model.name} in {dtype}" if model else "")
@@ -87,13 +120,15 @@ class Load:
 
 def loads_for(model: Path | None, slots: int | None, only: Literal["equal", "mixed"] | None) -> list[Load]:
     """Both loads, or the one of that name; slots: None for as many as suit the model."""
-    usual = (128, 64) if model is None else (16, 16)
-    loads = Load.equal(slots or usual[0]), Load.mixed(slots or usual[1])
+    for_equal, for_mixed = (slots or each for each in ((128, 64) if model is None else (16, 16)))
+    lengths = np.random.default_rng(0).lognormal(np.log(48), 0.8, 8 * for_mixed)
+    mixed = tuple(np.clip(lengths, 1, 256).astype(int).tolist())
+    loads = Load("equal", (32,) * for_equal, for_equal), Load("mixed", mixed, for_mixed)
     return [load for load in loads if only in (None, load.name)]
 
 
-def make_model(model: Path | None = None, dtype: DType = "float32", num_key_heads: int = 4) -> PreTrainedModel:
-    """That of a directory or GGUF file, or a Llama of 0.87 million random parameters or fewer; it never ends by itself."""
+def make_model(model: Path | None = None, dtype: DType = "float32") -> PreTrainedModel:
+    """That of a directory or GGUF file, or a Llama of 0.87 million random parameters; it never ends by itself."""
     if model is not None:
         directory = model_directory(str(model.expanduser()))
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -103,18 +138,10 @@ def make_model(model: Path | None = None, dtype: DType = "float32", num_key_head
         return loaded.eval()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=num_key_heads,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
+        vocab_size=100, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
         pad_token_id=0,
-    )
+    )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
 
 
@@ -135,14 +162,7 @@ def run_engine(engine: Engine, load: Load) -> None:
 def run_generate(model: PreTrainedModel, load: Load) -> None:
     prompts = torch.tensor(make_prompts(load))
     for start in range(0, len(load.lengths), load.batch):
-        batch = prompts[start : start + load.batch]
-        longest = max(load.lengths[start : start + load.batch])
-        out = model.generate(
-            input_ids=batch,
-            attention_mask=torch.ones_like(batch),
-            do_sample=True,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=longest,
-        )
+        batch, longest = prompts[start : start + load.batch], max(load.lengths[start : start + load.batch])
+        mask = torch.ones_like(batch)
+        out = model.generate(batch, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=longest)
         assert out.shape == (len(batch), NUM_PROMPT_TOKENS + longest)

@@ -1,34 +1,29 @@
-"""What every benchmark shares: sides in turns, rows of results, the note about other work, options and output.
+"""What every benchmark shares: sides in turns, rows of results, and the share of the machine that other programs used.
 
-A part is a generator function `part(bench, **options)` in a module of its own. It yields one `Row` for each load; its sides
-run alternately, so that a slow moment of the machine falls on all of them. `command` makes a command line of it. Nothing
-here decides whether a ratio is good enough: a row carries its goal, and the reader compares.
+A part is a generator function `part(bench, **options)`. It yields one `Row` for each load; its sides run alternately, so that
+a slow moment of the machine falls on all of them. Nothing here decides whether a ratio is good enough: a row carries its goal,
+and the reader compares.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
 
 import psutil
 import typer
-from rich.console import Console
-from rich.table import Table
 
 T = TypeVar("T")
 # Share of all cores' time that other programs may use: above it, they are measured too.
 QUIET = 0.05
-# Exit code of a part whose package is not installed.
-MISSING = 3
-_QUIET_LIMIT_S = 30.0
 # Processor times are counted in hundredths of a second.
 _SHORTEST_S = 1.0
+
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="CPU threads, the same for all sides.")]
 
 
 class MissingError(Exception):
@@ -49,6 +44,9 @@ class Bench:
     def num_turns(self, usual: int) -> int:
         """Timed turns of each side."""
         return self.turns or self.size(usual, 1)
+
+
+Part = Callable[..., Iterator["Row"]]
 
 
 @dataclass(frozen=True)
@@ -94,28 +92,18 @@ class Row:
         first, *others = values.values()
         ratios = [a / b for a, b in zip(first, others[0], strict=True)] if others else []
         median, low, high = (rounded(f(ratios)) if ratios else None for f in (statistics.median, min, max))
-        return cls(
-            load,
-            {name: rounded(statistics.median(each)) for name, each in values.items()},
-            unit,
-            median,
-            low,
-            high,
-            None if counted else turns or len(first),
-            at_least,
-            at_most,
-            {name: rounded(value) for name, value in (figures or {}).items()},
-        )
+        sides = {name: rounded(statistics.median(each)) for name, each in values.items()}
+        further = {name: rounded(value) for name, value in (figures or {}).items()}
+        taken = None if counted else turns or len(first)
+        return cls(load, sides, unit, median, low, high, taken, at_least, at_most, further)
 
     @property
     def goal(self) -> str:
         """The bound on the ratio, and whether it holds; empty where there is none."""
-        for word, bound, holds in (
-            ("at least", self.at_least, self.ratio is not None and self.ratio >= (self.at_least or 0.0)),
-            ("at most", self.at_most, self.ratio is not None and self.ratio <= (self.at_most or 0.0)),
-        ):
-            if bound is not None:
-                return f"{word} {bound:g}, {'reached' if holds else 'missed'}"
+        if self.at_least is not None:
+            return f"at least {self.at_least:g}, {_reached(self.ratio is not None and self.ratio >= self.at_least)}"
+        if self.at_most is not None:
+            return f"at most {self.at_most:g}, {_reached(self.ratio is not None and self.ratio <= self.at_most)}"
         return ""
 
     @property
@@ -124,10 +112,29 @@ class Row:
         loud = self.turns is not None and self.foreign is not None and self.foreign > QUIET
         return f"not quiet: other programs used {self.foreign:.0%}, measure again" if loud else ""
 
+    def __str__(self) -> str:
+        """Load, sides, ratio with its range, turns, goal, and everything else, in a line."""
+        sides = "  ".join(f"{name} {shown(value)} {self.unit}" for name, value in self.sides.items())
+        ratio = "" if self.ratio is None else f"ratio {self.ratio:.3g}"
+        if self.lowest is not None and self.lowest != self.highest:
+            ratio += f" ({self.lowest:.3g} to {self.highest:.3g})"
+        figures = "  ".join(f"{name} {shown(value)}" for name, value in self.figures.items())
+        words = (sides, ratio, self.turns and f"turns {self.turns}", self.goal and f"goal {self.goal}")
+        return f"{self.load}: {'; '.join(map(str, filter(None, (*words, figures, self.note))))}"
+
+
+def _reached(holds: bool) -> str:
+    return "reached" if holds else "missed"
+
 
 def rounded(value: float) -> float:
     """Four significant digits; whole numbers as they are."""
     return value if isinstance(value, int) else float(f"{value:.4g}")
+
+
+def shown(value: float | None) -> str:
+    """A number for readers: whole from 100 on, three significant digits below."""
+    return "unknown" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def alternate(sides: Mapping[str, Callable[[], T]], turns: int, warm_up: int = 1) -> dict[str, list[T]]:
@@ -188,92 +195,19 @@ class Watch:
 def own_cpu_s() -> float:
     """Processor seconds of this process and of all below it, those that have ended among them."""
     process = psutil.Process()
-    return sum(map(_cpu_s, [process, *process.children(recursive=True)]))
+    return sum(map(cpu_s, [process, *process.children(recursive=True)]))
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    """Seconds of a process and of its children that have ended."""
+def cpu_s(process: psutil.Process) -> float:
+    """Seconds of a process and of its children that have ended; 0 where it has ended itself."""
     try:
         return float(sum(process.cpu_times()[:4]))
     except psutil.NoSuchProcess:
         return 0.0
 
 
-def await_quiet(limit_s: float = _QUIET_LIMIT_S) -> None:
-    """Wait until the machine does little else; what it does all the same is in the row."""
+def await_quiet(limit_s: float = 30.0) -> None:
+    """Wait until the machine does little else, at most so long; what it does all the same is in the row."""
     deadline = time.monotonic() + limit_s
     while psutil.cpu_percent(interval=1.0) > 100 * QUIET and time.monotonic() < deadline:
         pass
-
-
-def command(name: str, part: Callable[..., Iterator[Row]]) -> Callable[..., None]:
-    """A function for typer: the part's own options after those that all parts have. Exit code 3 when a package is missing."""
-
-    def run(as_json: bool, turns: int | None, small: bool, **options: Any) -> None:
-        watch, rows = Watch(), list[Row]()
-        try:
-            for row in part(Bench(turns, small), **options):
-                rows.append(replace(row, part=name, **watch.lap()))  # type: ignore[arg-type]
-                if as_json:
-                    typer.echo(json.dumps(asdict(rows[-1])))
-                elif not Console().is_terminal:
-                    typer.echo(line(rows[-1]))
-        except MissingError as reason:
-            typer.echo(f"{name}: {reason}", err=True)
-            raise typer.Exit(MISSING) from reason
-        finally:
-            if rows and not as_json and Console().is_terminal:
-                Console().print(table(rows))
-
-    own = list(inspect.signature(part, eval_str=True).parameters.values())[1:]
-    run.__signature__ = inspect.Signature(_COMMON + [each.replace(kind=_KEYWORD) for each in own])  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in _COMMON + own}
-    run.__doc__ = part.__doc__
-    return run
-
-
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_COMMON = [
-    inspect.Parameter(name, _KEYWORD, default=default, annotation=annotation)
-    for name, default, annotation in (
-        ("as_json", False, Annotated[bool, typer.Option("--json", help="One JSON object a row instead of a table.")]),
-        (
-            "turns",
-            None,
-            Annotated[int | None, typer.Option(min=1, help="Timed turns of each side, instead of the part's own.")],
-        ),
-        ("small", False, Annotated[bool, typer.Option("--small", help="Small loads, one turn: that it works, not how fast.")]),
-    )
-]
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """Load, sides, ratio with its range, turns, goal, and everything else."""
-    sides = "  ".join(f"{name} {shown(value)} {row.unit}" for name, value in row.sides.items())
-    ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-    if row.lowest is not None and row.lowest != row.highest:
-        ratio += f" ({row.lowest:.3g} to {row.highest:.3g})"
-    figures = "  ".join(f"{name} {shown(value)}" for name, value in row.figures.items())
-    return row.load, sides, ratio, str(row.turns or ""), row.goal, "  ".join(filter(None, (figures, row.note)))
-
-
-def shown(value: float | None) -> str:
-    """A number for readers: whole from 100 on, three significant digits below."""
-    return "unknown" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def line(row: Row) -> str:
-    """A row where stdout is no terminal."""
-    load, sides, ratio, turns, goal, rest = cells(row)
-    words = (sides, ratio and f"ratio {ratio}", turns and f"turns {turns}", goal and f"goal {goal}", rest)
-    return f"{load}: {'; '.join(filter(None, words))}"
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """The rows of one part, for a terminal."""
-    made = Table(title=rows[0].part, title_justify="left")
-    for heading in ("load", "sides (medians)", "ratio", "turns", "goal", "further"):
-        made.add_column(heading)
-    for row in rows:
-        made.add_row(*cells(row))
-    return made

@@ -12,7 +12,6 @@ MEAN_S, SIGMA, LONGEST_S = 0.25, 1.0, 3.0
 BATCH_SIZE = 128
 
 _calls = itertools.count()
-_batches: dict[int, asyncio.Event] = {}
 
 
 def similarity(completion: str, answer: str) -> float:
@@ -23,20 +22,6 @@ def similarity(completion: str, answer: str) -> float:
 async def slow_similarity(completion: str, answer: str) -> float:
     """`similarity` after a sleep. The n-th call of a process sleeps as long in either system."""
     await asyncio.sleep(sleep_seconds(next(_calls)))
-    return similarity(completion, answer)
-
-
-async def similarity_afterwards(completion: str, answer: str) -> float:
-    """`slow_similarity`, begun when the last completion of its batch has come: as in a loop that scores after generation.
-
-    Only where nothing of the next batch is generated before: with staleness 0 and one actor.
-    """
-    number = next(_calls)
-    batch_is_there = _batches.setdefault(number // BATCH_SIZE, asyncio.Event())
-    if number % BATCH_SIZE == BATCH_SIZE - 1:
-        batch_is_there.set()
-    await batch_is_there.wait()
-    await asyncio.sleep(sleep_seconds(number))
     return similarity(completion, answer)
 
 

@@ -13,38 +13,58 @@ nothing starts and nothing runs out.
 
 from __future__ import annotations
 
+import json
+import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from async_rlhf.actors.data.config import DataConfig
+from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, await_quiet
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
-from async_rlhf.experiments.throughput.sides import (
-    LOADS,
-    MODEL,
-    OF_TRL,
-    ROOT,
-    Load,
-    Recorded,
-    Steps,
-    make_endless,
-    our_config,
-    run_ours,
-    run_trl,
-    write_prompts,
-)
-from async_rlhf.experiments.throughput.trl_environment import trl_python
+from async_rlhf.experiments.throughput.trl import MODEL, ROOT, TrlProcess, trl_python
+from async_rlhf.run.api import run
+from async_rlhf.run.config import Config, validated
+from async_rlhf.run.config_checks import check
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import Tail
 
+PROMPTS = DataConfig(source="reasoning_gym:spell_backward", options={"min_word_len": 3, "max_word_len": 6}, held_out=0)
+GROUP_SIZE, MAX_NEW_TOKENS, THREADS = 8, 32, 2
+# So small that lengths stay what they are; the arithmetic of an update is the same at any rate.
+LEARNING_RATE = 1e-6
 _QUIET_LIMIT_S = 60.0
 
 
+@dataclass(frozen=True)
+class Load:
+    """What both are given, and how far ours may run ahead (steps)."""
+
+    name: str
+    never_ends: bool
+    slow_reward: bool
+    max_staleness: int
+    goal: float
+
+
+LOADS = (
+    Load("natural", never_ends=False, slow_reward=False, max_staleness=2, goal=1.2),
+    Load("full", never_ends=True, slow_reward=False, max_staleness=2, goal=1.2),
+    Load("slow", never_ends=False, slow_reward=True, max_staleness=8, goal=5.0),
+)
+
+
 class Name(StrEnum):
-    """The loads of `sides.LOADS`."""
+    """Of a load."""
 
     NATURAL = "natural"
     FULL = "full"
@@ -91,6 +111,38 @@ def compare(load: Load, bench: Bench, python: Path, directory: Path) -> Row:
     return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=mean)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """How many steps a run makes, and which of them are measured.
+
+    first: before the window: start-up, compilation, and what was generated while nothing else ran. last: after it.
+    """
+
+    first: int
+    measured: int
+    last: int = 0
+
+    @classmethod
+    def of_ours(cls, max_staleness: int) -> Steps:
+        """Leaves out the beginning, and the end in which the actor has no more to do and the learner the machine."""
+        return cls(first=max_staleness + 4, measured=max(20, 3 * (max_staleness + 1)), last=max_staleness + 2)
+
+    @property
+    def total(self) -> int:
+        return self.first + self.measured + self.last
+
+
+OF_TRL = Steps(first=3, measured=10)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One run: monotonic seconds at which steps ended, and tokens trained on in each."""
+
+    ends: Sequence[float]
+    tokens: Sequence[int]
+
+
 def window_rate(ends: Sequence[float], steps: Steps, batch_size: int) -> float:
     """Completions per second from the end of step `first` to the end of step `first + measured`.
 
@@ -106,3 +158,78 @@ def mean_length(tokens: Sequence[int], steps: Steps, batch_size: int) -> float:
     """Mean tokens of a completion in the measured window."""
     measured = tokens[steps.first : steps.first + steps.measured]
     return sum(measured) / (len(measured) * batch_size)
+
+
+def make_endless(model: Path, directory: Path) -> Path:
+    """A copy of a model whose end token is `<unk>`, which it never samples: every completion has its full length."""
+    shutil.copytree(model, directory)
+    unknown = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]["<unk>"]
+    ends = {"config.json": unknown, "generation_config.json": unknown, "tokenizer_config.json": "<unk>"}
+    for name, end in ends.items():
+        key = "eos_token" if isinstance(end, str) else "eos_token_id"
+        (directory / name).write_text(json.dumps({**json.loads((model / name).read_text()), key: end}))
+    return directory
+
+
+def write_prompts(path: Path) -> Path:
+    """The prompts and answers both are given, one JSON object a line."""
+    rows = load_rows(PROMPTS)[0]
+    path.write_text("".join(json.dumps({"prompt": row.prompt, "answer": row.columns["answer"]}) + "\n" for row in rows))
+    return path
+
+
+def our_config(load: Load, model: Path, prompts: Path, output_dir: Path) -> Config:
+    """Everything that is not a default."""
+    judge = "slow_similarity" if load.slow_reward else "similarity"
+    config = validated(
+        {
+            "name": "ours",
+            "output_dir": str(output_dir),
+            "model": str(model),
+            "max_steps": Steps.of_ours(load.max_staleness).total,
+            "data": {"source": str(prompts), "held_out": 0},
+            "generation": {"group_size": GROUP_SIZE, "max_completion_length": MAX_NEW_TOKENS},
+            "engine": {"slots": BATCH_SIZE, "threads": 1},
+            "rewards": {"functions": [f"async_rlhf.experiments.throughput.judges:{judge}"]},
+            "scoring": {"max_concurrency": 1024},
+            "queue": {"max_staleness": load.max_staleness},
+            "learner": {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "threads": 1},
+            "checkpoint": {"save_every": 1_000_000},  # TRL saves nothing; ours saves after its last step
+            "evaluation": {"at_start": False, "at_end": False},
+        }
+    )
+    check(config)
+    return config
+
+
+def run_ours(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded:
+    """One run of ours, watched from outside: a step ends when its metrics are written (seen within 10 ms)."""
+    config = our_config(load, model, prompts, directory)
+    tail, ends, tokens = Tail(RunDir(config.run_dir).metrics), list[float](), list[int]()
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        running = executor.submit(run, config, quiet=True)
+        while not running.done():
+            for record in tail.read():
+                ends.append(time.monotonic())
+                tokens.append(record["num_tokens"])
+            time.sleep(0.01)
+        running.result()
+    return Recorded(ends, tokens)
+
+
+def run_trl(python: Path, load: Load, model: Path, prompts: Path, directory: Path) -> Recorded:
+    """One run of TRL's in a process of its own."""
+    spec = {
+        "model": str(model),
+        "prompts": str(prompts),
+        "output_dir": str(directory / "trl"),
+        "steps": OF_TRL.total,
+        "group_size": GROUP_SIZE,
+        "batch_size": BATCH_SIZE,
+        "max_completion_length": MAX_NEW_TOKENS,
+        "learning_rate": LEARNING_RATE,
+        "threads": THREADS,
+        "slow_reward": load.slow_reward,
+    }
+    with TrlProcess(python, "pipeline", spec, directory) as process:
+        return Recorded(**process.step())

@@ -31,6 +31,7 @@ import numpy as np
 import psutil
 import zmq
 
+from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.config import Fsync, QueueConfig
 from async_rlhf.buffers.hub.hub import Hub
@@ -41,7 +42,7 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import SocketLink
-from async_rlhf.experiments.throughput.harness import Bench, Row, alternate
+from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, cpu_s
 
 GROUP_SIZE, PRODUCERS = 8, 4
 COMMIT_EVERY = 16
@@ -76,13 +77,8 @@ def queue(bench: Bench) -> Iterator[Row]:
     for load in bench.size(loads, loads[2:4]):
         yield measure(load, bench.num_turns(3))
     waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
-    yield Row.of(
-        "put to take at 10,000 rollouts a second",
-        {"wait": waits},
-        "ms",
-        turns=1,
-        figures={"p99_ms": waits[int(0.99 * len(waits))]},
-    )
+    p99 = {"p99_ms": waits[int(0.99 * len(waits))]}
+    yield Row.of("put to take at 10,000 rollouts a second", {"wait": waits}, "ms", turns=1, figures=p99)
     queued = Load("2 KB", 2048, "off", 12512 // (8 * scale) * 8)
     before, after = memory_at(queued)
     memory = {"queued": [after], "empty": [before]}
@@ -167,7 +163,7 @@ def run_queue(load: Load) -> Run:
     with _hub(load, bound) as (address, hub, learner), _running(_producers(load, address)):
         process, num_batches, wait_ms = psutil.Process(hub.pid), load.num_groups // load.batch, list[float]()
         learner.take_packed(0)  # all producers have started
-        began, cpu = time.perf_counter(), _cpu_s(process)
+        began, before_s = time.perf_counter(), cpu_s(process)
         for step in range(num_batches):
             frames = learner.take_packed(step)
             assert not isinstance(frames, str), frames
@@ -177,34 +173,20 @@ def run_queue(load: Load) -> Run:
             learner.trained(step)
             if (step + 1) % COMMIT_EVERY == 0:
                 learner.commit(step + 1)
-        return Run(time.perf_counter() - began, _cpu_s(process) - cpu, tuple(wait_ms))
+        return Run(time.perf_counter() - began, cpu_s(process) - before_s, tuple(wait_ms))
 
 
 def memory_at(load: Load) -> tuple[float, float]:
     """MiB of the hub before the first group and with all of them queued."""
-    with _hub(load, Bound(load.batch, _MAX_STALENESS, load.num_groups + load.batch)) as (address, hub, learner):
+    with _hub(load, Bound(load.batch, _MAX_STALENESS, load.num_groups + load.batch)) as (address, hub, _):
         process = psutil.Process(hub.pid)
-        before = process.memory_info().rss
-        with _running(_producers(load, address)), _status(address) as queued:
-            deadline = time.monotonic() + _LIMIT_S
-            while next(queued) < load.num_groups:
+        before, deadline = process.memory_info().rss, time.monotonic() + _LIMIT_S
+        with _running(_producers(load, address)), control(address, timeout_s=30.0) as operator:
+            while operator.status()["ledger"]["queued"] < load.num_groups:
                 assert time.monotonic() < deadline, f"the groups were not queued within {_LIMIT_S:.0f} s"
+                time.sleep(0.2)
             after = process.memory_info().rss
-        del learner
     return before / 2**20, after / 2**20
-
-
-@contextmanager
-def _status(address: str) -> Iterator[Iterator[int]]:
-    from async_rlhf.buffers.clients.control import control
-
-    def queued() -> Iterator[int]:
-        while True:
-            time.sleep(0.2)
-            yield hub.status()["ledger"]["queued"]
-
-    with control(address, timeout_s=30.0) as hub:
-        yield queued()
 
 
 @contextmanager
@@ -241,11 +223,6 @@ def _running(processes: Sequence[BaseProcess]) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.join()
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def _put_at(header: bytes) -> float:

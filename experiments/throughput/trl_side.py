@@ -1,29 +1,25 @@
 """TRL's side of the benchmarks: what the interpreter of `.venv-trl` runs, which has torch, transformers, trl and datasets and
-nothing of ours but this file, `judges` and `slow_tool`.
+nothing of ours but this file and `judges`.
 
-It measures and never judges: what is left out and what is divided by what is decided in `pipeline`, `learner` and `episodes`.
+It measures and never judges: what is left out and what is divided by what is decided in `pipeline` and `learner`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from async_rlhf.experiments.throughput.judges import similarity, slow_similarity
-from async_rlhf.experiments.throughput.slow_tool import OBSERVATION, sleep
 
 
 def spare_config(output_dir: str, learning_rate: float, **further: Any) -> GRPOConfig:
@@ -99,12 +95,12 @@ def train(spec: dict[str, Any]) -> Recorder:
     return recorder
 
 
-def run_pipeline(spec_path: str, result_path: str) -> None:
-    """One whole run; writes down when each step ended."""
+def run_pipeline(spec_path: str) -> None:
+    """One whole run, begun by the first line on standard input; answers with when each step ended and its tokens."""
+    sys.stdin.readline()
     recorder = train(json.loads(Path(spec_path).read_text()))
-    versions = {name: version(name) for name in ("trl", "torch", "transformers")}
-    result = {"ends": recorder.ends, "tokens": recorder.tokens, "versions": versions}
-    Path(result_path).write_text(json.dumps(result))
+    sys.stdout.write(json.dumps({"ends": recorder.ends, "tokens": recorder.tokens}) + "\n")
+    sys.stdout.flush()
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]  # trl's environment is not the checker's
@@ -117,12 +113,8 @@ class Turns(TrainerCallback):  # type: ignore[misc]  # trl's environment is not 
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         took = {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
-        sys.stdout.write(json.dumps({**took, **self.further()}) + "\n")
+        sys.stdout.write(json.dumps(took) + "\n")
         sys.stdout.flush()
-
-    def further(self) -> dict[str, Any]:
-        """What else is said of the step."""
-        return {}
 
 
 class ReadySamples(GRPOTrainer):  # type: ignore[misc]
@@ -180,107 +172,7 @@ def run_learner(spec_path: str) -> None:
     trainer.train()
 
 
-class PlaysEpisodes(GRPOTrainer):  # type: ignore[misc]
-    """Makes episodes and scores them, and learns nothing of them.
-
-    num_tokens: int64 [B], sampled tokens of each turn of the batch's rollouts, whose last is the end token.
-    """
-
-    batches: Iterator[list[int]]
-    num_tokens: torch.Tensor
-    sampled: int
-
-    def training_step(self, model: torch.nn.Module, inputs: object, *_: object) -> torch.Tensor:
-        model.train()
-        self.num_tokens = torch.tensor(next(self.batches))
-        self._prepare_inputs(inputs)
-        return torch.zeros(())
-
-    def _generate(self, prompts: list[Any]) -> Any:
-        played = super()._generate(prompts)
-        self.sampled = sum(map(sum, played[2]))  # the mask of what the tools did not say
-        return played
-
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *arguments: Any, **further: Any) -> Any:
-        ends = Ends(self.num_tokens, max(map(len, prompt_ids)), self._tokenizer.eos_token_id)
-        generate = self.model.generate
-        self.model.generate = partial(generate, logits_processor=LogitsProcessorList([ends]))
-        try:
-            return super()._generate_single_turn(prompt_ids, *arguments, **further)
-        finally:
-            self.model.generate = generate
-
-
-class Ends(LogitsProcessor):  # type: ignore[misc]
-    """Each row ends with its own number of tokens: the end token is the last of them, and none before."""
-
-    def __init__(self, num_tokens: torch.Tensor, prompt_length: int, end: int) -> None:
-        self.num_tokens, self.prompt_length, self.end = num_tokens, prompt_length, end
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ended = self.num_tokens <= input_ids.shape[1] - self.prompt_length + 1
-        is_end = torch.arange(scores.shape[1]) == self.end
-        return scores.masked_fill(is_end != ended[:, None], -torch.inf)
-
-
-# The prompt and what the tool says, as they are; TRL asks that calls can be rendered, but renders none. Any turn is one call.
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}{% endfor %}"
-ANY_TEXT_IS_A_CALL = {
-    "defaults": {"role": "assistant"},
-    "start_anchor_pattern": "$",  # what stands before the turn is passed over
-    "fields": {
-        "tool_calls": {
-            "open_pattern": ".",
-            "close": "<eos>",
-            "repeats": True,
-            "content": "text",
-            "transform": {"type": "function", "function": {"name": "ask", "arguments": {}}},
-        }
-    },
-}
-
-
-def run_episodes(spec_path: str) -> None:
-    """`GRPOTrainer`'s own loop with `tools`: for every line on standard input it plays and scores one batch, as it does before
-    each update, and answers with its seconds, its sampled tokens and the calls of a rollout. Ends when standard input does.
-    """
-    spec: dict[str, Any] = json.loads(Path(spec_path).read_text())
-    torch.set_num_threads(spec["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(spec["model"], trust_remote_code=False)
-    tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, ANY_TEXT_IS_A_CALL
-
-    async def ask() -> str:
-        """Answers after a while."""
-        await sleep(spec["mean_s"])
-        return OBSERVATION
-
-    class Sampled(Turns):
-        def further(self) -> dict[str, Any]:
-            return {"tokens": trainer.sampled, "calls": trainer._metrics["train"]["tools/call_frequency"][-1]}
-
-    trainer = PlaysEpisodes(
-        model=spec["model"],
-        processing_class=tokenizer,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        tools=[ask],
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": each}]} for each in spec["prompts"]]),
-        callbacks=[Sampled()],
-        args=spare_config(
-            spec["output_dir"],
-            0.0,
-            max_steps=1_000_000,
-            per_device_train_batch_size=len(spec["lengths"][0]),
-            num_generations=spec["group_size"],
-            max_completion_length=spec["max_completion_length"],
-            max_tool_calling_iterations=spec["turns"] - 1,
-            temperature=1.0,
-        ),
-    )
-    trainer.batches = itertools.cycle(spec["lengths"])
-    trainer.train()
-
-
-PARTS: dict[str, Callable[..., None]] = {"pipeline": run_pipeline, "learner": run_learner, "episodes": run_episodes}
+PARTS: dict[str, Callable[[str], None]] = {"pipeline": run_pipeline, "learner": run_learner}
 
 if __name__ == "__main__":
-    PARTS[sys.argv[1]](*sys.argv[2:])
+    PARTS[sys.argv[1]](sys.argv[2])

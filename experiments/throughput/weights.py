@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,13 +35,12 @@ from async_rlhf.buffers.weights import delta
 from async_rlhf.buffers.weights.assembly import Assembly, mapped
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
-from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, rates, timed
-from async_rlhf.experiments.throughput.sides import MODEL, ROOT
+from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, cpu_s, rates, timed
+from async_rlhf.experiments.throughput.trl import MODEL, ROOT
 from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
+from async_rlhf.launch.network import LOOPBACK, free_port
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
-
-
 Megabytes = Annotated[int, typer.Option("--megabytes", min=1, help="Size of the set, in MiB.")]
 
 
@@ -142,7 +140,7 @@ class Fleet:
     @contextmanager
     def of(cls, scheme: str, transport: str, num_bytes: int) -> Iterator[Fleet]:
         with tempfile.TemporaryDirectory() as folder:
-            address = f"ipc://{folder}/hub" if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+            address = f"ipc://{folder}/hub" if scheme == "ipc" else f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
             with (
                 process("hub", address, folder, transport) as hub,
                 process("learner", address, transport, num_bytes) as learner,
@@ -160,26 +158,22 @@ class Fleet:
         assert self._learner.stdin is not None and self._learner.stdout is not None
         self._learner.stdin.write("publish\n")
         self._learner.stdin.flush()
-        fence, looked_s, cpu_s, weights = self._state.fence, 0.0, -self._hub_cpu(), None
+        fence, looked_s, spent_s, weights = self._state.fence, 0.0, -cpu_s(self._hub), None
         while weights is None or weights.fence == fence:
             meanwhile()
             began, working = monotonic(), thread_time()
             self._client.poll(self._state, wire.Telemetry(), timeout_s=0.0 if meanwhile is not nothing else 0.01)
             looked_s += monotonic() - began
-            cpu_s += thread_time() - working
+            spent_s += thread_time() - working
             weights = self._client.weights()
         here, working = monotonic(), thread_time()
         copy_into(self._arrays, weights.tensors())
         adopted = monotonic()
-        cpu_s += thread_time() - working + self._hub_cpu()
+        spent_s += thread_time() - working + cpu_s(self._hub)
         _, began, copied, ended, learner_s = map(float, self._learner.stdout.readline().split())
         self._state = ActorState(0, weights.fence, weights.version, ())
         self._client.beat(self._state, wire.Telemetry())
-        return Published(adopted - began, adopted - ended, copied - began, looked_s, adopted - here, cpu_s + learner_s)
-
-    def _hub_cpu(self) -> float:
-        times = self._hub.cpu_times()
-        return float(times.user + times.system)
+        return Published(adopted - began, adopted - ended, copied - began, looked_s, adopted - here, spent_s + learner_s)
 
 
 def raw_seconds(num_bytes: int, repeats: int) -> list[float]:
@@ -188,7 +182,7 @@ def raw_seconds(num_bytes: int, repeats: int) -> list[float]:
     pull = context.socket(zmq.PULL)
     pull.setsockopt(zmq.RCVHWM, 16)
     pull.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    address, seconds = f"tcp://127.0.0.1:{free_port()}", []
+    address, seconds = f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", []
     pull.bind(address)
     with process("source", address, num_bytes, CHUNK_BYTES) as child:
         assert child.stdin is not None
@@ -202,12 +196,6 @@ def raw_seconds(num_bytes: int, repeats: int) -> list[float]:
             seconds.append(perf_counter() - began)
     context.destroy(linger=0)
     return seconds
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def versions(learning_rate: float, steps: int) -> list[WeightSet]:

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.experiments.throughput import judges, sides, trl_environment
+from async_rlhf.experiments.throughput import judges, pipeline, trl
 from async_rlhf.experiments.throughput.harness import MissingError
-from async_rlhf.experiments.throughput.pipeline import mean_length, window_rate
-from async_rlhf.experiments.throughput.sides import LOADS, MODEL, Steps, make_endless, our_config, write_prompts
-from async_rlhf.experiments.throughput.trl_environment import trl_python
+from async_rlhf.experiments.throughput.pipeline import (
+    LOADS,
+    Steps,
+    make_endless,
+    mean_length,
+    our_config,
+    window_rate,
+    write_prompts,
+)
+from async_rlhf.experiments.throughput.trl import MODEL, trl_python
 from async_rlhf.run.config_checks import check
 
 
@@ -87,7 +94,7 @@ def test_every_load_is_a_configuration_that_can_run(tmp_path: Path) -> None:
 
 def test_prompts_are_written_with_their_answers(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in write_prompts(tmp_path / "prompts.jsonl").read_text().splitlines()]
-    assert len(rows) == sides.PROMPTS.size
+    assert len(rows) == pipeline.PROMPTS.size
     assert all(row["prompt"].endswith(row["answer"][::-1]) for row in rows)
 
 
@@ -110,7 +117,7 @@ def test_an_environment_that_is_there_is_not_installed_again(tmp_path: Path) -> 
     python = tmp_path / ".venv-trl" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
-    (tmp_path / ".venv-trl" / ".installed").write_text(f"{trl_environment.REQUIREMENT}\ntorch==2.13.0\n")
+    (tmp_path / ".venv-trl" / ".installed").write_text(f"{trl.REQUIREMENT}\ntorch==2.13.0\n")
     assert trl_python(tmp_path) == python
 
 

@@ -15,16 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from async_rlhf.experiments.throughput import __main__ as bench
-from async_rlhf.experiments.throughput.harness import (
-    MISSING,
-    Bench,
-    MissingError,
-    Row,
-    alternate,
-    command,
-    line,
-    rates,
-)
+from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, alternate, rates
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -46,7 +37,7 @@ def test_a_ratio_is_the_median_of_the_turns_ratios_with_lowest_and_highest() -> 
     assert row.sides == {"ours": 30.0, "other": 30.0}
     assert (row.ratio, row.lowest, row.highest, row.turns) == (2.0, 1.0, 3.0, 3)
     assert row.goal == "at least 1.2, reached"
-    assert line(row) == "load: ours 30 tok/s  other 30 tok/s; ratio 2 (1 to 3); turns 3; goal at least 1.2, reached"
+    assert str(row) == "load: ours 30 tok/s  other 30 tok/s; ratio 2 (1 to 3); turns 3; goal at least 1.2, reached"
 
 
 def test_a_row_measured_beside_other_programs_names_their_share_and_a_count_does_not() -> None:
@@ -72,7 +63,7 @@ assert own_cpu_s() - before >= 0.9 * sum(map(float, took)), (own_cpu_s() - befor
 
 def invoke(part: object, *arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(command("mine", part))  # type: ignore[arg-type]
+    app.command()(bench.command("mine", part))  # type: ignore[arg-type]
     return CliRunner().invoke(app, list(arguments))
 
 
@@ -91,7 +82,7 @@ def test_a_part_without_its_package_keeps_its_rows_and_ends_with_the_code_for_it
         raise MissingError("vLLM is not installed")
 
     done = invoke(part)
-    assert done.exit_code == MISSING
+    assert done.exit_code == bench.MISSING
     assert "load: bytes 1 bytes" in done.output and "mine: vLLM is not installed" in done.output
 
 
@@ -125,4 +116,4 @@ def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
 
 def test_an_unknown_part_is_refused_with_the_names_of_all() -> None:
     done = CliRunner().invoke(bench.app, ["--only", "speed"])
-    assert done.exit_code == 2 and "there are engine, invariance" in " ".join(done.output.split())
+    assert done.exit_code == 2 and "there are engine, vllm_side" in " ".join(done.output.split())

@@ -11,14 +11,13 @@ import msgpack
 import pytest
 
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.experiments.throughput import updates
 from async_rlhf.experiments.throughput.queue import GROUP_SIZE, _header, _map_head, a_group
 from tests.conftest import REPOSITORY
 
 
-def small_rows(part: str) -> list[dict[str, Any]]:
+def small_rows(part: str, *arguments: str) -> list[dict[str, Any]]:
     """What this part prints of its small load."""
-    command = [sys.executable, "-m", "async_rlhf.experiments.throughput", part, "--small", "--json"]
+    command = [sys.executable, "-m", "async_rlhf.experiments.throughput", part, "--small", "--json", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -58,19 +57,9 @@ def test_a_small_run_of_the_weights_measures_every_part() -> None:
     assert rows[4]["ratio"] < 0.25
 
 
-@pytest.mark.parametrize("mode", ["keep", "interrupt", "finish"])
-def test_an_update_is_measured_in_every_mode(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "SEQUENCES", 3)
-    monkeypatch.setattr(updates, "STEPS_BETWEEN", 3)
-    monkeypatch.setattr(updates, "COMPLETION_TOKENS", (3, 12))
-    row = updates.measure_update(mode, 2).row()
-    assert (row.load, row.turns) == (mode, 2)
-    gap, last = row.sides["gap"], row.figures["all_on_p99_ms"]
-    assert gap is not None and last is not None and 0 < gap <= (row.figures["gap_p99_ms"] or 0) and gap <= last
-
-
-def test_the_first_token_is_measured_with_and_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "LONG_PROMPT", 40)
-    row = updates.measure_first_token(1)
-    assert row.sides["apart"] and row.sides["shared"]
-    assert row.ratio == pytest.approx(row.sides["apart"] / row.sides["shared"], rel=0.05)
+@pytest.mark.rest
+def test_a_small_whole_run_gives_its_first_step_and_the_memory_of_every_role() -> None:
+    (row,) = small_rows("whole", "--load", "weights")
+    assert row["load"].startswith("weights, ") and row["sides"]["first step"] > 0 and row["sides"]["bare"] > 0
+    assert 0 < row["figures"]["system_share"] < 1
+    assert all(row["figures"][f"{role}_mib"] > 10 for role in ("supervisor", "hub", "actor", "learner"))
