@@ -33,16 +33,15 @@ class GenerationConfig(Sampling):
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens, the end token included; with an environment the longest turn."""
     max_episode_length: int | None = Field(default=None, ge=1)
-    """With an environment: longest episode in tokens, all turns and what is read between them; it ends where the next finds
-    no room. With `environment.render = "split"` what is read is the whole conversation each time that a row begins anew, and
-    all of it counts. `"none"`: `max_completion_length`."""
+    """With an environment: longest episode in tokens, with what is read (with `environment.render = "split"` each whole
+    conversation). It ends where the next turn finds no room. `"none"`: `max_completion_length`."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature; evaluation is greedy, unless a reward receives whole groups."""
     stop: tuple[str, ...] = ()
     """A completion ends with the token after which its text contains one of these."""
     on_update: Literal["keep", "interrupt", "finish"] = "keep"
-    """What becomes of running sequences when weights arrive: `keep` their caches, `interrupt` them to compute their
-    prefixes again, or let them `finish` with the weights they began with before the next are adopted."""
+    """When weights arrive running sequences `keep` their caches, are `interrupt`ed to compute their prefixes again, or `finish`
+    before adoption."""
 
     @field_validator("stop")
     @classmethod
@@ -84,7 +83,7 @@ class KVConfig(Section):
     chunk: int = Field(default=16, ge=2)
     """`chunk_sink`: longest chunk in tokens."""
     representative: Literal["first", "last"] = "first"
-    """`chunk_sink`: the token that stands for a chunk; the `last` is the one that ended it, and has seen all of it."""
+    """`chunk_sink`: the token that represents a chunk."""
     ends: tuple[str, ...] = (".", ",", "?", "!", ";", ":", "\n")
     """`chunk_sink`: what ends a chunk; `[]`: nothing but its length."""
 
@@ -110,32 +109,27 @@ class EngineConfig(Section):
     threads: int = Field(default=1, ge=1)
     """CPU threads of one actor's engine."""
     prefill_tokens: int = Field(default=2048, ge=1)
-    """Tokens of prompts (and of prefixes computed again) computed in one step, so that a long prompt does not stop those
-    that are being decoded."""
+    """Prompt tokens (and recomputed prefixes) computed in one step beside the decoding."""
     kv_bytes: int | None = Field(default=None, ge=1)
-    """Most bytes of keys and values; where they run out the newest sequences wait and are computed again later, losing
-    nothing. `"none"`: as much as `slots` sequences take. What is held between the turns of episodes takes as much again at
-    most."""
+    """Most bytes of keys and values; beyond it the newest sequences wait and are computed again. `"none"`: what `slots`
+    sequences need. Held turns of episodes take as much again at most."""
     kv_policy: Literal["full", "window", "chunk_sink"] = "full"
-    """Keys and values that stay, in the torch engine: all; the first tokens and a recent window, as `kv.sinks` and `kv.window`
-    say; or these and the token that stands for each chunk of what was evicted. What is then sampled from is another
-    distribution than the learner's, also at staleness 0."""
+    """Keys and values that stay (torch engine): all; the first tokens and a recent window; or these and a token for each
+    evicted chunk. Sampling is then off-policy, also at staleness 0."""
     kv: KVConfig = Field(default_factory=KVConfig)
     """Of `kv_policy = "window"` and `"chunk_sink"` only."""
     cuda_graphs: bool = False
     """On a CUDA device: record the decode pass once per shape and replay it (not together with `kv_bytes`)."""
     batch_invariant: bool | None = None
-    """A completion's bits do not depend on what else the engine does (`docs/generation.md`). `"none"`: where a run promises
-    the same bits whatever is killed, with `queue.exact` or `queue.max_staleness = 0`, and the engine can: `kind = "torch"`
-    on a CPU with one thread, and plain Llama."""
+    """A completion's bits do not depend on what else the engine does (`docs/generation.md`). `"none"`: true with `queue.exact`
+    or `queue.max_staleness = 0` where the engine can (plain Llama, torch, a CPU with one thread)."""
     canary_limit: float | None = Field(default=None, gt=0)
-    """Largest difference, in nats a token, between learner and engine on the same probe under the same
-    weights; above it the actor refuses to generate. `"none"`: 0.001 in float32, 0.5 in 16 bits."""
+    """Largest difference, in nats a token, of learner and engine on the probe; above it the actor does not generate. `"none"`:
+    0.001 in float32, 0.5 in 16 bits."""
 
     mismatch_limit: float | None = Field(default=None, gt=0)
-    """Largest mean |log-ratio| of learner and engine over the tokens of a step that were sampled from the very weights it
-    begins with; above it the run ends. `"none"`: 0.01 where both compute in float32, else 0.1; none where `kv_policy` is not
-    `full`."""
+    """Largest mean |log-ratio| of learner and engine over tokens sampled from the weights a step begins with; above it the run
+    ends. `"none"`: 0.01 in float32, else 0.1; none where `kv_policy` is not `full`."""
 
     vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     """Of `kind = "vllm"` only. There `kv_bytes = "none"` is 1 GiB on a CPU, and vLLM's own share of a GPU's memory."""
@@ -196,27 +190,25 @@ class RewardsConfig(Section):
     """Who judges completions, how their scores become a reward, and what happens when a judge fails."""
 
     functions: tuple[str, ...] = ("reasoning_gym",)
-    """Built-in names, import paths (`package.module:name`) or files (`path.py:name`); `own_name=...` before any of them,
-    and `FORM:` (trl, verl, openrlhf, gym, verifiers) before one that was written for another system and does not show it."""
+    """Built-in names, import paths (`package.module:name`) or files (`path.py:name`); before them `own_name=...`, and `FORM:`
+    (trl, verl, openrlhf, gym, verifiers) for another system's that cannot be recognised."""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """By reward name: values for those of its parameters that are no columns (`regex = { pattern = "..." }`)."""
     stop_when: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """By reward name: texts after which a completion ends, because this reward needs no more of it; `[]` takes back what it
-    declares itself."""
+    """By reward name: texts after which a completion ends; `[]` removes those that the reward declares."""
     weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each reward by name; where not given, that of `@reward(weight=...)`, else 1.0."""
     combine: Literal["sum", "product"] = "sum"
     """What is made of the weighted scores."""
     gates: tuple[str, ...] = ()
-    """Rewards that only open or close: where one of them is not above 0, the whole is 0."""
+    """Where one of these rewards is not above 0, the whole is 0."""
     clip: dict[str, tuple[float, float]] = Field(default_factory=dict)
     """By reward name: lowest and highest value that counts; `reward` clips the whole."""
     normalise: tuple[str, ...] = ()
-    """Rewards that are measured in running standard deviations from their running mean (a reward model's, for example)."""
+    """Rewards given in running standard deviations from their running mean."""
     by_source: dict[str, dict[str, float | None]] = Field(default_factory=dict)
-    """By `source` of a row: the rewards that judge its completions, with their weights there (`maths = { exact = 1.0, brief =
-    0.5 }`); with `"none"`, and all of a list of names, those they have elsewhere. The others do not apply there and are not
-    called. Rows of a source that is not named, or without one, are judged by all."""
+    """By `source` of a row: the rewards that judge it, with their weights there (`maths = { exact = 1.0, brief = 0.5 }`;
+    `"none"`, or a list of names: their usual ones). The others are not called. Rows of other sources are judged by all."""
     max_failed_ratio: float = Field(default=0.25, ge=0, le=1)
     """The run stops when more than this share of the last scores failed."""
 
@@ -293,8 +285,8 @@ class StageConfig(Section):
     """How one stage of scoring runs. Of a reward it overrides its own `@reward(...)`: see `actors/rewards/settings.py`."""
 
     placement: Literal["learner", "actor", "process"] | None = None
-    """Where it runs: beside each `actor`, or in one `process` for all actors of the machine; a reward without one as
-    `scoring.placement` says. `reference` may be left to the `learner`, which computes it when it takes a batch, and is."""
+    """Beside each `actor`, or in one `process` for all actors of the machine; else as `scoring.placement`. `reference`:
+    computed by the `learner` unless set."""
 
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds one call may take."""
@@ -313,8 +305,7 @@ class StageConfig(Section):
     workers: int | None = Field(default=None, ge=0)
     """Processes of its own for a synchronous reward."""
     stream_tokens: int | None = Field(default=None, ge=0)
-    """Incremental scoring each time a completion has grown by so many tokens, by a reward that can (`reward_model`); 0: at its
-    end."""
+    """Score incrementally every so many tokens, where the reward can (`reward_model`); 0: at the end."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -339,15 +330,15 @@ class ScoringConfig(Section):
     """How completions are scored, stage by stage."""
 
     placement: Literal["actor", "process"] = "actor"
-    """Where rewards run: in worker processes of each `actor`, or of one scorer `process` for all actors of the machine, so
-    that a model is loaded once. Numbers for one actor (workers, limits) then hold for the machine."""
+    """Rewards run in worker processes of each `actor`, or of one scorer `process` for all actors of the machine, which loads a
+    model once; limits of one actor then hold for the machine."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take; past it the worker is killed and the score is failed."""
     workers: int = Field(default=1, ge=1)
     """Worker processes of each actor for synchronous rewards."""
     worker_memory_mb: int | None = Field(default=4096, ge=256)
-    """Most memory of each of them, of each program it starts, and of the process of asynchronous rewards, in MB; past it the
-    score is failed and the process replaced. `"none"`: no limit. A process that loads a model (`prepare`) has none. Linux."""
+    """Most MB of each of them, of each program it starts, and of the process of asynchronous rewards; beyond it the score is
+    failed. `"none"`: no limit; none for a process that loads a model (`prepare`). Linux."""
     max_concurrency: int = Field(default=256, ge=1)
     """Calls of asynchronous rewards in flight per actor."""
     stages: dict[str, StageConfig] = Field(default_factory=dict)
@@ -383,6 +374,6 @@ class ActorsConfig(Section):
     count: Annotated[int | Literal["fill"], PlainValidator(_count)] = 1
     """Actor processes, 1 to 1024; `"fill"`: as many as fit on the devices (on CPUs: beside the hub and the learner)."""
     queued_groups: int = Field(default=8, ge=0)
-    """Groups an actor asks for beyond what its slots hold, so that a freed slot is refilled at once."""
+    """Groups an actor requests beyond its slots, so that a freed slot is refilled at once."""
     restart_backoff_s: float = Field(default=0.5, ge=0)
     """First pause before a dead actor is started again; doubles up to 30 s."""

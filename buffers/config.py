@@ -99,14 +99,14 @@ class QueueConfig(Section):
     exact: bool = False
     """Generate every group by exactly version max(0, step - max_staleness): deterministic, for ablations."""
     window: int = Field(default=1, ge=1, le=65536)
-    """Look-ahead in groups: a batch takes the oldest ready groups among the next `window`; 1 is strict order."""
+    """A batch takes the oldest ready groups among the next `window`; 1: strict order."""
     lease_s: float = Field(default=15.0, gt=0)
-    """Seconds an actor may be silent before its groups are given to others; that counts against none of them."""
+    """Seconds an actor may be silent before its groups go to others."""
     progress_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds a group may make no progress (no token, no score) although its actor lives; then it is given to another."""
+    """Seconds a group may make no progress (no token, no score); then it goes to another actor."""
     max_attempts: int = Field(default=3, ge=1)
-    """Times a group may end its actor, or make no progress, before it is quarantined: the last time alone. And times a batch
-    may end the learner before its groups are tried alone."""
+    """Times a group may end its actor, or make no progress, before it is quarantined (the last time alone); times a batch may
+    end the learner before its groups are tried alone."""
     fsync: Fsync = "group"
     """When a group is acknowledged. "group": when it is on disk (one fsync for all that arrived together), so that nothing
     loses it. "interval": when the operating system has it; a power failure may lose the groups of the last
@@ -115,14 +115,14 @@ class QueueConfig(Section):
     fsync_interval_s: float = Field(default=1.0, gt=0)
     """With fsync = "interval": most seconds of acknowledged groups that a power failure may lose."""
     max_bytes: int = Field(default=16 << 30, ge=1)
-    """Bytes of groups that may wait in the queue, on disk. Beyond it actors begin only what the next batch needs and keep
-    what they have finished; that can make actors wait, and never the learner (proof: `buffers/queue/bound.py`)."""
+    """Bytes of groups that may wait on disk. Beyond it actors begin only what the next batch needs; the learner never waits for
+    it (`buffers/queue/bound.py`)."""
     segment_bytes: int = Field(default=16 << 20, ge=1 << 12)
     """Size at which the journal begins a new segment, in bytes."""
     keep_rollouts: bool = False
     """Keep every journal segment, so that the whole run can be shown, exported and learned from again."""
     max_frame_bytes: int = Field(default=64 << 20, ge=1 << 20)
-    """Largest frame accepted from a peer, in bytes (a chunk of weights has 1 MiB); twice as large ones cut the peer."""
+    """Largest frame accepted, in bytes; twice as large ones cut the peer."""
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds an actor or the learner waits for the hub to answer before it gives up and ends."""
 
@@ -136,19 +136,19 @@ class WeightsConfig(Section):
     """How weights get from the learner to the actors."""
 
     transport: Literal["auto", "shared", "chunks"] = "auto"
-    """`shared`: processes of one machine map the set in sealed memory; `chunks`: it is sent; `auto`: shared where it can be."""
+    """`shared`: sealed memory of one machine; `chunks`: sent; `auto`: shared where possible."""
     delta: bool = True
-    """Where sets are sent, send only what changed when that is less than half; an actor then keeps the set it serves."""
+    """Where sets are sent, send what changed when that is less than half; an actor then keeps the previous set."""
     adopt_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds an actor may go on without adopting the weights announced to it; then its groups are given to others."""
+    """Seconds an actor may adopt no announced weights; then its groups go to others."""
 
 
 class SecurityConfig(Section):
     """Who may speak to the hub. The configuration names files; what is in them never enters it."""
 
     keys: str | None = None
-    """Directory made by `async-rlhf keys new`: connections are encrypted and only allowed keys are let in. Without keys the
-    hub listens on this machine only."""
+    """Directory made by `async-rlhf keys new`: encrypted, and only for allowed keys. Without it the hub listens on this machine
+    only."""
 
     @property
     def directory(self) -> Path | None:

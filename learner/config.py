@@ -18,28 +18,26 @@ class AdvantageConfig(Section):
     """What a completion, or each of its tokens, is worth."""
 
     kind: AdvantageKind = "group_relative"
-    """From rewards alone: `group_relative` (GRPO), `leave_one_out` (RLOO), `reinforce_pp` (normalised over the batch). With a
-    critic: `gae`; `v_trace` and `traced` (lambda-returns with clipped traces) for data of other weights. One of your own:
-    `file.py:name` or `package.module:name`."""
+    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `reinforce_pp` (normalised over the batch). With a critic:
+    `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
     level: Literal["completion", "turn"] = "completion"
-    """`turn`: each turn of an episode has an advantage of its own (`group_relative`, `leave_one_out`). Its return, which is the
-    reward and what the environment gave for this turn and those after it, is compared with that of its siblings' same turn."""
+    """`turn`: each turn of an episode has an advantage (`group_relative`, `leave_one_out`): its return, the reward and what the
+    environment gave from this turn on, compared with its siblings' same turn."""
     scale_by_std: bool = True
     """`group_relative`: divide a group's centred rewards by their standard deviation."""
     std: Literal["sample", "population"] = "sample"
     """`group_relative`: the standard deviation of n rewards, with n - 1 (as in TRL and verl) or n under the squares."""
     batch_statistics: Literal["tokens", "completions"] = "tokens"
-    """`reinforce_pp`: mean and standard deviation are those of all tokens of the batch (as in OpenRLHF and verl), or of its
-    completions, whatever their lengths."""
+    """`reinforce_pp`: statistics of all tokens of the batch (OpenRLHF, verl) or of its completions."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"
-    """Groups whose rewards are all equal: kept (their advantage is 0), dropped from the batch and counted, or replaced by
-    others before a batch is made, so that it is full of groups that say something (dynamic sampling)."""
+    """Groups whose rewards are all equal: kept (advantage 0), dropped from the batch, or replaced before a batch is made
+    (dynamic sampling)."""
     max_refills: int = Field(default=3, ge=1)
-    """`refill`: constant groups are replaced among the first `max_refills` batches' worth that are made for one batch; what is
-    made after them enters it as it is, and is dropped when it is constant."""
+    """`refill`: constant groups are replaced among the first `max_refills` batches' worth made for a batch; later ones enter,
+    and are dropped."""
     max_constant_batches: int = Field(default=10, ge=1)
-    """So many batches in a row in which every reward returned None end the run (all batches of a shorter one too); with `drop`,
-    `refill` and `loss.mask_truncated` also so many without a group to learn from."""
+    """The run ends after so many batches in a row in which every reward returned None (all batches of a shorter one), or with
+    `drop`, `refill` and `loss.mask_truncated` nothing was to be learned."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token, of estimators that look at tokens: `reinforce_pp` and those with a critic."""
     lam: float = Field(default=0.95, ge=0, le=1)
@@ -49,8 +47,8 @@ class AdvantageConfig(Section):
     c_cap: float = Field(default=1.0, gt=0)
     """`v_trace`, `traced`: upper truncation of the weight by which a trace is cut; at most `rho_cap`."""
     bootstrap: Literal["mixed", "target"] = "mixed"
-    """`v_trace`: what an advantage puts in place of the rewards behind its token: the V-trace target and the critic's value,
-    mixed by `lam` (rlax; `gae` on fresh data), or the target alone (IMPALA's own formula)."""
+    """`v_trace`: behind a token stand the V-trace target and the critic's value, mixed by `lam` (rlax), or the target alone
+    (IMPALA)."""
     normalise: bool = True
     """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
     value_clip: float | None = Field(default=0.2, gt=0)
@@ -65,9 +63,8 @@ class LossConfig(Section):
     """The objective and its corrections for data sampled by other weights."""
 
     kind: LossKind = "decoupled_ppo"
-    """`decoupled_ppo` clips around the policy at the start of the step and weighs against the one that sampled; `ppo_clip`
-    clips around the one that sampled. The table in `docs/learner.md` has all of them. One of your own: `file.py:name` or
-    `package.module:name`."""
+    """One of `docs/learner.md`: `decoupled_ppo` clips around the policy at the start of the step, `ppo_clip` around the one
+    that sampled. One of your own: `file.py:name` or `package.module:name`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The ratio that a loss clips is clipped at 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
@@ -75,8 +72,8 @@ class LossConfig(Section):
     dual_clip: float | None = Field(default=3.0, gt=1)
     """With a negative advantage a clipped surrogate stops growing at this ratio; `"none"`: it does not."""
     proximal: Literal["recompute", "interpolate"] = "recompute"
-    """Where the policy at the start of the step comes from: computed, or log-linear between behaviour and current by the
-    staleness of each version span, which spares a forward pass for every update after the first."""
+    """The policy at the start of the step: computed, or log-linear between behaviour and current by the staleness of each span,
+    which spares a forward pass for later updates."""
     is_cap: float | None = Field(default=2.0, gt=0)
     """Upper truncation of the importance weight of a token; `"none"`: no weight, as if data were on-policy."""
     token_mask: Interval | None = None
@@ -86,19 +83,16 @@ class LossConfig(Section):
     sequence_mask: Interval | None = None
     """Completions whose ratio proximal / behaviour lies outside are masked."""
     sequence_ratio: Literal["geometric", "product"] = "geometric"
-    """The ratio of a completion: the geometric mean over its tokens, or their product (which shrinks or explodes with
-    the length)."""
+    """A completion's ratio: geometric mean over its tokens, or their product."""
     second_moment: float | None = Field(default=None, gt=0)
-    """The most off-policy tokens are masked until the mean squared log-ratio of the batch is at most this (M2PO: 0.04)."""
+    """The most off-policy tokens are masked until the mean squared log-ratio of the batch is this (M2PO: 0.04)."""
     off_policy_delta: float | None = Field(default=None, gt=0)
     """A completion with a negative advantage is masked when its mean log-ratio behaviour / proximal is above this."""
     allow_uncorrected: bool = False
     """Permit staleness above 0, or an engine that samples from a part of its cache, without an importance weight."""
     mask_truncated: Literal["off", "loss", "loss and baseline"] = "off"
-    """Completions that a budget of tokens cut are learned from (`off`), leave the loss and everything it is divided by, while
-    their rewards stay in the baseline of their group or batch (`loss`), or leave both. Cut is what has the `finish_reason`
-    "length" (its last turn reached `generation.max_completion_length`) or "context" (the next turn found no room in
-    `generation.max_episode_length`); an episode that had all its turns ("max_turns") is not."""
+    """What becomes of completions that a budget of tokens cut (`finish_reason` "length" or "context"): `off`: they are learned
+    from; `loss`: they leave the loss and its divisors, their rewards stay in baselines; or they leave both."""
     reduction: Literal["token", "sequence", "fixed"] = "token"
     """A loss per token is averaged over tokens, over completions, or divided by completions times `fixed_length`."""
     fixed_length: int | None = Field(default=None, ge=1)
@@ -136,7 +130,7 @@ class GuardConfig(Section):
     enabled: bool = False
     """Whether the target moves at all."""
     target: int | None = Field(default=None, ge=0)
-    """Staleness that is aimed at, at most `queue.max_staleness`; the guard goes up to it and no higher. `"none"`: the bound."""
+    """Staleness aimed at, and the most that the guard returns to; `"none"`: `queue.max_staleness`."""
     min_ess: float = Field(default=0.5, gt=0, lt=1)
     """The target is lowered when the effective sample size, as a share of the tokens, falls below this."""
     max_second_moment: float = Field(default=0.1, gt=0)
@@ -169,15 +163,15 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = ("all-linear",)
     """Names of the layers that get one (`"q_proj"`), or `"all-linear"` for every linear layer but the output layer."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What engines get: whole weights with the adapters in them, or the adapters alone, which each engine adds to the
-    weights of the model directory."""
+    """Engines receive whole weights with the adapters merged, or the adapters alone, added to their model directory's
+    weights."""
 
 
 class CriticConfig(Section):
     """An estimate of the return from each token on, for the advantages that need one."""
 
     kind: Literal["none", "head", "model"] = "none"
-    """`head`: one more output on the policy's own trunk. `model`: a trunk of its own, begun as a copy of the policy's."""
+    """`head`: an output on the policy's trunk. `model`: a trunk of its own, a copy of the policy's."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Highest learning rate of the critic; it rises and falls as the policy's does."""
     coefficient: float = Field(default=0.5, gt=0)
@@ -216,8 +210,8 @@ class LearnerConfig(Section):
     row_tokens: int = Field(default=512, ge=1)
     """Completions of one prompt share a row, and the prompt's computation, up to this many tokens."""
     logits_mib: int = Field(default=256, ge=1)
-    """Memory (MiB) for float32 probabilities that the backward pass finds again; those of tokens beyond it are made twice. On
-    an accelerator also the size of a chunk of logits, of which two more are there at a time; a chunk on a CPU is smaller."""
+    """MiB of float32 probabilities kept for the backward pass; those of further tokens are computed twice. On an accelerator
+    also the size of a chunk of logits."""
     publish_every: int = Field(default=1, ge=1)
     """Steps between two published weight sets."""
     device: str = "cpu"
@@ -237,13 +231,11 @@ class LearnerConfig(Section):
     ranks: int = Field(default=1, ge=1, le=64)
     """Processes that share the gradient of a batch."""
     sequence_parallel: int = Field(default=1, ge=1, le=64)
-    """`deepspeed`: ranks that share the positions of every row (Ulysses), for rows too long for one rank; 1, or all
-    `learner.ranks`, which then work on the same micro-batch."""
+    """`deepspeed`: ranks that share the positions of every row (Ulysses): 1, or all `learner.ranks`."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
-    """`deepspeed`: ranks that share every layer (AutoTP), for models too wide for one rank; 1, or all `learner.ranks`, which
-    then work on the same micro-batch."""
+    """`deepspeed`: ranks that share every layer (AutoTP): 1, or all `learner.ranks`."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds a rank may keep the others waiting before the learner ends and begins again at its last checkpoint."""
+    """Seconds a rank may keep the others waiting; then the learner restarts from its last checkpoint."""
     backend: Literal["torch", "deepspeed"] = "torch"
     """`torch`: every rank holds everything. `deepspeed`: ZeRO shares it out."""
     zero_stage: Literal[1, 2, 3] = 2

@@ -59,9 +59,8 @@ class DataConfig(Source):
     """Where prompts come from: `source`, or several `[[data.sources]]`."""
 
     source: str = ""
-    """`reasoning_gym:<task>`; the path of a `.jsonl`, `.json`, `.csv` or `.parquet` file, or of a directory that Hugging Face
-    `datasets` has saved; `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: JSONL files that are dropped into a
-    directory while the run goes on. Empty: `sources` names several."""
+    """`reasoning_gym:<task>`; a `.jsonl`, `.json`, `.csv` or `.parquet` file, or a directory saved by Hugging Face `datasets`;
+    `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: files that arrive during the run. Empty: `sources`."""
     sources: tuple[MixedSource, ...] = ()
     """Several, each with its own `source`, `split`, `options`, `columns` and `size`, a `name` and a `weight`."""
     template: str = "{prompt}"
@@ -71,15 +70,15 @@ class DataConfig(Source):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template (`enable_thinking = false`)."""
     held_out: int | None = Field(default=None, ge=0)
-    """Number of prompts of each source kept out of training for evaluation (of a task drawn first, of a file the last).
-    `"none"`: 200, of a file at most a tenth, of a spool none. 0: no evaluation."""
+    """Prompts of each source kept for evaluation (the first draws of a task, the last rows of a file). `"none"`: 200, of a file
+    at most a tenth, of a spool none. 0: no evaluation."""
     held_out_seed: int = 1_000_003
     """Seed of a procedural task's held-out prompts: fixed, so that runs with different seeds share the test set."""
     on_overlong: Literal["error", "drop"] = "error"
     """A prompt longer than `generation.max_prompt_length` is refused before the run, or left out and counted."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the training prompts; without it they come again and again until the run ends. Of a spool: how often each
-    row is used, `"none"` being once. With a curriculum: most often that each is used."""
+    """Passes over the training prompts; `"none"`: until the run ends. Of a spool: uses of each row, `"none"` being one. With a
+    curriculum: most uses of each."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Which prompt comes next by how often it has been solved."""
 

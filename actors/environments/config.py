@@ -17,8 +17,8 @@ class EnvironmentConfig(Section):
     """What answers the model between its turns. A text alone stands for `function`."""
 
     function: str = ""
-    """An import path (`package.module:name`) or a file (`path.py:name`); `own_name=...` before either, then `trl:` or
-    `verifiers:` for an environment of these. Empty: completions have one turn."""
+    """An import path (`package.module:name`) or a file (`path.py:name`); before it `own_name=...`, then `trl:` or `verifiers:`.
+    Empty: completions have one turn."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Values for those of its parameters that are no columns; of another system's, see `docs/environments.md`."""
     max_turns: int | None = Field(default=None, ge=1)
@@ -32,13 +32,13 @@ class EnvironmentConfig(Section):
     max_concurrency: int = Field(default=64, ge=1)
     """Steps at once in each of them; of a plain `def`, its threads. The others wait."""
     max_observation_bytes: int = Field(default=1 << 20, ge=1)
-    """Longest text, or chat messages as JSON, that one yield may give the model; beyond it the episode is failed."""
+    """Longest text, or messages as JSON, of one yield; beyond it the episode is failed."""
     worker_memory_mb: int | None = Field(default=4096, ge=256)
     """Most memory of each process, and of each program it starts, in MB. `"none"`: no limit. Linux."""
     render: Literal["conversation", "by_message", "split"] = "conversation"
-    """How an observation becomes tokens where the model has a chat template: as what the template adds to the `conversation`,
-    which it must then leave as it was; `by_message`, appended whatever the template would do to the turns before it; or
-    `split`: where the template has rewritten those turns, the row begins anew with the whole conversation."""
+    """With a chat template an observation becomes: what the template adds to the `conversation`, whose earlier turns it must
+    keep; `by_message`, that message alone; or `split`: where the template rewrites earlier turns the row begins anew with the
+    whole conversation."""
 
     @model_validator(mode="before")
     @classmethod

@@ -13,26 +13,23 @@ class LaunchConfig(Section):
     """How other machines are reached. Actors and learner ranks run there; everything else runs where the command does."""
 
     kind: Literal["local", "hosts", "ray"] = "local"
-    """`local`: this machine. `hosts`: machines that `command` reaches. `ray`: nodes of a Ray cluster (needs the extra of that
-    name)."""
+    """`local`: this machine. `hosts`: those that `command` reaches. `ray`: nodes of a Ray cluster (extra `ray`)."""
     hosts: tuple[str, ...] = ()
     """With `kind = "hosts"`: their names, as `command` takes them. Actors are distributed over them in turn."""
     command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "{host}", "python", "-m", "async_rlhf.launch.agent")
     """With `kind = "hosts"`: starts an agent on `{host}`, passes on its standard input and output and nothing else."""
     directory: str = "~/.cache/async-rlhf"
-    """Folder on each host for what is sent there; contents are kept for later runs, and may be deleted at any time."""
+    """Folder on each host for what is sent; it may be deleted at any time."""
     paths: dict[str, str] = Field(default_factory=dict)
-    """Where a host has what is here: `"/here" = "/there"` for a model directory, or a folder above. It must be the same, by its
-    digests. What is not named is used where it has the same path and digests, and else sent."""
+    """Where a host has a model directory, or a folder above: `"/here" = "/there"`, with the same digests. Else it is used at
+    the same path, or sent."""
     interface: str | None = None
-    """Network interface of this machine that the hosts reach (`eth0`): the hub listens there when it has no `address`, and the
-    learner's ranks meet there, which have no keys: with ranks on other hosts it must name a network that you trust. `"none"`:
-    the one that reaches them."""
+    """Network interface of this machine that the hosts reach (`eth0`), for the hub without an `address` and for the learner's
+    ranks, which have no keys: with ranks on other hosts a trusted network must be named. `"none"`: found."""
     address: str = "auto"
-    """With `kind = "ray"`: `IP:PORT` of the cluster's head; `auto`: the cluster of this machine, else a local Ray is begun."""
+    """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster, else a local Ray."""
     nodes: int | None = Field(default=None, ge=1)
-    """With `kind = "ray"`: most nodes that the run uses. Where the cluster has fewer, the others are taken when they join.
-    `"none"`: as many as there are at the start."""
+    """With `kind = "ray"`: most nodes; more are taken when they join. `"none"`: as many as there are at the start."""
     start_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds an agent may take to answer."""
     lost_after_s: float = Field(default=30.0, ge=2)
@@ -87,17 +84,15 @@ class PlacementConfig(Section):
     """Hosts, the supervisor's own first (`[[placement.hosts]]`). None: this machine, and those that a launcher reaches, as they
     are found (`nvidia-smi`)."""
     learner_hosts: tuple[str, ...] = ()
-    """Names of the hosts that the learner's ranks fill, in this order, beginning with the supervisor's own, where rank 0 runs;
-    none: on CUDA all hosts, on CPUs the first."""
+    """Hosts that the learner's ranks fill in this order, the supervisor's own first; none: on CUDA all, on CPUs the first."""
     colocate: bool = False
-    """A device may be given to a learner rank, an actor, a scorer and an evaluation at once, once to each kind."""
+    """Learner rank, actor, scorer and evaluation may share a device, once each."""
     actor_share: float = Field(default=0.5, gt=0, le=1)
-    """`colocate`: share of a device's memory that one engine may take (vLLM is given it as `gpu_memory_utilization`); what
-    the engines leave is for the learner and the scorer."""
+    """`colocate`: an engine's share of a device's memory (vLLM's `gpu_memory_utilization`); the rest is for learner and
+    scorer."""
     strategy: Literal["flattening", "interleaving", "separation"] | None = None
-    """Which CPUs, and devices, generation, scoring and learning have. `flattening`: all have all. `interleaving`: the scorer
-    has those of the learner, beside generation. `separation`: each has its own. The threads of each process follow its CPUs,
-    whatever `threads` says. `"none"`: every process may use every CPU, and devices are given as `colocate` says."""
+    """CPUs and devices of generation, scoring and learning. `flattening`: all share all. `interleaving`: the scorer shares the
+    learner's. `separation`: each its own. Threads follow the CPUs. `"none"`: any CPU, devices as `colocate` says."""
     cpu_weights: CpuWeights = CpuWeights()
     """With a `strategy`."""
 

@@ -45,34 +45,30 @@ class Config(Section):
     output_dir: str = "runs"
     """Where run directories are made."""
     model: str
-    """A Hugging Face causal language model: a local directory, a GGUF file (converted once), a name on the Hugging Face Hub
-    (`owner/name` or `owner/name@revision`: from its cache, or fetched once), or the shipped `tiny-speller`."""
+    """A Hugging Face causal language model: a directory, a GGUF file (converted once), a Hub name (`owner/name`,
+    `owner/name@revision`: cached, or fetched once), or the shipped `tiny-speller`."""
     seed: int = Field(default=0, ge=0, lt=1 << 62)
     """Decides prompts' order and every random number of generation."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Learner steps of the run (fewer when the data ends first, or a budget: `max_trained_tokens`, `max_seconds`). `"none"`: it
-    goes on until one of those ends it, or it is stopped."""
+    """Learner steps of the run, unless data or a budget end first. `"none"`: until those do, or it is stopped."""
     max_trained_tokens: int | None = Field(default=None, ge=1)
-    """Completion tokens trained on after which the run ends: the step that reaches them is the last. What is generated and not
-    trained on does not count, for it depends on the hardware."""
+    """The run ends with the step that reaches so many completion tokens trained on; untrained ones do not count."""
     max_seconds: float | None = Field(default=None, ge=1)
-    """Seconds of training after which the run ends: the step that reaches them is the last, and which one that is depends on
-    the hardware. They are the sum of the steps' `step_time` over all starts of the run, each with the start of its actors."""
+    """The run ends with the step at which the sum of `step_time` over all its starts reaches this."""
     address: str = ""
     """Where the hub listens beside its private ipc socket: nowhere, at `tcp://127.0.0.1:PORT`, or with keys any `tcp://IP:PORT`."""
     sampled_groups: int = Field(default=1, ge=0)
     """Groups of every step written to `rollouts.jsonl`."""
     max_log_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """Bytes after which `rollouts.jsonl`, an actor's `spans` or a process's log begin anew; what was in them lies beside them
-    (`NAME.1`) until they do again. `metrics.jsonl` is kept whole: two kilobytes a step."""
+    """Bytes after which `rollouts.jsonl`, an actor's `spans` or a log begin anew, the previous part beside them (`NAME.1`).
+    `metrics.jsonl` is kept whole: 2 KB a step."""
     disk_headroom_bytes: int = Field(default=1 << 30, ge=0)
     """Bytes of free disk below which the run says so, and tells its hooks."""
     disk_pause_bytes: int = Field(default=256 << 20, ge=0)
     """Bytes of free disk below which no further group is begun: what is being made is finished and trained on, then the run
     waits, and goes on by itself when there is room. 0: it goes on until the disk is full, and waits then."""
     stall_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds without a finished step after which the run ends with a stall report; those in which nothing is missing but
-    prompts in the spool do not count."""
+    """The run ends with a stall report after so many seconds without a step; waiting for prompts of a spool does not count."""
     watchdog_s: float = Field(default=120.0, gt=0)
     """Seconds a process of the run may be frozen; then it is killed and started again (before `stall_timeout_s`, or never)."""
     data: DataConfig

@@ -23,19 +23,18 @@ class EvaluationConfig(Section):
     at_end: bool = True
     """Evaluate the last checkpoint when all steps are done."""
     every: int | None = Field(default=None, ge=0)
-    """Steps between two evaluations while training goes on, each of a checkpoint that is made for it; 0 or `"none"`: none. One
-    at a time: of those that come due meanwhile the newest is next, the others are skipped, and counted."""
+    """Steps between two evaluations, each of a checkpoint made for it; 0 or `"none"`: none. One at a time: of those due
+    meanwhile the newest is next, the others are skipped."""
     patience: int | None = Field(default=None, ge=1)
-    """With `every`: evaluations in a row without a higher mean reward than before after which the run ends, drained, as
-    finished. Those at the start and missing ones do not count; `"none"`: no such end."""
+    """With `every`: the run ends, as finished, after so many evaluations in a row without a higher mean reward. `"none"`: no
+    such end."""
     solved_by: str = ""
-    """The reward, by its name, whose score says whether a completion solves its prompt. Empty: the run's only one, unless that
-    receives whole groups; of several none, and there is no `accuracy`."""
+    """The reward whose score decides what is solved. Empty: the run's only one, unless it receives whole groups; of several
+    none, and there is no `accuracy`."""
     solved_at: float = 1.0
     """Score from which on it does, before weights; `accuracy` is the share of those."""
     samples: int = Field(default=0, ge=0, le=4096)
-    """Further completions sampled of each prompt, for pass@1, 2, 4, ... up to this many; whole groups where a reward receives
-    such."""
+    """Completions sampled of each prompt beside the greedy one, for pass@1, 2, 4, ... up to this."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Temperature of those; what else cuts tokens off is as in `[generation]`."""
     full_attention: bool = True
@@ -113,11 +112,10 @@ class HooksConfig(Section):
     run."""
 
     command: tuple[Secret, ...] | Secret = ()
-    """Program and arguments; a text is split as a shell does, and no shell is called. The event is JSON on its standard input,
-    and ASYNC_RLHF_EVENT and ASYNC_RLHF_RUN_DIR are in its environment."""
+    """Program and arguments, without a shell. The event is JSON on its standard input; ASYNC_RLHF_EVENT and ASYNC_RLHF_RUN_DIR
+    are in its environment."""
     url: Secret | None = None
-    """Webhook that the event is posted to as JSON: `http://` or `https://`, or `$NAME` of an environment variable that holds
-    the address, which then stands in no file."""
+    """Webhook that the JSON is posted to: `http://`, `https://`, or `$NAME` of an environment variable that holds it."""
     events: tuple[EventKind, ...] = _EVENTS
     """Which events: the page has what each means."""
     timeout_s: float = Field(default=30.0, gt=0, le=3600)
