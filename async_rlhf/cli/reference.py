@@ -20,10 +20,11 @@ from async_rlhf.run.config_keys import NAME, Setting, settings
 
 _HEAD = f"""# Every key of a configuration
 
-Set a key in a TOML file, for one run with `--set KEY=VALUE`, or in Python with `overrides`. Each stands here as `--set` takes
-it, with its default. `"none"` leaves a setting open. A table is merged key by key; an empty one (`{{}}`) empties it. One text is
-a list of one. `{NAME}` is a name that the user chooses, left out in `[[data.sources]]` and `[[placement.hosts]]`. Relative paths
-in a file are relative to that file, in `--set` and in Python to the working directory; `output_dir` always is.
+Set a key in a TOML file, for one run with `--set KEY=VALUE`, or in Python with `overrides`. Each stands here as `--set`
+takes it, with its default. `"none"` leaves a setting open. A table is merged key by key; an empty one (`{{}}`) empties it.
+One text is a list of one. `{NAME}` is a name that the user chooses, left out in `[[data.sources]]` and
+`[[placement.hosts]]`. Relative paths in a file are relative to that file, in `--set` and in Python to the working directory;
+`output_dir` always is.
 
 Made by `python -m async_rlhf.cli.reference`.
 """
