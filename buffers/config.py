@@ -115,14 +115,14 @@ class QueueConfig(Section):
     fsync_interval_s: float = Field(default=1.0, gt=0)
     """With fsync = "interval": most seconds of acknowledged groups that a power failure may lose."""
     max_bytes: int = Field(default=16 << 30, ge=1)
-    """Bytes of groups that may wait on disk. Beyond it actors begin only what the next batch needs; the learner never waits for
-    it (`buffers/queue/bound.py`)."""
+    """Bytes of groups that may wait in the queue, on disk. Beyond it actors begin only what the next batch needs and keep
+    what they have finished; that can make actors wait, and never the learner (proof: `buffers/queue/bound.py`)."""
     segment_bytes: int = Field(default=16 << 20, ge=1 << 12)
     """Size at which the journal begins a new segment, in bytes."""
     keep_rollouts: bool = False
     """Keep every journal segment, so that the whole run can be shown, exported and learned from again."""
     max_frame_bytes: int = Field(default=64 << 20, ge=1 << 20)
-    """Largest frame accepted, in bytes; twice as large ones cut the peer."""
+    """Largest frame accepted from a peer, in bytes (a chunk of weights has 1 MiB); twice as large ones cut the peer."""
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds an actor or the learner waits for the hub to answer before it gives up and ends."""
 

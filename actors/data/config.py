@@ -70,8 +70,8 @@ class DataConfig(Source):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template (`enable_thinking = false`)."""
     held_out: int | None = Field(default=None, ge=0)
-    """Prompts of each source kept for evaluation (the first draws of a task, the last rows of a file). `"none"`: 200, of a file
-    at most a tenth, of a spool none. 0: no evaluation."""
+    """Number of prompts of each source kept out of training for evaluation (of a task drawn first, of a file the last).
+    `"none"`: 200, of a file at most a tenth, of a spool none. 0: no evaluation."""
     held_out_seed: int = 1_000_003
     """Seed of a procedural task's held-out prompts: fixed, so that runs with different seeds share the test set."""
     on_overlong: Literal["error", "drop"] = "error"

@@ -60,15 +60,16 @@ class Config(Section):
     sampled_groups: int = Field(default=1, ge=0)
     """Groups of every step written to `rollouts.jsonl`."""
     max_log_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """Bytes after which `rollouts.jsonl`, an actor's `spans` or a log begin anew, the previous part beside them (`NAME.1`).
-    `metrics.jsonl` is kept whole: 2 KB a step."""
+    """Bytes after which `rollouts.jsonl`, an actor's `spans` or a process's log begin anew; what was in them lies beside them
+    (`NAME.1`) until they do again. `metrics.jsonl` is kept whole: two kilobytes a step."""
     disk_headroom_bytes: int = Field(default=1 << 30, ge=0)
     """Bytes of free disk below which the run says so, and tells its hooks."""
     disk_pause_bytes: int = Field(default=256 << 20, ge=0)
     """Bytes of free disk below which no further group is begun: what is being made is finished and trained on, then the run
     waits, and goes on by itself when there is room. 0: it goes on until the disk is full, and waits then."""
     stall_timeout_s: float = Field(default=600.0, gt=0)
-    """The run ends with a stall report after so many seconds without a step; waiting for prompts of a spool does not count."""
+    """Seconds without a finished step after which the run ends with a stall report; those in which nothing is missing but
+    prompts in the spool do not count."""
     watchdog_s: float = Field(default=120.0, gt=0)
     """Seconds a process of the run may be frozen; then it is killed and started again (before `stall_timeout_s`, or never)."""
     data: DataConfig
