@@ -30,8 +30,8 @@ class AdvantageConfig(Section):
     batch_statistics: Literal["tokens", "completions"] = "tokens"
     """`reinforce_pp`: statistics of all tokens of the batch (OpenRLHF, verl) or of its completions."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"
-    """Groups whose rewards are all equal: kept (advantage 0), dropped from the batch, or replaced before a batch is made
-    (dynamic sampling)."""
+    """Groups whose rewards are all equal: kept (their advantage is 0), dropped from the batch and counted, or replaced by
+    others before a batch is made, so that it is full of groups that say something (dynamic sampling)."""
     max_refills: int = Field(default=3, ge=1)
     """`refill`: constant groups are replaced among the first `max_refills` batches' worth made for a batch; later ones enter,
     and are dropped."""

@@ -12,7 +12,7 @@ class CurriculumConfig(Section):
     """Prompts are chosen by how often they have been solved: `reward` names who says so; empty, there is no curriculum."""
 
     reward: str = ""
-    """The reward whose score decides what is solved. Empty: prompts come in their order."""
+    """The reward, by its name, whose score says whether a completion solves its prompt. Empty: prompts come in their order."""
     passes_at: float = 1.0
     """A completion solves its prompt when that score is at least this; `docs/data.md` has what follows."""
     easy_at: float = Field(default=1.0, gt=0, le=1)
@@ -22,9 +22,9 @@ class CurriculumConfig(Section):
     retire_after: int = Field(default=2, ge=1)
     """Groups in a row in which a prompt must be easy to be used no more."""
     new_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of groups for prompts not used before; 0: when no other is left."""
+    """Share of the groups that are for prompts not used before, as long as there are any; 0: when no other is left."""
     hard_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of groups for hard prompts; 0: when no other is left. The rest is for the others."""
+    """Share of the groups that are for hard prompts; 0: when no other is left. What both shares leave is for the others."""
 
     @property
     def is_on(self) -> bool:
