@@ -142,7 +142,7 @@ def doctor(
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can do and lacks. With a device, try every part on it.
+    """Report what this machine can do, and what is missing. With a device, try every part on it.
 
     Model families, types, CUDA graphs and gradients against plain passes on the CPU; then small runs: the built-in engine,
     vLLM, two ranks, ZeRO-3. Some minutes; the report is Markdown, to paste into an issue. Exit code 1 when a check fails.

@@ -30,7 +30,7 @@ _MOST_POINTS = 2000
 _WIDEST, _WIDTH, _NARROWEST = 3.0, 1.5, 1.2
 # With more steps than this the numbers of single steps are drawn pale, and their mean over neighbours on top of them.
 _SMOOTH_FROM = 40
-_EXTREMES = ("max", "longest", "largest")  # of a step; a mean of them says nothing
+_EXTREMES = ("max", "longest", "largest")  # of a step; a mean of them means nothing
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Curves], pens: Sequence[
             if found := list(points(run.steps, name)):
                 drawn[label] = style
                 _draw_line(axes, found, pen, style, smooth=smooth and label not in _EXTREMES)
-    alone = len(drawn) == 1 and len(panel.metrics) > 1  # then no legend says which it is
+    alone = len(drawn) == 1 and len(panel.metrics) > 1  # then no legend names it
     _finish(axes, f"{panel.title}, {next(iter(drawn))}" if alone else panel.title, drawn, panel.floor, panel.ceiling)
 
 

@@ -1,7 +1,7 @@
 """Where a run stands: live from its hub and its scorer, or from what it left behind.
 
 Trusts neither files nor peers: what cannot be read is named beside the rest, every wait is bounded, and only sockets that a
-living run of this user has made are asked.
+living run of this user has made are connected to.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
     for name, actor in found["hub"].get("actors", {}).items() if found["alive"] else ():
-        lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
+        lines.append(
+            f"{name}: version {actor['version']}, {actor['groups']} groups, last message {actor['silent_s']:.1f} s ago"
+        )
     if found["scorer"]:
         lines.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
     if found["alive"] and found["cpus"]:

@@ -1,7 +1,7 @@
 """Runs as Prometheus metrics: of each run, by the label `run`, its newest step, ledger and actors.
 
 Names and units follow Prometheus' own practice (base units, `_total` for what only rises); `alerts.yml` rests on them. A run
-that has not said a number has no sample of it.
+that has not reported a number has no sample of it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RunsCollector(Collector):
         self._runs = runs
 
     def describe(self) -> list[Metric]:
-        """Nothing is asked before the first scrape."""
+        """Nothing is read before the first scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -26,7 +26,7 @@ from async_rlhf.watch.series import is_number
 
 PERIOD_S = 2.0
 MAX_RUNS = 200
-"""The newest of a directory; the page says how many more there are."""
+"""The newest of a directory; the page shows how many more there are."""
 _OPEN_S = 30.0
 _MAX_READINGS = 16
 _MAX_TEXT = 4000
@@ -52,10 +52,10 @@ class Runs:
         self._stamps: dict[str, tuple[object, ...]] = {}
         self._ledgers: dict[str, Ledger] = {}
         self._readings: OrderedDict[str, RunReading] = OrderedDict()
-        self._asked: dict[str, float] = {}
+        self._opened: dict[str, float] = {}
         self._read_at = -math.inf
         self.revision = 0
-        # The one is held while hubs are asked, which may take seconds; the other only while files are read.
+        # The one is held while hubs are queried, which may take seconds; the other only while files are read.
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_reading, name="watch", daemon=True)
         if not path.is_dir() and not (may_be_empty and not path.exists()):
@@ -76,7 +76,7 @@ class Runs:
         return list(self._summaries)
 
     def summaries(self) -> dict[str, dict[str, Any]]:
-        """What `inspect.status.read` says of each run, by name, ready for JSON; newest first. Not to be changed."""
+        """What `inspect.status.read` finds of each run, by name, ready for JSON; newest first. Not to be changed."""
         self._be_current()
         return dict(self._summaries)
 
@@ -123,11 +123,11 @@ class Runs:
             self._ledgers = {name: ledger for name, ledger in self._ledgers.items() if name in found}
             now = self._read_at = self._clock()
         with self._lock:
-            self._asked = {name: asked for name, asked in self._asked.items() if name in found}
+            self._opened = {name: opened for name, opened in self._opened.items() if name in found}
             for name, reading in list(self._readings.items()):
-                if name not in found or now - self._asked[name] > 20 * _OPEN_S:
+                if name not in found or now - self._opened[name] > 20 * _OPEN_S:
                     del self._readings[name]
-                elif now - self._asked[name] <= _OPEN_S:
+                elif now - self._opened[name] <= _OPEN_S:
                     reading.refresh()
             self.revision += 1
 
@@ -147,9 +147,9 @@ class Runs:
         self._be_current()
         if name not in self._summaries:
             raise KeyError(name)
-        reading, before = self._readings.get(name), self._asked.get(name, -math.inf)
-        self._asked[name] = self._clock()
-        if reading is None or self._asked[name] - before > _OPEN_S:
+        reading, before = self._readings.get(name), self._opened.get(name, -math.inf)
+        self._opened[name] = self._clock()
+        if reading is None or self._opened[name] - before > _OPEN_S:
             reading = reading or self._readings.setdefault(name, RunReading(self._found()[name]))
             reading.refresh()
             self.revision += 1
@@ -182,7 +182,7 @@ class Runs:
             same_config = before is not None and known is not None and before[0] == stamp[0]
             config = known["config"] if known is not None and same_config else _chosen(run)
             ledger = self._ledgers.setdefault(name, Ledger(run.path))
-            found: dict[str, Any] = plain({**_told(run, ledger), "alive": alive, "config": config})
+            found: dict[str, Any] = plain({**_without_paths(run, ledger), "alive": alive, "config": config})
             self._stamps[name] = stamp
             return found
         except Exception as error:  # noqa: BLE001  whatever stands in the files of one run, the others are shown
@@ -207,7 +207,7 @@ def as_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _told(run: RunDir, ledger: Ledger) -> dict[str, Any]:
+def _without_paths(run: RunDir, ledger: Ledger) -> dict[str, Any]:
     """Without where it lies, since a saved page is sent to others, and without its changes, which are events; of evaluations
     their numbers only."""
     found = {key: value for key, value in read(run, ledger).items() if key not in ("run_dir", "changes")}
