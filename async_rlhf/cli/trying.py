@@ -20,16 +20,13 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Completions to score.")]
 def try_reward(
     rewards: Annotated[list[str], typer.Argument(metavar="FILE:NAME...", help="Rewards, as in rewards.functions.")],
     data: Annotated[Path, typer.Option(help="JSONL file with completions and columns, or a run directory.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Of the sections rewards and scoring: scoring.timeout_s=2."),
-    ] = None,
+    overrides: Overrides = None,
     limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
     """Score completions that exist already: values, histogram, timings, failures.
 
-    Exit code 6 when any score failed, or no completion got one.
+    --set takes keys of the sections rewards and scoring. Exit code 6 when any score failed, or no completion got one.
     """
     from async_rlhf.inspect.trials import lines, try_rewards
     from async_rlhf.launch.exit_codes import REWARDS_FAILED
@@ -80,10 +77,13 @@ def try_environment(
 @command(trying, "loss")
 def try_loss(
     loss: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A loss, as in loss.kind.")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section loss.")] = None,
+    overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias. Exit code 1 when one fails."""
+    """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias.
+
+    --set takes keys of the section loss. Exit code 1 when a law does not hold.
+    """
     from async_rlhf.learner.config import LossConfig
     from async_rlhf.learner.objective import trial
     from async_rlhf.run.config import parse_settings
