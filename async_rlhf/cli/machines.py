@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from async_rlhf.cli.app import command, group
+from async_rlhf.cli.app import Overrides, command, group
 
 serve = group("serve", "Serve a reward, an environment or weights to actors.")
 keys = group("keys", "Keys for what listens to other machines.")
@@ -24,12 +24,9 @@ def serve_reward(
     reward: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A reward, as in rewards.functions.")],
     address: Address,
     keys: Keys = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Of the sections rewards and scoring, for example scoring.workers=4."),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
-    """Serve a reward to actors, who ask it as the reward `remote`. Ctrl-C ends it."""
+    """Serve a reward to actors, who name it `remote`. Ctrl-C ends it. --set takes keys of the sections rewards and scoring."""
     from async_rlhf.actors.config import RewardsConfig, ScoringConfig
     from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
     from async_rlhf.run.config import parse_settings
@@ -45,12 +42,9 @@ def serve_environment(
     environment: Annotated[str, typer.Argument(metavar="FILE:NAME", help="An environment, as in environment.function.")],
     address: Address,
     keys: Keys = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Of the section environment, for example environment.workers=4."),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
-    """Play an environment for actors, who name it `remote:ADDRESS`. Ctrl-C ends it."""
+    """Play an environment for actors, who name it `remote:ADDRESS`. Ctrl-C ends it. --set takes keys of [environment]."""
     from async_rlhf.actors.environments import EnvironmentConfig
     from async_rlhf.actors.environments.server import EnvironmentServer
     from async_rlhf.run.config import parse_settings
@@ -77,7 +71,7 @@ def serve_relay(
     address: Annotated[str, typer.Argument(help="tcp://IP:PORT or ipc://PATH for actors; beyond this machine only with keys.")],
     keys: Annotated[Path | None, typer.Option(help="Key directory to speak to the hub, as an actor's.")] = None,
     own_keys: Annotated[Path | None, typer.Option(help="Key directory to be spoken to by actors, as a hub's.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section weights.")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Stand between the hub and many actors: weights come here once and go on from here. Ctrl-C ends it."""
     from async_rlhf.run.roles import relay_by_hand

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, command, group, load_config, say
+from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, TokenFile, command, group, load_config, say
 
 if TYPE_CHECKING:
     from async_rlhf.run.config import Config
@@ -31,7 +31,7 @@ def queue_serve(
     address: Annotated[
         str | None, typer.Option(metavar="IP:PORT", help="Show the page of `watch` there, of all its runs: 127.0.0.1:8265.")
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token that a viewer of the page has to give.")] = None,
+    token_file: TokenFile = None,
     print_unit: Annotated[bool, typer.Option("--print-unit", help="Print a unit of systemd for this, and end.")] = False,
     print_container: Annotated[bool, typer.Option("--print-container", help="Print a container file, and end.")] = False,
 ) -> None:
@@ -142,7 +142,7 @@ def spool_listen(
             help="A socket that only you can open, or with a token any address. Left out: DIR/.listen, or 127.0.0.1:8266.",
         ),
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token that a sender has to give.")] = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Take prompts over HTTP: POST JSONL to /rows. Ctrl-C ends it, not the run."""
     from async_rlhf.watch.intake import listen

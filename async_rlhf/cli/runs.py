@@ -249,5 +249,5 @@ def _run_to_end(config: Any, **how: Any) -> None:
     end = RunDir(result.run_dir).end()
     assert end is not None
     how_it_ended = end.reason if result.finished else f"{end.reason}; --resume continues"
-    said = f"{how_it_ended}: {result.steps} steps in {result.run_dir}\nmodel: {result.checkpoint or 'none was saved'}"
-    typer.echo(said, file=cast(IO[str], Lasting()))
+    words = f"{how_it_ended}: {result.steps} steps in {result.run_dir}\nmodel: {result.checkpoint or 'none was saved'}"
+    typer.echo(words, file=cast(IO[str], Lasting()))

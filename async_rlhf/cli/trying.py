@@ -20,16 +20,13 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Completions to score.")]
 def try_reward(
     rewards: Annotated[list[str], typer.Argument(metavar="FILE:NAME...", help="Rewards, as in rewards.functions.")],
     data: Annotated[Path, typer.Option(help="JSONL file with completions and columns, or a run directory.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Of the sections rewards and scoring: scoring.timeout_s=2."),
-    ] = None,
+    overrides: Overrides = None,
     limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
     """Score completions that exist already: values, histogram, timings, failures.
 
-    Exit code 6 when any score failed, or no completion got one.
+    --set takes keys of the sections rewards and scoring. Exit code 6 when any score failed, or no completion got one.
     """
     from async_rlhf.inspect.trials import lines, try_rewards
     from async_rlhf.launch.exit_codes import REWARDS_FAILED
@@ -80,10 +77,13 @@ def try_environment(
 @command(trying, "loss")
 def try_loss(
     loss: Annotated[str, typer.Argument(metavar="FILE:NAME", help="A loss, as in loss.kind.")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of the section loss.")] = None,
+    overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias. Exit code 1 when one fails."""
+    """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias.
+
+    --set takes keys of the section loss. Exit code 1 when a law does not hold.
+    """
     from async_rlhf.learner.config import LossConfig
     from async_rlhf.learner.objective import trial
     from async_rlhf.run.config import parse_settings
@@ -142,7 +142,7 @@ def doctor(
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can do and lacks. With a device, try every part on it.
+    """Report what this machine can do, and what is missing. With a device, try every part on it.
 
     Model families, types, CUDA graphs and gradients against plain passes on the CPU; then small runs: the built-in engine,
     vLLM, two ranks, ZeRO-3. Some minutes; the report is Markdown, to paste into an issue. Exit code 1 when a check fails.

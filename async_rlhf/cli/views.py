@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from async_rlhf.cli.app import AsJson, Overrides, RunPath, app, command, experiment, group, overridden, say
+from async_rlhf.cli.app import AsJson, Overrides, RunPath, TokenFile, app, command, experiment, group, overridden, say
 
 rollouts = group("rollouts", "A run's rollouts: read, traced, taken back, trained on again.")
 
@@ -38,7 +38,7 @@ def status(
 def watch(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or one that holds some: runs.")],
     address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8265",
-    token_file: Annotated[Path | None, typer.Option(help="File with the token that a viewer has to give.")] = None,
+    token_file: TokenFile = None,
     out: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the page as one HTML file instead, to send or keep.")
     ] = None,

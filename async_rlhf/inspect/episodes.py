@@ -41,7 +41,7 @@ Write = Callable[[Content], str | None]
 
 @dataclass(frozen=True)
 class Part:
-    """What the environment said or the model wrote. score: what the environment gave for the turn before it.
+    """What the environment sent or the model wrote. score: what the environment gave for the turn before it.
 
     pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token). anew:
     tokens of the whole conversation, where the model read that instead of the content behind its turn.
@@ -166,16 +166,16 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
         with environment_of(config, tokenizer, bell.set) as play:
             episodes = Episodes(engine, decode, play)
             episodes.begin((row, environment_seed(config.seed, n), [request(n, row)]) for n, row in enumerate(rows))
-            num_left, heard = len(rows), time.monotonic()
+            num_left, last_answer = len(rows), time.monotonic()
             while num_left:
                 for played in episodes.step():
                     num_left -= 1
                     parts = _parts(played, decode, partial(with_specials, tokenizer))
                     seconds = [ended - began for began, ended in played.steps]
                     yield Trial(played.completion.key.group, parts, played.completion.finish_reason, played.score, seconds)
-                    heard = time.monotonic()
+                    last_answer = time.monotonic()
                 if not engine.num_unfinished:
-                    if time.monotonic() - heard > _PATIENCE_S:
+                    if time.monotonic() - last_answer > _PATIENCE_S:
                         raise DeadlineError(f"waited {_PATIENCE_S:.0f} s for the environment")
                     bell.wait(0.05)
                     bell.clear()
@@ -192,17 +192,17 @@ def with_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> lis
 def _parts(
     played: Played, decode: Callable[[Sequence[int]], str], in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]]
 ) -> list[Part]:
-    """What was read and written, one after the other; of a row that begins anew what the environment said, not all of it."""
+    """What was read and written, one after the other; of a row that begins anew what the environment sent, not all of it."""
 
     def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
         return Part(who, decode(ids), pieces=in_pieces(ids))
 
-    completion, said = played.completion, iter(played.read)
+    completion, sent = played.completion, iter(played.read)
     parts, at = [part("environment", played.prompt_ids)], 0
     for is_turn, spans in groupby(completion.spans, key=lambda span: span.version is not None):
         own = list(spans)
         count = sum(span.num_tokens for span in own)
-        ids, content = completion.token_ids[at : at + count].tolist(), None if is_turn else next(said)
+        ids, content = completion.token_ids[at : at + count].tolist(), None if is_turn else next(sent)
         at += count
         if content is not None and own[0].restarts:
             parts.append(Part("environment", content, anew=count))

@@ -27,16 +27,17 @@ _STYLES: Sequence[Any] = ("-", ":", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1,
 # A line of more points than this has no more to see, and is slow to draw.
 _MOST_POINTS = 2000
 # Of several runs the first is drawn widest and the last on top, so that one that another coincides with shows beside it.
-_WIDEST, _WIDTH, _NARROWEST = 4.0, 1.5, 1.2
+_WIDEST, _WIDTH, _NARROWEST = 3.0, 1.5, 1.2
 # With more steps than this the numbers of single steps are drawn pale, and their mean over neighbours on top of them.
 _SMOOTH_FROM = 40
+_EXTREMES = ("max", "longest", "largest")  # of a step; a mean of them means nothing
 
 
 @dataclass(frozen=True)
 class Panel:
     """One thing that is watched: metrics by what the legend calls them, each with a line style of its own.
 
-    noisy: single steps say little, so a mean over neighbours is drawn too. floor, ceiling: the scale reaches at least to these.
+    noisy: single steps say little, so the page draws a mean over neighbours too. floor, ceiling: of the scale, at least.
     """
 
     title: str
@@ -115,9 +116,12 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
     num_panels = len(panels) + len(titles)
     rows = -(-num_panels // _COLUMNS)
     figure = Figure(figsize=(4.6 * _COLUMNS, 2.9 * rows + 0.7), dpi=120, layout="constrained")
-    axes = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
+    axes = list(figure.subplots(rows, _COLUMNS, squeeze=False, sharex=True).flat)
     for spare in axes[num_panels:]:
         spare.remove()
+    for lowest in axes[max(0, num_panels - _COLUMNS) : num_panels]:
+        lowest.tick_params(labelbottom=True)
+        lowest.set_xlabel("learner step", fontsize="small")
     for name in titles:
         _draw_evaluations(axes.pop(0), name, [each.get(name, {}) for each in judged], pens)
     for panel, place in zip(panels, axes, strict=False):
@@ -132,7 +136,9 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
         figure.suptitle(title, fontsize="medium", wrap=True)
         return figure
     handles = [_line(pen, "-", run.name) for run, pen in zip(runs, pens, strict=True)]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 4), frameon=False)
+    if any(run.changes for run in runs):
+        handles.append(_line(_Pen("0.3", 0.8), ":", "a setting was changed"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 5), frameon=False)
     return figure
 
 
@@ -157,13 +163,13 @@ def _of(panel: Panel) -> Iterable[str]:
 
 def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Curves], pens: Sequence[_Pen]) -> None:
     drawn: dict[str, Any] = {}
-    smooth = panel.noisy and max(len(run.steps) for run in runs) >= _SMOOTH_FROM
+    smooth = max(len(run.steps) for run in runs) >= _SMOOTH_FROM
     for run, pen in zip(runs, pens, strict=True):
         for (label, name), style in zip(panel.metrics.items(), _STYLES, strict=False):
             if found := list(points(run.steps, name)):
                 drawn[label] = style
-                _draw_line(axes, found, pen, style, smooth=smooth and style == "-")
-    alone = len(drawn) == 1 and len(panel.metrics) > 1  # then no legend says which it is
+                _draw_line(axes, found, pen, style, smooth=smooth and label not in _EXTREMES)
+    alone = len(drawn) == 1 and len(panel.metrics) > 1  # then no legend names it
     _finish(axes, f"{panel.title}, {next(iter(drawn))}" if alone else panel.title, drawn, panel.floor, panel.ceiling)
 
 
@@ -174,9 +180,8 @@ def _draw_line(axes: Any, found: list[tuple[int, float]], pen: _Pen, style: Any,
         axes.plot(steps[::every], values[::every], color=pen.colour, linewidth=0.7, alpha=0.3)
         values = _smoothed(values)
     marker = "o" if len(found) == 1 else None
-    axes.plot(
-        steps[::every], values[::every], style, color=pen.colour, linewidth=pen.width, marker=marker, markersize=4 + pen.width
-    )
+    width = pen.width if style == "-" else pen.width / 2
+    axes.plot(steps[::every], values[::every], style, color=pen.colour, linewidth=width, marker=marker, markersize=4 + width)
 
 
 def _judged(run: Curves) -> dict[str, dict[str, dict[int, float]]]:
@@ -207,7 +212,6 @@ def _finish(axes: Any, title: str, drawn: dict[str, Any], floor: float | None, c
 
     axes.set_title(title, fontsize="medium")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("learner step", fontsize="small")
     axes.tick_params(labelsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.9")

@@ -1,7 +1,7 @@
 """Where a run stands: live from its hub and its scorer, or from what it left behind.
 
 Trusts neither files nor peers: what cannot be read is named beside the rest, every wait is bounded, and only sockets that a
-living run of this user has made are asked.
+living run of this user has made are connected to.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -150,41 +151,28 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
 
 def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     """What `read` found, as a person reads it."""
-    ledger = found["hub"].get("ledger", {})
-    lines = [f"{run.path}: {found['state']}, step {found['step']}"]
-    if (most := found["max_steps"]) is not None:
-        lines[0] += f" of {most}"
-    if (most := found["max_trained_tokens"]) is not None:
-        lines[0] += f", {found['trained_tokens']:,} of {most:,} tokens"
-    if (most := found["max_seconds"]) is not None:
-        lines[0] += f", {found['seconds']:,.0f} of {most:,.10g} seconds"
-    if (end := found["ended"]) and end["code"]:
-        lines.append(f"ended with code {end['code']}: {end['reason']}")
-    elif reason := end["reason"] if end else found["used_up"]:
-        lines.append(f"ended: {reason}")
-    elif not found["alive"]:
-        lines.append("ended: it was killed, or the machine went down; --resume goes on")
+    hub, alive = found["hub"], found["alive"]
+    ledger = hub.get("ledger", {})
+    lines = [_head(run, found), *_ending(found)]
     if ledger:
         shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
-    for name, actor in found["hub"].get("actors", {}).items() if found["alive"] else ():
-        lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, heard {actor['silent_s']:.1f} s ago")
-    if found["scorer"]:
-        lines.append("scorer: " + ", ".join(f"{name} {value}" for name, value in found["scorer"].items()))
-    if found["alive"] and found["cpus"]:
-        lines.append("CPUs: " + ", ".join(f"{process} {cpus}" for process, cpus in found["cpus"].items()))
-    if restarts := found["restarts"]:
-        lines.append("started again: " + ", ".join(f"{role} {count}" for role, count in sorted(restarts.items())))
-    if found["alive"] and found["hub"].get("waiting_for"):
-        lines.append(f"waiting: {found['hub']['waiting_for']}")
-    if spool := found["hub"].get("spool"):
+    for name, actor in hub.get("actors", {}).items() if alive else ():
+        silent = f"last message {actor['silent_s']:.1f} s ago"
+        lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, {silent}")
+    cpus, restarts = found["cpus"] if alive else {}, dict(sorted(found["restarts"].items()))
+    refused = dict(sorted(hub.get("refused", {}).items(), key=lambda item: -item[1]))
+    lines += _listed("scorer", found["scorer"], "{0} {1}")
+    lines += _listed("CPUs", cpus, "{0} {1}")
+    lines += _listed("started again", restarts, "{0} {1}")
+    if alive and hub.get("waiting_for"):
+        lines.append(f"waiting: {hub['waiting_for']}")
+    if spool := hub.get("spool"):
         lines.append(_spool(spool, run))
-    if curriculum := found["hub"].get("curriculum"):
+    if curriculum := hub.get("curriculum"):
         lines.append(_curriculum(curriculum))
-    if refused := found["hub"].get("refused"):
-        counts = sorted(refused.items(), key=lambda item: -item[1])
-        lines.append(f"refused messages: {', '.join(f'{count} {reason}' for reason, count in counts)}")
+    lines += _listed("refused messages", refused, "{1} {0}")
     if ledger.get("quarantined"):
         lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
     if found["last"]:
@@ -192,6 +180,31 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     lines += _changes(found["changes"], run)
     lines += [f"cannot be read: {problem}" for problem in found["problems"]]
     return lines + _evaluations(found["evaluations"])
+
+
+def _head(run: RunDir, found: dict[str, Any]) -> str:
+    """State, and how much of each budget is used."""
+    head = f"{run.path}: {found['state']}, step {found['step']}"
+    if (most := found["max_steps"]) is not None:
+        head += f" of {most}"
+    if (most := found["max_trained_tokens"]) is not None:
+        head += f", {found['trained_tokens']:,} of {most:,} tokens"
+    if (most := found["max_seconds"]) is not None:
+        head += f", {found['seconds']:,.0f} of {most:,.10g} seconds"
+    return head
+
+
+def _ending(found: dict[str, Any]) -> list[str]:
+    """How it ended, or what ends it."""
+    if (end := found["ended"]) and end["code"]:
+        return [f"ended with code {end['code']}: {end['reason']}"]
+    if reason := end["reason"] if end else found["used_up"]:
+        return [f"ended: {reason}"]
+    return [] if found["alive"] else ["ended: it was killed, or the machine went down; --resume goes on"]
+
+
+def _listed(title: str, counts: dict[str, Any], form: str) -> list[str]:
+    return [f"{title}: {', '.join(form.format(*each) for each in counts.items())}"] if counts else []
 
 
 def _changes(found: Sequence[str], run: RunDir) -> list[str]:
@@ -210,21 +223,16 @@ def _cpus(run: RunDir) -> dict[str, str]:
 
 def _spool(found: dict[str, Any], run: RunDir) -> str:
     """What has come into the spool, what was set aside, and what stands in the way."""
-    shown = f"spool: {found.get('rows', 0):,} rows have come"
-    if rejected := found.get("rejected"):
-        shown += f", {rejected:,} lines were set aside ({run.path / 'data' / 'spool' / 'rejected'})"
-    if found.get("ended"):
-        shown += ", no more will"
-    return shown + (f"; {problem}" if (problem := found.get("problem")) else "")
-
-
-_OF_CURRICULUM = {"places": "prompts", "new": "not used yet", "hard": "hard", "retired": "retired"}
+    rejected, problem = found.get("rejected", 0), found.get("problem", "")
+    aside = f", {rejected:,} lines were set aside ({run.path / 'data' / 'spool' / 'rejected'})" if rejected else ""
+    ended = ", no more will" if found.get("ended") else ""
+    return f"spool: {found.get('rows', 0):,} rows have come{aside}{ended}{problem and '; '}{problem}"
 
 
 def _curriculum(found: dict[str, Any]) -> str:
     """How far the prompts have been used, and how they are solved."""
-    counts = {word: found.get(name, 0) for name, word in _OF_CURRICULUM.items()}
-    shown = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    counts = {"prompts": "places", "not used yet": "new", "hard": "hard", "retired": "retired"}
+    shown = ", ".join(f"{found.get(name, 0):,} {word}" for word, name in counts.items())
     return f"curriculum: {shown}; mean pass rate {found.get('pass_rate', 0.0):.2f}"
 
 
@@ -287,18 +295,14 @@ def _shown(path: Path, shape: type[_Shape], problems: list[str], window: int = 1
     except DamagedError as error:
         problems.append(str(error))
         return []
-    good = [record for record in lines.records if _fits(record, shape)]
+    good = []
+    for record in lines.records:
+        with suppress(ValidationError):
+            shape.model_validate(record)
+            good.append(record)
     if bad := lines.unreadable + len(lines.records) - len(good):
         problems.append(f"{path}: {bad} of its last {lines.unreadable + len(lines.records)} lines")
     return good
-
-
-def _fits(record: dict[str, Any], shape: type[_Shape]) -> bool:
-    try:
-        shape.model_validate(record)
-    except ValidationError:
-        return False
-    return True
 
 
 def _is_newer(path: Path, other: Path) -> bool:
@@ -310,21 +314,19 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 def _within(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The answer; DeadlineError after twice the patience, whatever the other side sends meanwhile."""
-    found: list[dict[str, Any] | AsyncRLHFError] = []
+    answer: Future[dict[str, Any]] = Future()
 
     def run() -> None:
         try:
-            found.append(ask())
-        except AsyncRLHFError as error:
-            found.append(error)
+            answer.set_result(ask())
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="status", daemon=True)
-    thread.start()
-    thread.join(2 * _PATIENCE_S)
-    answer = found[0] if found else DeadlineError(f"no status within {2 * _PATIENCE_S:.0f} s")
-    if isinstance(answer, AsyncRLHFError):
-        raise answer
-    return answer
+    threading.Thread(target=run, name="status", daemon=True).start()
+    try:
+        return answer.result(2 * _PATIENCE_S)
+    except TimeoutError:
+        raise DeadlineError(f"no status within {2 * _PATIENCE_S:.0f} s") from None
 
 
 def _scorer(address: str) -> dict[str, Any]:

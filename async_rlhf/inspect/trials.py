@@ -253,14 +253,14 @@ def _score(
             for member, fields in enumerate(group):
                 pool.submit(key, fields, Place(number, member, len(group)))
                 key += 1
-        heard = time.monotonic()
+        last_answer = time.monotonic()
         while pool.num_pending:
             bell.wait(0.1)
             bell.clear()
             scored = {done.key: done for done in pool.poll()}
             found |= scored
-            heard = time.monotonic() if scored else heard
-            if time.monotonic() - heard > patience_s:
+            last_answer = time.monotonic() if scored else last_answer
+            if time.monotonic() - last_answer > patience_s:
                 raise DeadlineError(f"waited {patience_s:.0f} s for the scores of {pool.num_pending} completions")
     finally:
         pool.close()

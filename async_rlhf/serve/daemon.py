@@ -1,7 +1,7 @@
 """The daemon of a machine: starts the runs of a queue one after the other, and sees how they end.
 
 owns        the lock of the queue's directory; the processes that it started, each in a session and with a log of its own
-waits for   nothing: looks round once a second
+waits for   nothing: looks at its runs once a second
 woken by    signals: the first drains what runs, which goes on when a daemon is back; the second forces it to end
 on close    runs have ended, by their own account; a daemon that is killed, or forced while its disk is full, leaves them alive
 
@@ -55,7 +55,7 @@ class Daemon:
         self._notices = Notices(queue)
         self._children: dict[int, Child] = {}
         self._signals = 0
-        self._complaint = ""
+        self._last_error = ""
 
     def run(self) -> None:
         """Until a signal. Raises ConfigError when there is another daemon, also one that takes the queue meanwhile; the runs
@@ -81,11 +81,11 @@ class Daemon:
             with self._queue.alone():
                 active = self._turn()
         except (OSError, AsyncRLHFError) as error:  # a full disk, an operator's command that hangs: tried again
-            if str(error) != self._complaint:
-                self._complaint = str(error)
+            if str(error) != self._last_error:
+                self._last_error = str(error)
                 self._say(f"cannot go on, and tries again: {error}")
             return self._signals < 2
-        self._complaint = ""
+        self._last_error = ""
         return active or not self._signals
 
     def _turn(self) -> bool:
@@ -104,11 +104,11 @@ class Daemon:
                 self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
             if entry.state == "failed" != old.state and (problem := self._notices.failed(entry)):
                 self._say(problem)
-        for complaint in self._notices.complaints():
-            self._say(complaint)
+        for error in self._notices.errors():
+            self._say(error)
         for entry in made.entries:
-            if entry.number in made.tell or (self._signals > 1 and entry.is_active):
-                self._queue.tell(entry)
+            if entry.number in made.drain or (self._signals > 1 and entry.is_active):
+                self._queue.send_drain(entry)
         return any(entry.is_active for entry in made.entries)
 
     def _seen(self, entry: Entry) -> Seen:
@@ -118,7 +118,7 @@ class Daemon:
             return Seen(alive=True)
         ended = self._queue.ended(entry)
         if ended is None and code is not None and code > 0:  # it was refused before it had begun
-            ended = Ended(failed=_last_words(self._queue.folder(entry) / "log") or ending(code, ""))
+            ended = Ended(failed=_failure_message(self._queue.folder(entry) / "log") or ending(code, ""))
         return Seen(alive=False, ended=ended, steps=self._queue.steps(entry))
 
     def _started(self, entry: Entry) -> Entry:
@@ -151,13 +151,11 @@ def _begun(command: Sequence[str], cwd: str, log: IO[bytes], lock: RunLock) -> C
         raise _CannotBegin(f"it cannot be started in {cwd}: {error}") from error
 
 
-def _last_words(log: Path) -> str:
-    """The reason that the command line gave for its end."""
+def _failure_message(log: Path) -> str:
+    """The last error that the command line printed, else its last line."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _LAST_BYTES))
         lines = file.read(_LAST_BYTES).decode(errors="replace").splitlines()
-    said = next((line for line in reversed(lines) if line.startswith(_FATAL)), "") or next(
-        (line for line in reversed(lines) if line.strip()), ""
-    )
-    return printable(said.removeprefix(_FATAL))
+    newest = [line for line in reversed(lines) if line.strip()] or [""]
+    return printable(next((line for line in newest if line.startswith(_FATAL)), newest[0]).removeprefix(_FATAL))

@@ -14,7 +14,7 @@ _DRAIN_S = 900  # for a run to finish what has begun and write a checkpoint; the
 def unit(directory: Path, at_once: int, options: Sequence[str] = ()) -> str:
     """Of a daemon of this directory, run by this user with this Python. options: of `queue serve`, beside these.
 
-    Only the daemon is asked to end, for it drains its runs; what is left after that is killed. A process of a run that the
+    Only the daemon is signalled, for it drains its runs; what is left after that is killed. A process of a run that the
     kernel kills for want of memory is for the run to start again, not for systemd.
     """
     words = [

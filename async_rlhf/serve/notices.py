@@ -1,8 +1,8 @@
-"""Tells the hooks of a run that the daemon has given it up: one that was killed, or could not begin, cannot tell them itself.
+"""Calls the hooks of a run that the daemon has given up: one that was killed, or could not begin, cannot call them itself.
 
 owns        a `Hooks` for each run that was given up
 waits for   nothing while the daemon goes on; where it ends, for hooks that are under way, `hooks.timeout_s` at most
-woken by    the daemon's look round
+woken by    the daemon's look at its runs
 on close    hooks that have begun end within their time-out; the others are dropped
 """
 
@@ -25,7 +25,7 @@ class Notices:
         self._hooks: list[Hooks] = []
 
     def failed(self, entry: Entry) -> str:
-        """Begin to tell it, unless the run itself has said how it ended. Returns at once, with what is in the way."""
+        """Begin to call them, unless the run itself has recorded its end. Returns at once, with what is in the way."""
         folder, run = self._queue.folder(entry), self._queue.run(entry)
         try:
             if self._queue.ended(entry) is not None:
@@ -39,9 +39,9 @@ class Notices:
         self._hooks.append(hooks)
         return ""
 
-    def complaints(self) -> list[str]:
+    def errors(self) -> list[str]:
         """What failed since the last call."""
-        return [complaint for hooks in self._hooks for complaint in hooks.complaints()]
+        return [error for hooks in self._hooks for error in hooks.complaints()]
 
     def close(self) -> None:
         for hooks in self._hooks:

@@ -105,8 +105,8 @@ class QueueDir:
                 )
             try:
                 self.keep(changed)
-                if what == "stop" and changed.is_active and not changed.told and self.daemon() is None:
-                    self.tell(changed)
+                if what == "stop" and changed.is_active and not changed.drain_sent and self.daemon() is None:
+                    self.send_drain(changed)
             except OSError as error:
                 raise ConfigError(f"{what} {name!r}: {error}") from error
         return changed
@@ -138,11 +138,11 @@ class QueueDir:
             QUEUE.check(read_object(self.folder(entry) / "state.json").get("format", 1), self.folder(entry))
         self._write(self.folder(entry), entry)
 
-    def tell(self, entry: Entry) -> None:
-        """Ask the run of an entry to drain; one that does not hold its directory yet is asked later. Raises OSError."""
+    def send_drain(self, entry: Entry) -> None:
+        """Signal the run of an entry to drain; one that does not hold its directory yet is signalled later. Raises OSError."""
         with suppress(ConfigError):
             signal_holder(self.run(entry).lock_file, signal.SIGTERM)
-            self.keep(replace(entry, told=True))
+            self.keep(replace(entry, drain_sent=True))
 
     def folder(self, entry: Entry) -> Path:
         return self._queue / f"{entry.number:06d}-{entry.name}"
@@ -156,7 +156,7 @@ class QueueDir:
         return is_held(self.folder(entry) / "lock") or self.run(entry).is_alive()
 
     def ended(self, entry: Entry) -> Ended | None:
-        """How a run whose processes are gone says that it ended; None for one that was killed."""
+        """How a run whose processes are gone ended, as it has recorded; None for one that was killed."""
         end = self.run(entry).end()
         if end is None:
             return None
@@ -249,7 +249,7 @@ class QueueDir:
         try:
             fields: dict[str, Any] = read_object(folder / "state.json")
             if "state" not in fields:
-                raise DamagedError(f"{folder / 'state.json'} is missing, or says nothing of it")
+                raise DamagedError(f"{folder / 'state.json'} is missing, or has no state")
             QUEUE.check(fields.pop("format", 1), folder)
             return _ENTRIES.validate_python({**fields, "number": number, "name": name})
         except (DamagedError, FormatError, ValidationError) as error:

@@ -1,13 +1,13 @@
 """Which run of the queue is started, ended or given up next: a function of what is known to what is to be done.
 
-No file, no clock and no process: the daemon looks (`Seen`), asks `plan`, and does what it says.
+No file, no clock and no process: the daemon observes (`Seen`), calls `plan`, and carries it out.
 
     state      what happens                                    state after it
     waiting    its turn has come                               running
     running    it ends with nothing left to train on           finished
                an error ends it                                failed
                it is drained by `stop RUN_DIR`                 stopped
-               it is lost: nothing says how it ended           waiting; failed, when that goes on without a new step
+               it is lost: no end was recorded                waiting; failed, when that goes on without a new step
                an operator stops it                            stopping, and stopped when it has ended
                the daemon is to end                            pausing, and waiting when it has ended
     waiting    an operator stops or cancels it                 stopped, cancelled
@@ -35,12 +35,12 @@ AFTER: Mapping[Request, Mapping[State, State]] = {
 }
 """What becomes of a run that an operator asks this for, by its state."""
 MAX_LOSSES = 6
-"""Lives in a row without a new step, of which nothing says how they ended; as many as a role of a run may have."""
+"""Lives in a row without a new step, of which no end was recorded; as many as a role of a run may have."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run of the queue. reason: why it is in this state, where that is not plain. told: it was asked to end, once.
+    """A run of the queue. reason: why it is in this state, where that is not plain. drain_sent: it was requested to end, once.
 
     losses: lives in a row that were lost without a new step. steps: those done when it was started last. cwd: where it was
     submitted from, for rewards that are named by import path.
@@ -50,7 +50,7 @@ class Entry:
     name: str
     state: State = "waiting"
     reason: str = ""
-    told: bool = False
+    drain_sent: bool = False
     losses: int = 0
     steps: int = 0
     cwd: str = ""
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run says of its end. finished: nothing is left to train on. failed: why, where an error ended it."""
+    """What a run has recorded of its end. finished: nothing is left to train on. failed: why, where an error ended it."""
 
     finished: bool = False
     failed: str = ""
@@ -70,7 +70,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is there of an active entry. alive: a process of it. ended: None where nothing says how it ended. steps: done."""
+    """What is there of an active entry. alive: a process of it. ended: None where no end was recorded. steps: done."""
 
     alive: bool
     ended: Ended | None = None
@@ -79,18 +79,22 @@ class Seen:
 
 @dataclass(frozen=True)
 class Plan:
-    """entries: all of them, as they are to be. start: numbers, in order; they are `running` in entries. tell: to end."""
+    """entries: all of them, as they are to be. start: numbers, in order; they are `running` in entries. drain: to end."""
 
     entries: tuple[Entry, ...]
     start: tuple[int, ...] = ()
-    tell: tuple[int, ...] = ()
+    drain: tuple[int, ...] = ()
 
 
 def requested(entry: Entry, what: Request) -> Entry | None:
     """The entry after an operator's request; None where its state does not allow it."""
     state = AFTER[what].get(entry.state)
-    # A run that was asked to end before is not asked again: a second time would force it.
-    return None if state is None else replace(entry, state=state, reason="", told=entry.told and entry.is_active, losses=0)
+    # A run that was requested to end is not requested again: a second signal would force it.
+    return (
+        None
+        if state is None
+        else replace(entry, state=state, reason="", drain_sent=entry.drain_sent and entry.is_active, losses=0)
+    )
 
 
 def plan(entries: Sequence[Entry], seen: Mapping[int, Seen], *, at_once: int = 1, closing: bool = False) -> Plan:
@@ -99,9 +103,9 @@ def plan(entries: Sequence[Entry], seen: Mapping[int, Seen], *, at_once: int = 1
     room = 0 if closing else at_once - sum(entry.is_active for entry in now)
     waiting = sorted(entry.number for entry in now if entry.state == "waiting")
     start = tuple(waiting[: max(0, room)])
-    now = [replace(entry, state="running", reason="", told=False) if entry.number in start else entry for entry in now]
-    tell = tuple(entry.number for entry in now if entry.state in ("pausing", "stopping") and not entry.told)
-    return Plan(tuple(now), start, tell)
+    now = [replace(entry, state="running", reason="", drain_sent=False) if entry.number in start else entry for entry in now]
+    drain = tuple(entry.number for entry in now if entry.state in ("pausing", "stopping") and not entry.drain_sent)
+    return Plan(tuple(now), start, drain)
 
 
 def _settled(entry: Entry, seen: Seen, closing: bool) -> Entry:

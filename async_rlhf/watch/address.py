@@ -90,14 +90,14 @@ def listen(address: str, token: str | None, *, takes: bool = False) -> socket.so
 
 
 def shown(bound: socket.socket) -> tuple[str, str]:
-    """The name by which a listening socket is asked, and its address for people."""
+    """The host name of requests to a listening socket, and its address for people."""
     if bound.family == socket.AF_UNIX:
         return "localhost", f"{UNIX}{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
     return host, url(host, port)
 
 
-def told(path: Path, bound: socket.socket, token: str | None) -> str:
+def announcement(path: Path, bound: socket.socket, token: str | None) -> str:
     """Where these runs are shown, for people."""
     return f"{path} is shown at {shown(bound)[1]}" + (" (user: any, password: the token)" if token else "")
 

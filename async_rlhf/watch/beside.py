@@ -26,7 +26,7 @@ def beside(path: Path, address: str, token_file: Path | None, say: Callable[[str
     listens."""
     token, ended = addresses.read_token(token_file), threading.Event()
     with closing(addresses.listen(address, token)) as bound:
-        say(addresses.told(path, bound, token))
+        say(addresses.announcement(path, bound, token))
         command = [sys.executable, "-P", "-m", __name__, str(path), str(bound.fileno()), *map(str, filter(None, [token_file]))]
         hears, tether = os.pipe()
 

@@ -44,7 +44,7 @@ def pieces(
     """(version, text) one after another: what each version sampled, None for what an environment gave. spans: (version, number
     of its tokens).
 
-    The whole text is given to the last version where the parts cannot be told apart.
+    The whole text is given to the last version where the parts cannot be distinguished.
     """
     if len(spans) > 1 and decode is not None:
         parts, at, found = decode(tokens), 0, list[tuple[int | None, str]]()

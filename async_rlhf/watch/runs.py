@@ -10,7 +10,6 @@ import json
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ from async_rlhf.watch.series import is_number
 
 PERIOD_S = 2.0
 MAX_RUNS = 200
-"""The newest of a directory; the page says how many more there are."""
+"""The newest of a directory; the page shows how many more there are."""
 _OPEN_S = 30.0
 _MAX_READINGS = 16
 _MAX_TEXT = 4000
@@ -37,25 +36,44 @@ _NOTHING: dict[str, Any] = {
 _OF_EVALUATION = ("label", "step", "time", "mean_reward", "rewards", "solved_by", "missing")
 
 
-class Runs:
-    """Owns the readings and, from `start` to `close`, the thread. clock: seconds that only rise.
+class _Run:
+    """One run: its summary, and once its page was opened what was read of its files. opened_at: by the clock of `Runs`."""
 
-    revision: rises whenever there may be something new.
+    def __init__(self, run: RunDir) -> None:
+        self.run, self.opened_at = run, -math.inf
+        self.summary: dict[str, Any] = {}
+        self.reading: RunReading | None = None
+        self._ledger, self._stamp = Ledger(run.path), tuple[object, ...]()
+
+    def look(self) -> None:
+        """Renew the summary; that of a run that stands still is made once."""
+        try:
+            alive, stamp = self.run.is_alive(), _stamp(self.run)
+            if alive or stamp != self._stamp:
+                is_known = stamp[:1] == self._stamp[:1]
+                config = self.summary["config"] if is_known else {"max_staleness": self.run.config().queue.max_staleness}
+                self.summary = plain({**_without_paths(self.run, self._ledger), "alive": alive, "config": config})
+                self._stamp = stamp
+        except Exception as error:  # noqa: BLE001  whatever stands in the files of one run, the others are shown
+            self._stamp = ()
+            problem = str(error).replace(f"{self.run.path}/", "")[:_MAX_TEXT] or repr(error)
+            self.summary = {**_NOTHING, "problems": [plain(problem)]}
+
+
+class Runs:
+    """Owns what is known of the runs and, from `start` to `close`, the thread. clock: seconds that only rise.
+
+    revision: rises whenever there may be something new. more: older runs that are left out. is_one: a run directory is watched.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic, *, may_be_empty: bool = False) -> None:
         """may_be_empty: a run may begin there later, the directory too. Raises ConfigError for a path that is no run directory
         and holds none, or can never be one."""
-        self.path, self._clock, self.more = path, clock, 0
-        self.is_one = False
-        self._summaries: dict[str, dict[str, Any]] = {}
-        self._stamps: dict[str, tuple[object, ...]] = {}
-        self._ledgers: dict[str, Ledger] = {}
-        self._readings: OrderedDict[str, RunReading] = OrderedDict()
-        self._asked: dict[str, float] = {}
+        self.path, self._clock = path, clock
+        self.more, self.is_one, self.revision = 0, False, 0
+        self._runs: dict[str, _Run] = {}
         self._read_at = -math.inf
-        self.revision = 0
-        # The one is held while hubs are asked, which may take seconds; the other only while files are read.
+        # The one is held while hubs are queried, which may take seconds; the other only while files are read.
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_reading, name="watch", daemon=True)
         if not path.is_dir() and not (may_be_empty and not path.exists()):
@@ -73,22 +91,22 @@ class Runs:
 
     def names(self) -> list[str]:
         self._be_current()
-        return list(self._summaries)
+        return list(self._runs)
 
     def summaries(self) -> dict[str, dict[str, Any]]:
-        """What `inspect.status.read` says of each run, by name, ready for JSON; newest first. Not to be changed."""
+        """What `inspect.status.read` finds of each run, by name, ready for JSON; newest first. Not to be changed."""
         self._be_current()
-        return dict(self._summaries)
+        return {name: run.summary for name, run in self._runs.items()}
 
     def touch(self, name: str) -> None:
         """The page of this run is open: it is read on. Raises KeyError for a name that is none."""
         with self._lock:
-            self._reading(name)
+            self._open(name)
 
     def state(self, name: str) -> dict[str, Any]:
         """Everything a page shows of one run but its curves and completions. Raises KeyError for a name that is none."""
         with self._lock:
-            reading, summary = self._reading(name), self._summaries[name]
+            reading, summary = self._open(name), self._runs[name].summary
             found: dict[str, Any] = plain(
                 {
                     "name": name,
@@ -107,28 +125,27 @@ class Runs:
     def curves(self, name: str, metrics: Iterable[str], step: int = 0, layout: str = "") -> dict[str, Any]:
         """`History.after` of a run, ready for JSON. Raises KeyError for a name that is none."""
         with self._lock:
-            return self._reading(name).history.after(metrics, step, layout)
+            return self._open(name).history.after(metrics, step, layout)
 
     def completions(self, name: str) -> list[dict[str, Any]]:
         """The newest sampled groups. Raises KeyError for a name that is none."""
         with self._lock:
-            return [plain(group) for group in self._reading(name).completions()]
+            return [plain(group) for group in self._open(name).completions()]
 
     def refresh(self) -> None:
         """Look again at every run, and read on those whose page is open."""
         with self._looking:
-            found = self._found()
-            self._summaries = {name: self._summary(name, run) for name, run in found.items()}
-            self._stamps = {name: stamp for name, stamp in self._stamps.items() if name in found}
-            self._ledgers = {name: ledger for name, ledger in self._ledgers.items() if name in found}
-            now = self._read_at = self._clock()
+            known = {run.run.path: run for run in self._runs.values()}
+            found = {name: known.get(run.path) or _Run(run) for name, run in self._found().items()}
+            for run in found.values():
+                run.look()
+            self._runs, self._read_at = found, self._clock()
         with self._lock:
-            self._asked = {name: asked for name, asked in self._asked.items() if name in found}
-            for name, reading in list(self._readings.items()):
-                if name not in found or now - self._asked[name] > 20 * _OPEN_S:
-                    del self._readings[name]
-                elif now - self._asked[name] <= _OPEN_S:
-                    reading.refresh()
+            for run in found.values():
+                if run.reading is not None and self._read_at - run.opened_at <= _OPEN_S:
+                    run.reading.refresh()
+                elif self._read_at - run.opened_at > 20 * _OPEN_S:
+                    run.reading = None
             self.revision += 1
 
     def _keep_reading(self) -> None:
@@ -143,20 +160,18 @@ class Runs:
         if age == math.inf or (age > PERIOD_S and not self._thread.is_alive()):
             self.refresh()
 
-    def _reading(self, name: str) -> RunReading:
+    def _open(self, name: str) -> RunReading:
         self._be_current()
-        if name not in self._summaries:
-            raise KeyError(name)
-        reading, before = self._readings.get(name), self._asked.get(name, -math.inf)
-        self._asked[name] = self._clock()
-        if reading is None or self._asked[name] - before > _OPEN_S:
-            reading = reading or self._readings.setdefault(name, RunReading(self._found()[name]))
-            reading.refresh()
+        found = self._runs[name]
+        before, found.opened_at = found.opened_at, self._clock()
+        if found.reading is None or found.opened_at - before > _OPEN_S:
+            found.reading = found.reading or RunReading(found.run)
+            found.reading.refresh()
             self.revision += 1
-        self._readings.move_to_end(name)
-        while len(self._readings) > _MAX_READINGS:
-            self._readings.popitem(last=False)
-        return reading
+            readings = sorted((run for run in self._runs.values() if run.reading), key=lambda run: run.opened_at)
+            for run in readings[:-_MAX_READINGS]:
+                run.reading = None
+        return found.reading
 
     def _found(self) -> dict[str, RunDir]:
         """By name, newest first."""
@@ -171,23 +186,6 @@ class Runs:
                         begun[path] = (path / "config.toml").lstat().st_mtime
         self.more = max(0, len(begun) - MAX_RUNS)
         return {path.name: RunDir(path) for path in sorted(begun, key=begun.__getitem__, reverse=True)[:MAX_RUNS]}
-
-    def _summary(self, name: str, run: RunDir) -> dict[str, Any]:
-        """A run that stands still is read once."""
-        try:
-            alive, stamp = run.is_alive(), _stamp(run)
-            if not alive and name in self._summaries and self._stamps.get(name) == stamp:
-                return self._summaries[name]
-            before, known = self._stamps.get(name), self._summaries.get(name)
-            same_config = before is not None and known is not None and before[0] == stamp[0]
-            config = known["config"] if known is not None and same_config else _chosen(run)
-            ledger = self._ledgers.setdefault(name, Ledger(run.path))
-            found: dict[str, Any] = plain({**_told(run, ledger), "alive": alive, "config": config})
-            self._stamps[name] = stamp
-            return found
-        except Exception as error:  # noqa: BLE001  whatever stands in the files of one run, the others are shown
-            self._stamps.pop(name, None)
-            return {**_NOTHING, "problems": [plain(str(error).replace(f"{run.path}/", "")[:_MAX_TEXT] or repr(error))]}
 
 
 def plain(value: Any, depth: int = 12) -> Any:
@@ -207,18 +205,13 @@ def as_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _told(run: RunDir, ledger: Ledger) -> dict[str, Any]:
+def _without_paths(run: RunDir, ledger: Ledger) -> dict[str, Any]:
     """Without where it lies, since a saved page is sent to others, and without its changes, which are events; of evaluations
     their numbers only."""
     found = {key: value for key, value in read(run, ledger).items() if key not in ("run_dir", "changes")}
     evaluations = found["evaluations"]
     numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]
     return {**found, "evaluations": numbers, "problems": [problem.replace(f"{run.path}/", "") for problem in found["problems"]]}
-
-
-def _chosen(run: RunDir) -> dict[str, Any]:
-    """The settings that the page names."""
-    return {"max_staleness": run.config().queue.max_staleness}
 
 
 def _stamp(run: RunDir) -> tuple[object, ...]:

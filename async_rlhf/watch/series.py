@@ -20,7 +20,7 @@ MAX_METRICS = 400
 MAX_STEP = 10**9
 """A step beyond it is damage."""
 _MAX_AGES = 33
-"""Ages of tokens that are told apart in a bucket; all older ones count as the oldest."""
+"""Ages of tokens that are distinguished in a bucket; all older ones count as the oldest."""
 
 
 @dataclass

@@ -61,7 +61,7 @@ _LARGE_BYTES = 1 << 17
 def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | None = LOCAL) -> Starlette:
     """Everything under `/`. token: a request must give it, as a bearer token or as the password of basic authentication.
 
-    hosts: names by which it may be asked without a token, so that no site of another name can read it through a browser.
+    hosts: host names that requests without a token may have, so that no site of another name can read it through a browser.
     """
     app = Starlette(routes=routes(runs))
     app.add_middleware(Guard, token=token, hosts=None if token else hosts)
@@ -88,7 +88,7 @@ def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str]
     """Serve the page of a run, or of the runs in a directory, until Ctrl-C. Raises ConfigError before it listens."""
     runs, token = Runs(path, may_be_empty=True), addresses.read_token(token_file)
     with closing(addresses.listen(address, token)) as bound:
-        say(addresses.told(path, bound, token))
+        say(addresses.announcement(path, bound, token))
         if not runs.names():
             say(f"{no_run(path)}; the page is empty until a run begins there")
         say("Ctrl-C ends it; the run goes on")
@@ -159,7 +159,7 @@ class Guard:
     """Before every request: its size, its host or token, and that no page of another site sends something. Adds headers by
     which a browser gives the answers to no other site.
 
-    max_body_bytes: of what is sent, whose length must be said; 0: nothing can be sent.
+    max_body_bytes: of what is sent, whose length must be given; 0: nothing can be sent.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str] | None, max_body_bytes: int = 0) -> None:
@@ -198,7 +198,7 @@ class Guard:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             return PlainTextResponse(f"headers have at most {MAX_HEADER_BYTES} bytes\n", 431)
         if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
-            return PlainTextResponse(f"asked by another name than {', '.join(self._hosts)}\n", 421)
+            return PlainTextResponse(f"requested by another name than {', '.join(self._hosts)}\n", 421)
         if scope["method"] not in ("GET", "HEAD") and _is_elsewhere(headers):
             return PlainTextResponse("sent by a page of another site: nothing is taken from there\n", 403)
         if self._token is not None and scope["path"] not in _OPEN and not self._is_token(headers.get("authorization", "")):
@@ -210,18 +210,18 @@ class Guard:
     def _is_token(self, authorization: str) -> bool:
         """Takes as long for a nearly right one as for any other."""
         kind, _, given = authorization.partition(" ")
-        said = given.encode() if kind.lower() == "bearer" else b""
+        sent = given.encode() if kind.lower() == "bearer" else b""
         if kind.lower() == "basic":
             with suppress(binascii.Error, ValueError):
-                said = base64.b64decode(given, validate=True).partition(b":")[2]
+                sent = base64.b64decode(given, validate=True).partition(b":")[2]
         assert self._token is not None
-        return secrets.compare_digest(said, self._token)
+        return secrets.compare_digest(sent, self._token)
 
 
 class _Answers:
-    """Runs in threads: what is asked for may wait for a disk. The same answer is made once for all viewers.
+    """Runs in threads: an answer may wait for a disk. The same answer is made once for all viewers.
 
-    One is made at a time, however many are asked for: a whole one takes ten times its size while it is made, and what several
+    One is made at a time, however many are requested: a whole one takes ten times its size while it is made, and what several
     threads take at once the process keeps.
     """
 
@@ -247,7 +247,7 @@ class _Answers:
         self._runs.touch(name)
         with self._making:
             revision = self._runs.revision
-            # what was made of an earlier reading is asked for no more, and may be a megabyte each
+            # what was made of an earlier reading is requested no more, and may be a megabyte each
             if revision != self._made_of:
                 self._made_of = revision
                 self._state.cache_clear()

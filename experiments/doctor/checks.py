@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,32 +87,17 @@ def check_learner(device: str, directory: Path) -> str:
     return f"{', '.join(found)}; CPU {expected['grad_norm']:.4g}"
 
 
-def check_run(device: str, directory: Path) -> str:
-    """A run of the built-in engine: weights are published, adopted in flight and verified by their canary."""
-    return _run(device, directory, {})
+def check_run(device: str, directory: Path, package: str = "", **overrides: Any) -> str:
+    """A run: weights are published, adopted in flight and verified by their canary.
 
-
-def check_vllm(device: str, directory: Path) -> str:
-    """The same run with vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Skipped("vLLM is not installed: pip install 'async-rlhf[vllm]'")
-    return _run(device, directory, {"engine.kind": "vllm"})
-
-
-def check_ranks(device: str, directory: Path) -> str:
-    """A learner of two ranks: gloo on CPUs, nccl on two CUDA devices."""
-    if device != "cpu" and (there := torch.cuda.device_count()) < 2:
+    package: that it needs, as the extra is called. Two ranks: gloo on CPUs, nccl on two CUDA devices.
+    """
+    if package and importlib.util.find_spec(package) is None:
+        raise Skipped(f"{package} is not installed: pip install 'async-rlhf[{package}]'")
+    there = torch.cuda.device_count()
+    if overrides.get("learner.ranks") and device != "cpu" and there < 2:
         raise Skipped(f"two ranks need two CUDA devices, this machine has {there}")
-    return _run(device, directory, {"learner.ranks": 2})
-
-
-def check_zero(device: str, directory: Path) -> str:
-    """The same with parameters, gradients and optimizer state shared out by DeepSpeed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise Skipped("DeepSpeed is not installed: pip install 'async-rlhf[deepspeed]'")
-    if device != "cpu" and (there := torch.cuda.device_count()) < 2:
-        raise Skipped(f"two ranks need two CUDA devices, this machine has {there}")
-    return _run(device, directory, {"learner.ranks": 2, "learner.backend": "deepspeed", "learner.zero_stage": 3})
+    return _run(device, directory, overrides)
 
 
 CHECKS: Mapping[str, Check] = {
@@ -120,9 +106,11 @@ CHECKS: Mapping[str, Check] = {
     "CUDA graphs": check_graphs,
     "learner": check_learner,
     "run": check_run,
-    "run with vLLM": check_vllm,
-    "run with two ranks": check_ranks,
-    "run with ZeRO-3": check_zero,
+    "run with vLLM": partial(check_run, package="vllm", **{"engine.kind": "vllm"}),
+    "run with two ranks": partial(check_run, **{"learner.ranks": 2}),
+    "run with ZeRO-3": partial(
+        check_run, package="deepspeed", **{"learner.ranks": 2, "learner.backend": "deepspeed", "learner.zero_stage": 3}
+    ),
 }
 
 

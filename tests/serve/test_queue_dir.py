@@ -290,7 +290,7 @@ def test_a_run_that_lives_on_without_a_daemon_is_asked_to_end_once_and_has_stopp
         assert code == 3 and "stop it first" in output
         assert invoke("queue", "stop", queue.path, "run") == (0, "run: stopping\n")
         assert held.wait(60) == -signal.SIGTERM
-    assert queue.find("run").told
+    assert queue.find("run").drain_sent
     code, output = invoke("queue", "stop", queue.path, "run")
     assert code == 3 and f"to force it to end: async-rlhf stop {queue.runs / 'run'}" in output
     Daemon(queue, say=lambda line: None).look()

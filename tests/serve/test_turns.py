@@ -21,7 +21,7 @@ class Machine:
         self.at_once = at_once
         self.entries = [Entry(number, f"run-{number}") for number in (1, 2, 3, 4)]
         self.alive: set[int] = set()
-        self.told: set[int] = set()
+        self.drain_sent: set[int] = set()
         self.ended: dict[int, Ended | None] = {}
         self.steps: dict[int, int] = {}
         self.closing = False
@@ -41,15 +41,15 @@ class Machine:
             assert all(number < other for other in waiting), "first in, first out"
             self.alive.add(number)
             self.ended[number] = None
-            self.told.discard(number)
+            self.drain_sent.discard(number)
         assert len(self.alive) <= self.at_once
         assert not (self.closing and made.start)
-        assert not self.told & set(made.tell), "asked twice, which would force it to end"
-        self.told |= set(made.tell)
+        assert not self.drain_sent & set(made.drain), "asked twice, which would force it to end"
+        self.drain_sent |= set(made.drain)
         self.entries = [
             replace(entry, steps=self.steps.get(entry.number, 0))
             if entry.number in made.start
-            else replace(entry, told=entry.told or entry.number in made.tell)
+            else replace(entry, drain_sent=entry.drain_sent or entry.number in made.drain)
             for entry in made.entries
         ]
         assert self.alive <= {entry.number for entry in self.entries if entry.is_active}, "what lives is watched"
@@ -135,13 +135,13 @@ def test_what_the_machine_or_the_end_of_the_daemon_interrupted_goes_on_before_an
 def test_a_daemon_that_ends_drains_what_runs_asks_once_and_leaves_it_for_the_next() -> None:
     running = Entry(1, "run", "running")
     made = plan([running, Entry(2, "next")], {1: Seen(True)}, closing=True)
-    assert made.entries[0].state == "pausing" and made.tell == (1,) and made.start == ()
-    told = replace(made.entries[0], told=True)
-    assert plan([told], {1: Seen(True)}, closing=True).tell == ()
+    assert made.entries[0].state == "pausing" and made.drain == (1,) and made.start == ()
+    told = replace(made.entries[0], drain_sent=True)
+    assert plan([told], {1: Seen(True)}, closing=True).drain == ()
     drained = plan([told, Entry(2, "next")], {1: Seen(False, DRAINED)}, closing=True)
     assert drained.entries[0].state == "waiting" and drained.start == ()
     again = plan(drained.entries, {})
-    assert again.start == (1,) and not again.entries[0].told
+    assert again.start == (1,) and not again.entries[0].drain_sent
 
 
 def test_a_run_that_is_lost_again_and_again_without_a_step_is_given_up_and_one_that_works_is_not() -> None:
@@ -158,11 +158,11 @@ def test_a_run_that_is_lost_again_and_again_without_a_step_is_given_up_and_one_t
 
 def test_a_run_that_an_operator_stops_is_asked_once_also_where_the_daemon_had_asked_it_before() -> None:
     stopping = requested(Entry(1, "run", "running"), "stop")
-    assert stopping is not None and plan([stopping], {1: Seen(True)}).tell == (1,)
-    already = requested(Entry(1, "run", "pausing", told=True), "stop")
-    assert already is not None and already.state == "stopping" and plan([already], {1: Seen(True)}).tell == ()
-    again = requested(Entry(1, "run", "stopped", told=True), "resume")
-    assert again is not None and not again.told
+    assert stopping is not None and plan([stopping], {1: Seen(True)}).drain == (1,)
+    already = requested(Entry(1, "run", "pausing", drain_sent=True), "stop")
+    assert already is not None and already.state == "stopping" and plan([already], {1: Seen(True)}).drain == ()
+    again = requested(Entry(1, "run", "stopped", drain_sent=True), "resume")
+    assert again is not None and not again.drain_sent
 
 
 def test_fewer_runs_at_a_time_than_before_let_those_that_run_end_first() -> None:

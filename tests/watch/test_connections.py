@@ -20,6 +20,7 @@ from urllib.request import urlopen
 
 import h11
 import pytest
+from made_runs import made_run
 from serving import Site, serving
 
 from async_rlhf.watch import connections
@@ -120,27 +121,32 @@ with beside(Path(sys.argv[1]), "127.0.0.1:0", None, lambda text: print(text, flu
 """
 
 
-def is_served(url: str) -> bool:
+def served(url: str) -> list[str] | None:
+    """The names of the runs that a page shows; None where there is no page."""
     try:
-        return json.load(urlopen(f"{url}api/runs", timeout=60))["runs"] == []
+        return [run["name"] for run in json.load(urlopen(f"{url}api/runs", timeout=60))["runs"]]
     except (URLError, ConnectionError):
-        return False
+        return None
 
 
 def children(pid: int) -> list[int]:
     return [int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()]
 
 
-def test_the_page_beside_a_daemon_has_a_process_of_its_own_that_comes_back(tmp_path: Path) -> None:
+def test_the_page_beside_a_daemon_shows_runs_that_come_later_and_has_a_process_of_its_own_that_comes_back(
+    tmp_path: Path,
+) -> None:
     said: list[str] = []
     before = set(children(os.getpid()))
     with beside(tmp_path, "127.0.0.1:0", None, said.append):
         url = said[0].rpartition(" ")[2]
-        assert is_served(url)
+        assert served(url) == []
+        made_run(tmp_path / "late", 3)
+        wait_for(lambda: served(url) == ["late"], "a run that begins later")
         (page,) = set(children(os.getpid())) - before
         os.kill(page, signal.SIGKILL)
-        wait_for(lambda: is_served(url), "the page to come back")
-    assert not is_served(url) and set(children(os.getpid())) <= before
+        wait_for(lambda: served(url) == ["late"], "the page to come back")
+    assert served(url) is None and set(children(os.getpid())) <= before
 
 
 def test_the_page_ends_with_a_daemon_that_is_killed(tmp_path: Path) -> None:
@@ -151,6 +157,6 @@ def test_the_page_ends_with_a_daemon_that_is_killed(tmp_path: Path) -> None:
         assert daemon.stdout is not None
         url = daemon.stdout.readline().split()[-1]
         daemon.stdout.readline()
-        assert is_served(url)
+        assert served(url) == []
         daemon.kill()
-    wait_for(lambda: not is_served(url), "the page to end")
+    wait_for(lambda: served(url) is None, "the page to end")

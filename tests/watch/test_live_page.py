@@ -147,6 +147,8 @@ def test_runs_are_compared_and_one_is_opened(browser: Browser, site: Site) -> No
         "short",
     ]
     assert pixels(browser) > 10
+    browser.open(site.url, (500, 900))
+    assert browser.ask("[...document.querySelectorAll('#runs .scroll')].every((e) => e.scrollWidth <= e.clientWidth)")
     before = browser.ask("document.querySelectorAll('#compared .legend')[1].children.length")
     browser.run("document.querySelector('[aria-label=\"compare short\"]').click()")
     browser.wait(f"document.querySelectorAll('#compared .legend')[1].children.length === {before - 1}")

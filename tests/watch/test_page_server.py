@@ -10,13 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
+from typing import Any
 
 import pytest
 from made_runs import HOSTILE, broken_run, made_run, records, write_lines
@@ -27,7 +25,6 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.watch import address, document
-from async_rlhf.watch.beside import beside
 from async_rlhf.watch.runs import Runs
 from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, THREADS, _Answers, save
 
@@ -55,6 +52,115 @@ def test_the_runs_of_a_directory_are_listed_and_nothing_else(site: Site) -> None
     found = json.loads(site.get("/api/runs").text)
     assert {run["name"]: run["step"] for run in found["runs"]} == {"first": 12, "second": 20, "broken": 31}
     assert not found["one"] and found["more"] == 0
+
+
+NO_RUNS = (
+    "/api/runs/secret.txt", "/api/runs/..", "/api/runs/%2e%2e%2fsecret.txt", "/api/runs/no%20run", "/api/runs/%2Fetc%2Fpasswd",
+    "/secret.txt", "/../secret.txt", "/static/../../secret.txt", "/api/runs/..%2F/completions", "/api/runs/first%00",
+)  # fmt: skip
+LONG = {"x": "x" * MAX_HEADER_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "about"),
+    [
+        *((404, path, {}) for path in NO_RUNS),
+        (421, "/api/runs", {"headers": {"host": "evil.example"}}),
+        (413, "/api/runs", {"method": "POST", "body": b"x"}),
+        (405, "/api/runs", {"method": "POST"}),
+        (414, "/api/runs?" + "x" * MAX_PATH_BYTES, {}),
+        (431, "/api/runs", {"headers": LONG}),
+        (400, "/api/runs/first?step=-1", {}),
+        (400, "/api/runs/first?step=" + "9" * 30, {}),
+        (200, "/api/runs", {"headers": {"host": "localhost:1"}}),
+        (200, "/api/runs", {"headers": {"host": "[::1]:1"}}),
+    ],
+)  # fmt: skip
+def test_no_file_is_ever_sent_and_what_is_no_request_for_a_run_is_refused(
+    site: Site, status: int, path: str, about: dict[str, Any]
+) -> None:
+    answer = site.get(path, **about)
+    assert answer.status == status and "not for the page" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("given", "token", "said"),
+    [
+        *((given, None, "there is no token") for given in ("0.0.0.0:0", "[::]:0", "192.0.2.1:8265")),
+        ("example.org:80", TOKEN, "is no IP address"),
+        ("127.0.0.1:x", TOKEN, "is no port"),
+        (":70000", TOKEN, "is no port"),
+        ("127.0.0.1:TAKEN", None, r"port \d+ is in use. 127\.0\.0\.1:\d+ is free"),
+    ],
+)
+def test_an_address_that_is_none_is_taken_or_that_others_can_reach_without_a_token_is_refused(
+    given: str, token: str | None, said: str
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken, pytest.raises(ConfigError, match=said):
+        address.listen(given.replace("TAKEN", str(taken.getsockname()[1])), token)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        (None, 0, "is not there"),
+        (TOKEN, 0o644, "can be read by others: chmod 600"),
+        ("short", 0o600, "16 or more printable characters"),
+        (f"{TOKEN} {TOKEN}", 0o600, "no space"),
+    ],
+)
+def test_a_token_that_others_know_or_could_guess_is_refused(tmp_path: Path, text: str | None, mode: int, said: str) -> None:
+    file = tmp_path / "token"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    with pytest.raises(ConfigError, match=said):
+        address.read_token(file)
+    file.write_text(f"{TOKEN}\n")
+    file.chmod(0o600)
+    assert address.read_token(file) == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["watch", "{made}", "--save", "{made}/no/page.html"], "cannot be written"),
+        (["queue", "serve", "{made}/queue", "--address", "0.0.0.0:0"], "there is no token"),
+    ],
+)
+def test_a_command_whose_page_can_be_neither_written_nor_served_begins_nothing(made: Path, words: list[str], said: str) -> None:
+    found = CliRunner().invoke(app, [word.format(made=made) for word in words])
+    assert found.exit_code == 3 and said in found.output
+
+
+@pytest.mark.parametrize("later", ["runs/new", "runs"])
+def test_a_page_that_is_opened_before_the_first_run_fills_when_it_begins(tmp_path: Path, later: str) -> None:
+    """later: the directory of the run that begins below, or at, the watched one."""
+    time = [0.0]
+    with serving(Runs(tmp_path / "runs", clock=lambda: time[0], may_be_empty=True)) as site:
+        assert json.loads(site.get("/api/runs").text) == {"one": False, "more": 0, "runs": []}
+        assert [site.get(path).status for path in ("/", "/metrics", "/healthz", "/readyz")] == [200, 200, 200, 503]
+        made_run(tmp_path / later, 2)
+        time[0] += 3
+        found = json.loads(site.get("/api/runs").text)
+        assert [run["step"] for run in found["runs"]] == [2] and found["one"] == (later == "runs")
+        assert site.get("/readyz").status == 200
+
+
+def test_the_command_serves_also_before_the_first_run_until_it_is_interrupted_and_imports_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from async_rlhf.cli.commands import app; app(standalone_mode=False); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "watch", str(tmp_path / "runs"), "--address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = [process.stdout.readline() for _ in range(3)]
+            assert "is shown at http://127.0.0.1:" in said[0] and "the page is empty until a run begins there" in said[1]
+            assert said[2] == "Ctrl-C ends it; the run goes on\n"
+            assert Site(int(said[0].rpartition(":")[2].strip("/\n"))).get("/healthz").text == "ok\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.read() == "" and process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_a_run_is_told_with_its_curves_and_then_only_with_what_changed(made: Path) -> None:
@@ -101,51 +207,6 @@ def test_a_page_is_one_document_that_runs_only_its_own_programs(site: Site) -> N
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/api/runs/secret.txt", "/api/runs/..", "/api/runs/%2e%2e%2fsecret.txt", "/api/runs/no%20run", "/api/runs/%2Fetc%2Fpasswd",
-     "/secret.txt", "/../secret.txt", "/static/../../secret.txt", "/api/runs/..%2F/completions", "/api/runs/first%00"],
-)  # fmt: skip
-def test_what_is_no_run_is_not_found_and_no_file_is_ever_sent(site: Site, path: str) -> None:
-    answer = site.get(path)
-    assert answer.status == 404 and "not for the page" not in answer.text
-
-
-def test_health_needs_no_run_and_readiness_does(made: Path, tmp_path: Path) -> None:
-    with serving(Runs(tmp_path, may_be_empty=True), TOKEN) as site:
-        assert (site.get("/healthz").status, site.get("/readyz").status) == (200, 503)
-        made_run(tmp_path / "new", 2)
-    with serving(Runs(tmp_path), TOKEN) as site:
-        assert (site.get("/healthz").status, site.get("/readyz").status) == (200, 200)
-
-
-@pytest.mark.parametrize("later", ["runs/new", "runs"])
-def test_a_page_that_is_opened_before_the_first_run_fills_when_it_begins(tmp_path: Path, later: str) -> None:
-    """later: the directory of the run that begins below, or at, the watched one."""
-    time = [0.0]
-    runs = Runs(tmp_path / "runs", clock=lambda: time[0], may_be_empty=True)
-    with serving(runs) as site:
-        assert json.loads(site.get("/api/runs").text) == {"one": False, "more": 0, "runs": []}
-        assert site.get("/").status == site.get("/metrics").status == 200
-        made_run(tmp_path / later, 2)
-        time[0] += 3
-        found = json.loads(site.get("/api/runs").text)
-        assert [run["step"] for run in found["runs"]] == [2] and found["one"] == (later == "runs")
-        assert site.get("/readyz").status == 200
-
-
-def test_the_command_shows_a_page_where_no_run_is_yet(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "async_rlhf", "watch", str(tmp_path / "runs"), "--address", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = [process.stdout.readline() for _ in range(2)]
-        with urlopen(f"{said[0].split()[-1]}api/runs", timeout=60) as answer:
-            assert json.loads(answer.read())["runs"] == []
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-    assert "is shown at http://127.0.0.1:" in said[0] and "the page is empty until a run begins there" in said[1]
-
-
 def test_without_the_token_nothing_is_told(made: Path) -> None:
     basic = {"authorization": "Basic " + base64.b64encode(f"me:{TOKEN}".encode()).decode()}
     wrong = {"authorization": f"Bearer {TOKEN}x"}
@@ -154,58 +215,6 @@ def test_without_the_token_nothing_is_told(made: Path) -> None:
         for path in ("/", "/api/runs", "/metrics", "/api/runs/first", "/alerts.yml"):
             assert [site.get(path, headers).status for headers in ({}, wrong, broken)] == [401, 401, 401]
             assert [site.get(path, headers).status for headers in ({"authorization": f"Bearer {TOKEN}"}, basic)] == [200, 200]
-
-
-def test_a_site_of_another_name_cannot_read_the_page_through_a_browser(site: Site) -> None:
-    assert site.get("/api/runs", {"host": "evil.example"}).status == 421
-    assert [site.get("/api/runs", {"host": host}).status for host in (f"localhost:{site.port}", f"[::1]:{site.port}")] == [
-        200,
-        200,
-    ]
-
-
-def test_what_is_too_large_or_sends_something_is_refused(site: Site) -> None:
-    assert site.get("/api/runs", method="POST", body=b"x").status == 413
-    assert site.get("/api/runs", method="POST").status == 405
-    assert site.get("/api/runs?" + "x" * MAX_PATH_BYTES).status == 414
-    assert site.get("/api/runs", {"x": "x" * MAX_HEADER_BYTES}).status == 431
-    assert site.get("/api/runs/first?step=-1").status == site.get("/api/runs/first?step=" + "9" * 30).status == 400
-
-
-def test_a_port_in_use_is_refused_with_the_nearest_free_one() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} is in use. 127\.0\.0\.1:\d+ is free"):
-            address.listen(f"127.0.0.1:{port}", None)
-
-
-@pytest.mark.parametrize("given", ["0.0.0.0:0", "[::]:0", "192.0.2.1:8265"])
-def test_an_address_that_others_can_reach_is_refused_without_a_token(given: str) -> None:
-    with pytest.raises(ConfigError, match="there is no token"):
-        address.listen(given, None)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"), [("example.org:80", "is no IP address"), ("127.0.0.1:x", "is no port"), (":70000", "is no port")]
-)
-def test_an_address_that_is_none_is_refused(given: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        address.listen(given, TOKEN)
-
-
-def test_a_token_that_others_know_or_could_guess_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    with pytest.raises(ConfigError, match="is not there"):
-        address.read_token(file)
-    file.write_text(TOKEN)
-    file.chmod(0o644)
-    with pytest.raises(ConfigError, match="can be read by others: chmod 600"):
-        address.read_token(file)
-    file.chmod(0o600)
-    assert address.read_token(file) == TOKEN
-    file.write_text("short")
-    with pytest.raises(ConfigError, match="16 or more printable characters"):
-        address.read_token(file)
 
 
 def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
@@ -229,11 +238,6 @@ def test_a_saved_page_has_the_runs_inside_and_no_text_of_theirs_as_markup(made: 
     assert set(data["saved"]["states"]) == {"first", "second", "broken"}
     assert data["saved"]["states"]["broken"]["completions"][0]["prompt"] == HOSTILE
     assert "connect-src 'none'" in text
-
-
-def test_a_page_that_cannot_be_written_is_named(made: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["watch", str(made), "--save", str(tmp_path / "no" / "page.html")])
-    assert result.exit_code == 3 and "cannot be written" in result.output
 
 
 def test_a_run_that_is_removed_while_it_is_watched_is_gone_from_the_list(tmp_path: Path) -> None:
@@ -261,46 +265,9 @@ def test_a_configuration_that_is_damaged_hides_no_other_run(made: Path, tmp_path
     assert "config.toml is damaged" in Runs(tmp_path).summaries()["bad"]["problems"][0]
 
 
-def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(made: Path) -> None:
-    code = "import sys; from async_rlhf.cli.commands import app; app(standalone_mode=False); sys.exit('torch' in sys.modules)"
-    command = [sys.executable, "-c", code, "watch", str(made), "--address", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        try:
-            said = process.stdout.readline()
-            port = int(re.search(r":(\d+)/", said).group(1))  # type: ignore[union-attr]
-            assert process.stdout.readline() == "Ctrl-C ends it; the run goes on\n"
-            assert Site(port).get("/healthz").text == "ok\n"
-            process.send_signal(signal.SIGINT)
-            assert process.stdout.read() == "" and process.wait(60) == 0
-        finally:
-            process.kill()
-
-
-def test_a_page_beside_a_queue_shows_runs_that_come_later_and_ends_with_it(tmp_path: Path) -> None:
-    said: list[str] = []
-    with beside(tmp_path, "127.0.0.1:0", None, said.append):
-        url = said[0].rpartition(" ")[2]
-        assert json.load(urlopen(f"{url}api/runs", timeout=60))["runs"] == []
-        made_run(tmp_path / "late", 3)
-        deadline = time.monotonic() + 30
-        while not (found := json.load(urlopen(f"{url}api/runs", timeout=60))["runs"]):
-            assert time.monotonic() < deadline
-        assert [run["name"] for run in found] == ["late"]
-    with pytest.raises(URLError):
-        urlopen(url, timeout=60)
-
-
 def test_many_viewers_are_answered_by_few_threads(made: Path) -> None:
     others = set(threading.enumerate())
     with serving(Runs(made)) as site, ThreadPoolExecutor(24) as viewers:
         answers = list(viewers.map(lambda number: site.get("/api/runs").text, range(96)))
         workers = [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("AnyIO")]
     assert all(answers) and 0 < len(workers) <= THREADS
-
-
-def test_a_queue_whose_page_cannot_be_served_is_not_served(tmp_path: Path) -> None:
-    found = CliRunner().invoke(app, ["queue", "serve", str(tmp_path), "--address", "0.0.0.0:0"])
-    assert found.exit_code == 3 and "there is no token" in found.output
-    shown = ["queue", "serve", str(tmp_path), "--print-unit", "--address", "127.0.0.1:8265"]
-    assert "--address 127.0.0.1:8265" in CliRunner().invoke(app, shown).output
