@@ -1,5 +1,5 @@
-"""Pages for people: Markdown, tables of it in the made places of documents, and HTML that holds its pictures and asks nothing
-of the outside.
+"""Pages for people: Markdown, tables of it in the made places of documents, numbers with their intervals, rows as CSV, and HTML
+that holds its pictures and asks nothing of the outside.
 
 HTML is made of the Markdown that reports use: headings, paragraphs, lists, tables, code, emphasis, and images that are given.
 Everything else, HTML and links too, stays text. Called by every report.
@@ -7,15 +7,20 @@ Everything else, HTML and links too, stays text. Called by every report.
 
 from __future__ import annotations
 
+import csv
 import html
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from markdown_it import MarkdownIt
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.statistics import Comparison, Difference, Estimate
+
+T = TypeVar("T")
 
 _END = "<!-- end -->"
 _RULES = ("heading", "list", "table", "code", "backticks", "emphasis", "escape", "image")
@@ -46,6 +51,93 @@ def table(rows: Iterable[Sequence[str]]) -> str:
 def raw_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Markdown of a table whose cells are Markdown too."""
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
+
+
+def by_group(groups: Mapping[str, list[T]], columns: Mapping[str, Callable[[list[T]], str]], first: str = "setting") -> str:
+    """Markdown of a table with a line a group. first: heading of the groups' names."""
+    lines = ([name, *(shown(members) for shown in columns.values())] for name, members in groups.items())
+    return table([[first, *columns], *lines])
+
+
+def number(value: Estimate | None, *, digits: int = 3) -> str:
+    """A mean, with its interval, its range, or alone where there is one seed."""
+    if value is None:
+        return "-"
+    mean = f"{round(value.mean, digits) + 0.0:,.{digits}f}"
+    if value.half_width is not None:
+        return f"{mean} ± {value.half_width:,.{digits}f}"
+    if value.count == 1:
+        return mean
+    return f"{mean} ({value.low:,.{digits}f} to {value.high:,.{digits}f})"
+
+
+def difference(found: Difference | None) -> str:
+    """With its interval."""
+    if found is None:
+        return "-"
+    return f"{found.mean:+.3f}" if found.count == 1 else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+
+
+def p_value(found: Comparison) -> str:
+    """After Holm; a dash where there is none."""
+    return "-" if found.adjusted is None else "< 0.001" if found.adjusted < 0.001 else f"{found.adjusted:.3f}"
+
+
+def comparison(found: Comparison | None) -> list[str]:
+    """Two cells: the difference and its p value; empty for what was not compared."""
+    return ["", ""] if found is None else [difference(found.found), p_value(found)]
+
+
+def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A line a row, with the columns of all rows in the order in which they first come; None is an empty field."""
+    with path.open("w", newline="") as file:
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        writer = csv.DictWriter(file, fieldnames=columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_page(
+    directory: Path,
+    render: Callable[[Mapping[str, str]], str],
+    draw: Callable[[], Mapping[str, Any]],
+    say: Callable[[str], None],
+    html_file: Path | None = None,
+) -> list[Path]:
+    """report.md, the same as HTML (report.html, or html_file), and each picture as PNG and SVG. What was written, the pages
+    last.
+
+    render: the Markdown, of the file names of the pictures by their names; draw: matplotlib figures by name. Without matplotlib
+    everything but the pictures. Raises OSError.
+    """
+    figures: Mapping[str, Any] = {}
+    try:
+        figures = draw()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
+    drawn = {name: save_picture(figure, directory, name) for name, figure in figures.items()}
+    text = render({name: f"{name}.png" for name in drawn})
+    markdown, page = directory / "report.md", html_file or directory / "report.html"
+    markdown.write_text(text, encoding="utf-8")
+    page.write_text(to_html(text, {f"{name}.png": each for name, each in drawn.items()}), encoding="utf-8")
+    return [*(directory / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")), markdown, page]
+
+
+def tidy(axes: Any, grid: Literal["x", "y", "both"] = "y", colour: str = "0.9") -> None:
+    """Of a matplotlib panel: two spines, and pale lines behind the data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color=colour)
+    axes.set_axisbelow(True)
+
+
+def save_picture(figure: Any, directory: Path, name: str, **png: Any) -> str:
+    """NAME.png and NAME.svg in the directory; the SVG comes back. png: of matplotlib's `savefig`."""
+    figure.savefig(directory / f"{name}.png", **png)
+    drawn = svg(figure, name)
+    (directory / f"{name}.svg").write_text(drawn, encoding="utf-8")
+    return drawn
 
 
 def filled(text: str, kind: str, parts: Mapping[str, str]) -> str:

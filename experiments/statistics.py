@@ -7,7 +7,7 @@ numbers in both: what seeds have in common leaves the difference. Called by ever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
@@ -47,9 +47,9 @@ def estimate(values: Iterable[float | None]) -> Estimate | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a mean, or a ratio of means, from 0. low and high: the 95 % interval; p: two-sided, smaller than LEVEL when and only
-    when the interval leaves 0 out. With fewer than MIN_SEEDS seeds p is None, and low and high are the range of the seeds.
-    deviation: standard deviation of what was averaged, nan of a single number and of a ratio."""
+    """Of a mean from 0. low and high: the 95 % interval; p: two-sided, smaller than LEVEL when and only when the interval
+    leaves 0 out. With fewer than MIN_SEEDS seeds p is None, and low and high are the range of the seeds. deviation: standard
+    deviation of what was averaged, nan of a single number."""
 
     mean: float
     low: float
@@ -78,25 +78,19 @@ def paired(after: Sequence[float], before: Sequence[float]) -> Difference:
     return _by_t(gaps)
 
 
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Difference:
-    """mean(numerators) / mean(denominators), both of the same seeds; for at least MIN_SEEDS of them, else ValueError.
+@dataclass(frozen=True)
+class Comparison:
+    """A difference among several. adjusted: its p after Holm over all of them; None where there is no p."""
 
-    The interval has each q for which the t test does not tell the mean of `numerator - q denominator` from 0 (Fieller 1954,
-    "Some problems in interval estimation"); all numbers where that of the denominator holds 0. p is against a ratio of 0.
-    """
-    count = len(numerators)
-    if count != len(denominators) or count < MIN_SEEDS:
-        raise ValueError(f"a ratio needs the same seeds above and below, at least {MIN_SEEDS}: {count}, {len(denominators)}")
-    above, below = (np.asarray(each, np.float64) for each in (numerators, denominators))
-    means_2 = np.array([above.mean(), below.mean()])
-    mean, p = float(means_2[0] / means_2[1]), _by_t(above).p
-    scale = t_quantile(1 - LEVEL / 2, count - 1) ** 2 / count
-    # the roots of a q^2 - 2 b q + c, which is below 0 between them
-    (c, b), (_, a) = np.outer(means_2, means_2) - scale * np.cov(above, below)
-    if a <= 0:
-        return Difference(mean, -math.inf, math.inf, count, p)
-    half = math.sqrt(max(0.0, b * b - a * c)) / a
-    return Difference(mean, float(b / a - half), float(b / a + half), count, p)
+    found: Difference
+    adjusted: float | None
+
+
+def adjusted(found: Mapping[str, Difference]) -> dict[str, Comparison]:
+    """By name, with Holm over all that have a p."""
+    judged = {name: each.p for name, each in found.items() if each.p is not None}
+    after = dict(zip(judged, holm(list(judged.values())), strict=True))
+    return {name: Comparison(each, after.get(name)) for name, each in found.items()}
 
 
 def first_at(x: Array, y: Array, level: float) -> float:

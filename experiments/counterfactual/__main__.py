@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +29,7 @@ from async_rlhf.experiments.counterfactual.page import (
     over_seeds,
     render,
     shortfall,
-    write_csv,
+    write_rows,
 )
 from async_rlhf.experiments.counterfactual.picture import draw
 from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, Moment, corrections, plain, several
@@ -85,7 +86,7 @@ def main(
             for run, own, moments in runs:
                 for moment in moments:
                     rows += compare(run, own, moment, losses, num_batches, shown.at)
-                    write_csv(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
+                    write_rows(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
         pooled = over_seeds(rows)
         draw(pooled, directory)
         (directory / "report.md").write_text(render(pooled))
@@ -134,7 +135,7 @@ def compare(
             rows[name] = correction_row(name, rows[""], estimates[name], batches)
     base, *others = losses
     for name in others:
-        rows[name] = rows[name].compared(base, between(Estimate.cosine, estimates[name], estimates[base]))
+        rows[name] = replace(rows[name], base=base, difference=between(Estimate.cosine, estimates[name], estimates[base]))
     return [rows[name] for name in ("", *losses)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, jackknife
 from async_rlhf.experiments.counterfactual.recorded import Moment
+from async_rlhf.experiments.page import raw_table, write_csv
 from async_rlhf.experiments.statistics import MIN_SEEDS, Difference, holm, paired, worded
 
 ENOUGH = 4096
@@ -61,9 +62,6 @@ class Row:
     difference: Difference | None = None
     runs: int = 1
 
-    def compared(self, base: str, difference: Difference) -> Row:
-        return replace(self, base=base, difference=difference)
-
 
 def fresh_row(
     seed: int, moment: Moment, completions: int, reference: Reference, batches: Sequence[tuple[float, float, float]]
@@ -73,21 +71,8 @@ def fresh_row(
     low, high = np.quantile(values, [0.05, 0.95], axis=0)
     cosine, norm_ratio, share = (Interval(*map(float, each)) for each in zip(values.mean(0), low, high, strict=True))
     all_B = np.ones(len(reference.counts_B))
-    halves, (mean, oldest) = reference.halves(all_B)[0], moment.staleness
-    return Row(
-        seed,
-        moment.step,
-        FRESH,
-        mean,
-        oldest,
-        len(moment.groups),
-        completions,
-        halves,
-        reference.ceiling(all_B),
-        cosine,
-        norm_ratio,
-        share,
-    )
+    halves, ceiling, count = reference.halves(all_B)[0], reference.ceiling(all_B), len(moment.groups)
+    return Row(seed, moment.step, FRESH, *moment.staleness, count, completions, halves, ceiling, cosine, norm_ratio, share)
 
 
 def correction_row(name: str, fresh: Row, estimate: Estimate, batches: Sequence[tuple[float, float, float]]) -> Row:
@@ -165,13 +150,12 @@ def shortfall(completions: int) -> str:
     return f"only {completions} fresh completions, {ENOUGH} are advised: the ceiling is low and the reference rough"
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
+def write_rows(rows: Sequence[Row], path: Path) -> None:
     """A line a row, numbers to 6 digits; an interval is three columns, a difference five. An empty field was not measured."""
-    with path.open("w", newline="") as file:
-        flat = [_flat(row) for row in rows]
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for each in flat for key in each)), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(flat)
+    write_csv([_flat(row) for row in rows], path)
+
+
+_DIFFERENCE = ("mean", "low", "high", "p", "deviation")
 
 
 def _flat(row: Row) -> dict[str, Any]:
@@ -179,17 +163,20 @@ def _flat(row: Row) -> dict[str, Any]:
     for field in fields(row):
         value = getattr(row, field.name)
         if isinstance(value, Interval):
-            found |= {field.name: value.value, f"{field.name}_low": value.low, f"{field.name}_high": value.high}
+            found |= dict(zip(_columns(field.name), value, strict=True))
         elif field.name in ("bias", "difference"):
-            parts = asdict(value) if value is not None else {}
-            found |= {f"{field.name}_{part}": parts.get(part) for part in ("mean", "low", "high", "p", "deviation")}
+            found |= {f"{field.name}_{part}": getattr(value, part, None) for part in _DIFFERENCE}
         else:
             found[field.name] = value
     known = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in known.items()}
 
 
-def read_csv(path: Path) -> list[Row]:
+def _columns(interval: str) -> tuple[str, str, str]:
+    return interval, f"{interval}_low", f"{interval}_high"
+
+
+def read_rows(path: Path) -> list[Row]:
     """The rows again. Of a difference it counts the groups of the batch, which is not in the file."""
     with path.open(newline="") as file:
         return [_row(line) for line in csv.DictReader(file)]
@@ -199,32 +186,20 @@ def _row(line: Mapping[str, str]) -> Row:
     def number(column: str) -> float:
         return float(line[column] or "nan")
 
-    def interval(name: str) -> Interval:
-        return Interval(number(name), number(f"{name}_low"), number(f"{name}_high"))
+    def difference(name: str) -> Difference:
+        mean, low, high, p, deviation = (number(f"{name}_{part}") for part in _DIFFERENCE)
+        return Difference(mean, low, high, int(line["groups"]), None if math.isnan(p) else p, deviation)
 
-    def difference(name: str, is_there: bool) -> Difference | None:
-        mean, low, high, deviation = (number(f"{name}_{part}") for part in ("mean", "low", "high", "deviation"))
-        p = float(text) if (text := line[f"{name}_p"]) else None
-        return Difference(mean, low, high, int(line["groups"]), p, deviation) if is_there else None
-
+    intervals = {name: Interval(*map(number, _columns(name))) for name in ("cosine", "norm_ratio", "share")}
     return Row(
-        seed=int(line["seed"]),
-        step=int(line["step"]),
+        **{name: int(line[name]) for name in ("seed", "step", "oldest", "groups", "completions", "runs")},  # type: ignore[arg-type]
+        **{name: number(name) for name in ("staleness", "halves", "ceiling")},  # type: ignore[arg-type]
+        **intervals,  # type: ignore[arg-type]
         estimate=line["estimate"],
-        staleness=number("staleness"),
-        oldest=int(line["oldest"]),
-        groups=int(line["groups"]),
-        completions=int(line["completions"]),
-        halves=number("halves"),
-        ceiling=number("ceiling"),
-        cosine=interval("cosine"),
-        norm_ratio=interval("norm_ratio"),
-        share=interval("share"),
         fresh_below=float(line["fresh_below"]) if line["fresh_below"] else None,
-        bias=difference("bias", line["estimate"] != FRESH),
+        bias=difference("bias") if line["estimate"] != FRESH else None,
         base=line["base"],
-        difference=difference("difference", bool(line["base"])),
-        runs=int(line["runs"]),
+        difference=difference("difference") if line["base"] else None,
     )
 
 
@@ -269,17 +244,14 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             if others
         ),
         *(
-            worded(
-                f"Step {row.step}, {row.estimate}: its {what}",
-                base,
-                found,
-                p,
-                len(known),
-                "groups" if row.runs == 1 else "seeds",
-            )
+            worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known), _unit(row))
             for (row, what, base, found), p in zip(known, adjusted, strict=True)
         ),
     ]
+
+
+def _unit(row: Row) -> str:
+    return "groups" if row.runs == 1 else "seeds"
 
 
 def alike(rows: Sequence[Row]) -> list[list[Row]]:
@@ -309,7 +281,7 @@ average without bias. A difference is said to be there when its p value, after H
 
 def _section(rows: Sequence[Row]) -> str:
     first = rows[0]
-    lines = [["estimate", "cosine", "norm ratio", "share", "fresh batches below", "ceiling"], ["---"] * 6]
+    lines = []
     for row in rows:
         below = "" if row.fresh_below is None else f"{row.fresh_below:.0%}"
         lines.append([row.estimate, *map(_words, (row.cosine, row.norm_ratio, row.share)), below, f"{row.ceiling:.3f}"])
@@ -318,7 +290,7 @@ def _section(rows: Sequence[Row]) -> str:
             f"## Step {first.step}: mean staleness {first.staleness:.2f}, oldest token {first.oldest}",
             f"{first.groups} groups in the batch, {first.completions} fresh completions; cosine of the reference's halves "
             f"{first.halves:.3f}.",
-            "\n".join("| " + " | ".join(line) + " |" for line in lines),
+            raw_table(["estimate", "cosine", "norm ratio", "share", "fresh batches below", "ceiling"], lines),
         ]
     )
 

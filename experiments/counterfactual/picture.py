@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from async_rlhf.experiments.counterfactual.page import FRESH, Row, alike, command, shortfall
+from async_rlhf.experiments.page import save_picture, tidy
 
 _MEASURES = {
     "cosine": "cosine with the reference",
@@ -52,10 +52,7 @@ def draw(rows: Sequence[Row], directory: Path) -> None:
     )
     warning = shortfall(rows[0].completions)
     figure.suptitle(f"{title}\nWARNING: {warning}" if warning else title, fontsize="medium")
-    figure.savefig(directory / "picture.png", dpi=100)
-    # text stays text, and no date or random name makes two equal pictures differ
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "counterfactual"}):
-        figure.savefig(directory / "picture.svg", metadata={"Date": None})
+    save_picture(figure, directory, "picture", dpi=100)
 
 
 def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
@@ -81,25 +78,15 @@ def _panel(axes: Any, rows: Sequence[Row], measure: str, x: str) -> None:
         joined = len({getattr(row, x) for row in mine}) == len(mine)
         style = _DASHES[i % len(_DASHES)] if joined else "none"
         axes.errorbar(
-            [float(getattr(row, x)) + shift for row in mine],
-            [each.value for each in found],
-            yerr=errors,
-            label=label,
-            color=_COLOURS[i % len(_COLOURS)],
-            marker=_MARKERS[i % len(_MARKERS)],
-            linestyle=style,
-            markersize=4.5,
-            capsize=2,
-            linewidth=1.0,
-            elinewidth=0.8,
-        )
+            [float(getattr(row, x)) + shift for row in mine], [each.value for each in found], yerr=errors, label=label,
+            color=_COLOURS[i % len(_COLOURS)], marker=_MARKERS[i % len(_MARKERS)], linestyle=style, markersize=4.5, capsize=2,
+            linewidth=1.0, elinewidth=0.8,
+        )  # fmt: skip
     if measure == "norm_ratio":
         axes.set_yscale("log", nonpositive="clip")
     axes.set_xticks(sorted(set(places)), [f"{place:g}" for place in sorted(set(places))])
     axes.axhline(0.0 if measure == "cosine" else 1.0, color="0.5", linewidth=0.8)
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, colour="0.92")
 
 
 def _drawn(rows: Sequence[Row]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.reports import run
-from async_rlhf.experiments.staleness import pages
+from async_rlhf.experiments.staleness import report as of_sweep
 from async_rlhf.experiments.staleness.archive import holds_cells, read_sweep
 from async_rlhf.run.run_dir import RunDir
 
@@ -25,7 +25,7 @@ def report(directory: Path, html: Path | None, say: Callable[[str], None]) -> li
         raise ConfigError(f"--html {str(html)!r}: the folder {str(html.parent)!r} does not exist; make it, or choose another")
     try:
         if holds_cells(directory):
-            return pages.write(read_sweep(directory), directory, say, html)
+            return of_sweep.write(read_sweep(directory), directory, say, html)
         if (directory / "config.toml").exists():
             return run.write(RunDir.existing(directory), say, html)
     except OSError as error:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.page import plain, svg, table, to_html
-from async_rlhf.experiments.staleness.cells import CellResult, read_cell
+from async_rlhf.experiments.page import plain, table, write_page
+from async_rlhf.experiments.staleness.cells import CellResult, mean, read_cell
 from async_rlhf.experiments.staleness.checks import checks_of_each
 from async_rlhf.experiments.staleness.config import Cell
 from async_rlhf.inspect.plot import Curves, picture
@@ -30,15 +31,14 @@ def write(run: RunDir, say: Callable[[str], None], html: Path | None = None) -> 
         result = read_cell(Cell(run.config(), {}), run.path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    command = shlex.join(["async-rlhf", "report", str(run.path)])
-    drawn = _draw(run, result, command, say)
-    end = run.end()
+    command, end = shlex.join(["async-rlhf", "report", str(run.path)]), run.end()
     how = "it lives" if run.is_alive() else "it was killed, or its end is not recorded" if end is None else end.reason
-    text = render(result, command, how, "plot.png" if drawn else None)
-    markdown, page = run.path / "report.md", html or run.path / "report.html"
-    markdown.write_text(text, encoding="utf-8")
-    page.write_text(to_html(text, {"plot.png": drawn} if drawn else {}), encoding="utf-8")
-    return [*([run.path / "plot.png", run.path / "plot.svg"] if drawn else []), markdown, page]
+
+    def draw() -> dict[str, Any]:
+        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations(), changed_at(run))
+        return {"plot": picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")}
+
+    return write_page(run.path, lambda drawn: render(result, command, how, drawn.get("plot")), draw, say, html)
 
 
 def render(result: CellResult, command: str, how: str, drawn: str | None) -> str:
@@ -74,30 +74,14 @@ def _made(result: CellResult) -> str:
     return f"Seed {result.seed}; {result.steps} steps; {result.trained_samples:,} samples and {tokens} tokens trained on."
 
 
-def _draw(run: RunDir, result: CellResult, command: str, say: Callable[[str], None]) -> str | None:
-    """The picture as SVG."""
-    try:
-        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations(), changed_at(run))
-        figure = picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
-        return None
-    figure.savefig(run.path / "plot.png")
-    drawn = svg(figure, "plot")
-    (run.path / "plot.svg").write_text(drawn, encoding="utf-8")
-    return drawn
-
-
 def _numbers(result: CellResult) -> Iterator[tuple[str, str]]:
     yield "held-out reward, start", _shown(result.held_out_start.reward)
     yield "held-out reward, end", _shown(result.held_out_end.reward)
     for when, evaluation in (("start", result.held_out_start), ("end", result.held_out_end)):
         if evaluation.accuracy is not None:
             yield f"held-out accuracy, {when}", _shown(evaluation.accuracy)
-        for name, mean in evaluation.scores.items() if len(evaluation.scores) > 1 else ():
-            yield f"held-out {name}, {when}", _shown(mean)
+        for name, score in evaluation.scores.items() if len(evaluation.scores) > 1 else ():
+            yield f"held-out {name}, {when}", _shown(score)
     yield "reward, last quarter", _shown(result.reward_last_quarter)
     yield "area under the reward, as a mean height", _shown(result.reward_area)
     yield "staleness, mean (max, bound) [steps]", f"{result.staleness_mean:.2f} ({result.staleness_max}, {result.bound})"
@@ -126,15 +110,10 @@ def _curves(result: CellResult) -> Iterator[Sequence[str]]:
     count = min(_PARTS, result.steps)
     for part in range(count):
         begin, end = part * result.steps // count, (part + 1) * result.steps // count
-        means = [_mean(values[begin:end]) for values in (result.rewards, *(result.curves[name] for name in names))]
+        means = [mean(values[begin:end]) for values in (result.rewards, *(result.curves[name] for name in names))]
         steps = f"{begin + 1} to {end}" if end > begin + 1 else f"{end}"
         last = (f"{result.samples[end - 1]:,.0f}", f"{tokens[end - 1]:,.0f}", f"{result.seconds[end - 1]:,.1f}")
-        yield [steps, *last, *("-" if mean is None else f"{mean:.3f}" for mean in means)]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+        yield [steps, *last, *("-" if each is None else f"{each:.3f}" for each in means)]
 
 
 def _ages(result: CellResult) -> Iterator[Sequence[str]]:

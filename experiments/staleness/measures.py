@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 
-from async_rlhf.experiments.page import table
+from async_rlhf.experiments.page import by_group, comparison, difference, number, p_value, table
 from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.outcomes import (
     BLOCK,
     SMOOTHED,
     TARGET_SHARE,
-    Comparison,
     Number,
     Reached,
     area,
@@ -34,7 +33,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     scores_apart,
     target,
 )
-from async_rlhf.experiments.statistics import Difference, Estimate, estimate
+from async_rlhf.experiments.statistics import Comparison, estimate
 
 Column = Callable[[list[CellResult]], str]
 # How an attempt to make a group may have ended, in the words of docs/metrics.md.
@@ -54,25 +53,6 @@ def sections(results: Sequence[CellResult], alone: bool = False) -> list[str]:
         *_ends(results),
         *_powers(results),
     ]
-
-
-def number(value: Estimate | None, *, digits: int = 3) -> str:
-    """A mean, with its interval, its range, or alone where there is one seed."""
-    if value is None:
-        return "-"
-    mean = f"{round(value.mean, digits) + 0.0:,.{digits}f}"
-    if value.half_width is not None:
-        return f"{mean} ± {value.half_width:,.{digits}f}"
-    if value.count == 1:
-        return mean
-    return f"{mean} ({value.low:,.{digits}f} to {value.high:,.{digits}f})"
-
-
-def difference(found: Difference | None) -> str:
-    """With its interval."""
-    if found is None:
-        return "-"
-    return f"{found.mean:+.3f}" if found.count == 1 else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
 
 
 def _areas(results: Sequence[CellResult]) -> Iterator[str]:
@@ -174,19 +154,15 @@ def _times(results: Sequence[CellResult]) -> Iterator[str]:
             f"({SMOOTHED} completions together) when the first of the compared runs had ended, within a seed. p is Holm's."
         )
         rows = [
-            [label, *_ratio(longer.get(label)), *comparison(sooner.get(label))]
-            for label in by_setting(results)
-            if label in longer
+            [label, *_ratio(longer[label]), *comparison(sooner.get(label))] for label in by_setting(results) if label in longer
         ]
         yield table([["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"], *rows])
 
 
-def _ratio(found: Comparison | None) -> list[str]:
+def _ratio(found: Comparison) -> list[str]:
     """Of a difference of logarithms."""
-    if found is None:
-        return ["", ""]
     mean, low, high = (math.exp(each) for each in (found.found.mean, found.found.low, found.found.high))
-    return [f"{mean:.2f} ({low:.2f} to {high:.2f})", "-" if found.adjusted is None else _p(found.adjusted)]
+    return [f"{mean:.2f} ({low:.2f} to {high:.2f})", p_value(found)]
 
 
 def _scores(results: Sequence[CellResult]) -> Iterator[str]:
@@ -198,30 +174,17 @@ def _scores(results: Sequence[CellResult]) -> Iterator[str]:
         f"({BLOCK} completions together, by the weights that sampled them), its end minus its highest point in the mean of the "
         "seeds. That point is chosen by the same numbers, so chance alone makes the end a little lower."
     )
-    rows = [
-        [label, name, number(estimate(_score(cell, name) for cell in cells)), *_fallen(fall(cells, name))]
-        for label, cells in by_setting(results).items()
-        for name in names
-    ]
+    rows = []
+    for label, cells in by_setting(results).items():
+        for name in names:
+            fallen = fall(cells, name)
+            peak, drop = ("-", "-") if fallen is None else (str(fallen[0]), difference(fallen[1]))
+            rows.append([label, name, number(estimate(_score(cell, name) for cell in cells)), peak, drop])
     yield table([["setting", "score", "held out, end", "in training highest at step", "end minus that"], *rows])
-
-
-def _fallen(found: tuple[int, Difference] | None) -> list[str]:
-    return ["-", "-"] if found is None else [str(found[0]), difference(found[1])]
 
 
 def _score(cell: CellResult, name: str) -> float | None:
     return cell.held_out_end.scores.get(name)
-
-
-def comparison(found: Comparison | None) -> list[str]:
-    if found is None:
-        return ["", ""]
-    return [difference(found.found), "-" if found.adjusted is None else _p(found.adjusted)]
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _costs(results: Sequence[CellResult]) -> Iterator[str]:
@@ -234,20 +197,20 @@ def _costs(results: Sequence[CellResult]) -> Iterator[str]:
         f"when the mean of {SMOOTHED} completions is not below it. Means are over the seeds, and given where all reached it."
     )
     found = {label: [reached(cell, goal.value) for cell in cells] for label, cells in by_setting(results).items()}
-    rows = [[label, f"{sum(each is not None for each in runs)} of {len(runs)}", *_cost(runs)] for label, runs in found.items()]
-    yield table([["setting", "seeds that reached it", "steps", "samples", "tokens", "seconds"], *rows])
+    columns: dict[str, Callable[[list[Reached | None]], str]] = {
+        "seeds that reached it": lambda runs: f"{sum(run is not None for run in runs)} of {len(runs)}",
+        "steps": partial(_cost, number_of=lambda run: run.steps, digits=0),
+        "samples": partial(_cost, number_of=lambda run: run.samples, digits=0),
+        "tokens": partial(_cost, number_of=lambda run: run.tokens, digits=0),
+        "seconds": partial(_cost, number_of=lambda run: run.seconds, digits=1),
+    }
+    yield by_group(found, columns)
 
 
-def _cost(runs: Sequence[Reached | None]) -> list[str]:
+def _cost(runs: Sequence[Reached | None], number_of: Callable[[Reached], float | None], digits: int) -> str:
+    """Where all runs reached the target."""
     whole = [run for run in runs if run is not None]
-    if len(whole) < len(runs):
-        return ["-"] * 4
-    return [
-        number(estimate(run.steps for run in whole), digits=0),
-        number(estimate(run.samples for run in whole), digits=0),
-        number(estimate(run.tokens for run in whole), digits=0),
-        number(estimate(run.seconds for run in whole), digits=1),
-    ]
+    return number(estimate(map(number_of, whole)), digits=digits) if len(whole) == len(runs) else "-"
 
 
 def _corrections(results: Sequence[CellResult]) -> Iterator[str]:
@@ -260,7 +223,7 @@ def _corrections(results: Sequence[CellResult]) -> Iterator[str]:
     }
     yield "## How far from the policy that sampled"
     yield "Divergences are estimates in nats a token. What was not measured, or not kept, is a dash."
-    yield _by_column(results, columns)
+    yield by_group(by_setting(results), columns)
 
 
 def _ends(results: Sequence[CellResult]) -> Iterator[str]:
@@ -270,9 +233,9 @@ def _ends(results: Sequence[CellResult]) -> Iterator[str]:
         **{f"groups {word}": _ended(word) for word in _ENDS},
         "tokens stale": _ended("tokens_stale"),
         "tokens filtered": _ended("tokens_filtered"),
-        "mean length, trained": lambda cells: number(_length(cells), digits=1),
-        "cut off, share": lambda cells: number(_curve(cells, "completions/clipped_ratio")),
-        "scores that failed, share": lambda cells: number(_curve(cells, "rewards/failed_ratio")),
+        "mean length, trained": lambda cells: number(estimate(c.trained_tokens / c.trained_samples for c in cells), digits=1),
+        "cut off, share": lambda cells: number(estimate(c.mean_of("completions/clipped_ratio") for c in cells)),
+        "scores that failed, share": lambda cells: number(estimate(c.mean_of("rewards/failed_ratio") for c in cells)),
     }
     yield "## What became of the groups"
     yield (
@@ -280,7 +243,7 @@ def _ends(results: Sequence[CellResult]) -> Iterator[str]:
         "queue: of attempts that were lost before, no length is known. Lengths (in tokens) and shares are of the completions "
         "that were trained on."
     )
-    yield _by_column(results, columns)
+    yield by_group(by_setting(results), columns)
 
 
 def _ended(word: str) -> Column:
@@ -289,14 +252,6 @@ def _ended(word: str) -> Column:
         return f"{sum(known):,}" if known else "-"
 
     return shown
-
-
-def _length(cells: Sequence[CellResult]) -> Estimate | None:
-    return estimate(cell.trained_tokens / cell.trained_samples for cell in cells)
-
-
-def _curve(cells: Sequence[CellResult], name: str) -> Estimate | None:
-    return estimate(cell.mean_of(name) for cell in cells)
 
 
 def _powers(results: Sequence[CellResult]) -> Iterator[str]:
@@ -322,8 +277,3 @@ def _powers(results: Sequence[CellResult]) -> Iterator[str]:
         for (label, what), each in known.items()
     ]
     yield table([head, *rows])
-
-
-def _by_column(results: Sequence[CellResult], columns: dict[str, Column]) -> str:
-    rows = [[label, *(shown(cells) for shown in columns.values())] for label, cells in by_setting(results).items()]
-    return table([["setting", *columns], *rows])

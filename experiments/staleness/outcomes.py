@@ -8,7 +8,7 @@ Pure. The first setting of a sweep is the reference of `compared`; `contrasts` c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ from async_rlhf.experiments.staleness.cells import SCORE, CellResult, mean
 from async_rlhf.experiments.staleness.config import shown
 from async_rlhf.experiments.statistics import (
     Array,
+    Comparison,
     Difference,
+    adjusted,
     detectable,
     estimate,
     first_at,
-    holm,
     isotonic,
     paired,
     seeds_needed,
@@ -56,14 +57,6 @@ class Reached:
     samples: float
     tokens: float | None
     seconds: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Of a setting with the reference. adjusted: p after Holm over all settings of the sweep; None where there is no p."""
-
-    found: Difference
-    adjusted: float | None
 
 
 @dataclass(frozen=True)
@@ -150,12 +143,6 @@ def compared(results: Sequence[CellResult], number: Number = final_reward) -> di
     (_, reference), *others = by_setting(results).items()
     found = {label: paired_difference(cells, reference, number) for label, cells in others}
     return adjusted({label: each for label, each in found.items() if each is not None})
-
-
-def adjusted(found: Mapping[str, Difference]) -> dict[str, Comparison]:
-    judged = {label: each.p for label, each in found.items() if each.p is not None}
-    adjusted = dict(zip(judged, holm(list(judged.values())), strict=True))
-    return {label: Comparison(each, adjusted.get(label)) for label, each in found.items()}
 
 
 def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_reward) -> dict[str, Comparison]:

@@ -1,7 +1,7 @@
 """The picture of a sweep: learning over steps and over seconds, the outcome, and the staleness that was really there.
 
 Where two keys are swept, learning has a column for each value of the first and a colour for each value of the second.
-Needs matplotlib (the extra `experiments`). Called by `pages`; `trade_offs` draws what else was measured.
+Needs matplotlib (the extra `experiments`). Called by `report`; `trade_offs` draws what else was measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from async_rlhf.experiments.page import tidy
 from async_rlhf.experiments.staleness.cells import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
 from async_rlhf.experiments.staleness.outcomes import by_setting
@@ -203,10 +204,3 @@ def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:
         for age, count in cell.staleness_tokens:
             counts[age] += count
     return [count / total for count in counts]
-
-
-def tidy(axes: Any, grid: str = "y") -> None:
-    """Two spines and pale lines behind the data."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color="0.9")
-    axes.set_axisbelow(True)

@@ -10,13 +10,12 @@ A replay lies beside its run, as RUN-CORRECTION; one that is there and whole is 
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +24,8 @@ import typer
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.cli.app import errors, say
 from async_rlhf.experiments.counterfactual.recorded import SHIPPED, check_seeds, corrections, ended
-from async_rlhf.experiments.page import table
-from async_rlhf.experiments.staleness.measures import comparison, number
-from async_rlhf.experiments.staleness.outcomes import adjusted
-from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, paired
+from async_rlhf.experiments.page import comparison, number, table, write_csv
+from async_rlhf.experiments.statistics import MIN_SEEDS, adjusted, estimate, paired
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
@@ -74,7 +71,8 @@ def main(
         with ThreadPoolExecutor(jobs) as threads:
             arms = [*threads.map(lambda each: arm(*each), work)]
         out.mkdir(parents=True, exist_ok=True)
-        write_csv(arms, out / "results.csv")
+        write_csv([{key: f"{value:.6g}" if isinstance(value, float) else value for key, value in asdict(each).items()}
+                   for each in arms], out / "results.csv")  # fmt: skip
         (out / "report.md").write_text(report(arms, base))
         typer.echo(str(out / "report.md"))
 
@@ -126,15 +124,6 @@ def _command(*words: str) -> str:
     if done.returncode:
         raise AsyncRLHFError(f"`async-rlhf {' '.join(words)}` ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
     return done.stdout
-
-
-def write_csv(arms: Sequence[Arm], path: Path) -> None:
-    """A line an arm, numbers to 6 digits."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[field.name for field in fields(Arm)], lineterminator="\n")
-        writer.writeheader()
-        for each in arms:
-            writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in asdict(each).items()})
 
 
 def report(arms: Sequence[Arm], base: str) -> str:

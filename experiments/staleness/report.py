@@ -1,23 +1,21 @@
-"""What a sweep found, for people: results.csv and one page of Markdown. Formats numbers, never computes one.
+"""What a sweep found, for people: results.csv, two pictures, and one page as Markdown and as HTML with the pictures inside.
 
-Called by `pages`; the tables below the result are those of `measures`.
+From an archive alone. Formats numbers, never computes one; the tables below the result are those of `measures`. Called by
+`sweep` and by `async-rlhf report`.
 """
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.experiments.page import plain
-from async_rlhf.experiments.page import table as as_table
+from async_rlhf.experiments.page import by_group, difference, number, plain, write_csv, write_page
 from async_rlhf.experiments.staleness import measures
 from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, finished
 from async_rlhf.experiments.staleness.checks import checks
-from async_rlhf.experiments.staleness.measures import difference, number
 from async_rlhf.experiments.staleness.outcomes import by_setting, compared, paired_difference
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
 
@@ -39,13 +37,22 @@ _PLAIN_COLUMNS = (
 )
 
 
-def write_csv(results: Sequence[CellResult], path: Path) -> None:
-    """One row a cell; a number that was not measured is an empty field."""
-    rows = [row(result) for result in results]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def write(archive: Archive, directory: Path, say: Callable[[str], None], html: Path | None = None) -> list[Path]:
+    """Into the directory, which exists; the page into `html` where it is given. What was written, the pages last. Raises
+    OSError."""
+    write_csv([row(result) for result in archive.results], directory / "results.csv")
+
+    def draw() -> dict[str, Any]:
+        from async_rlhf.experiments.staleness.plot import picture
+        from async_rlhf.experiments.staleness.trade_offs import picture as trade_offs
+
+        given = archive.results, archive.sweep, archive.command
+        return {"results": picture(*given), "trade_offs": trade_offs(*given)}
+
+    def page(drawn: Mapping[str, str]) -> str:
+        return render(archive, drawn.get("results"), drawn.get("trade_offs"))
+
+    return [directory / "results.csv", *write_page(directory, page, draw, say, html)]
 
 
 def row(result: CellResult) -> dict[str, Any]:
@@ -130,8 +137,7 @@ def table(results: Sequence[CellResult]) -> str:
     }
     if all(cell.held_out_end.accuracy is None for cells in groups.values() for cell in cells):
         del columns["held-out accuracy, end"]
-    rows = ([label, *(shown(cells) for shown in columns.values())] for label, cells in groups.items())
-    return as_table([["setting", *columns], *rows])
+    return by_group(groups, columns)
 
 
 def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:

@@ -28,8 +28,8 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
 from async_rlhf.experiments.staleness.archive import Archive, keep_failed, keep_sweep
 from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, fingerprint, finished, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
-from async_rlhf.experiments.staleness.pages import write
 from async_rlhf.experiments.staleness.progress import CellProgress, Pace, SweepProgress
+from async_rlhf.experiments.staleness.report import write
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.learner.loop.budget import Spent
@@ -124,7 +124,7 @@ def run_sweep(
     only: Sequence[str] = (),
     dry_run: bool = False,
 ) -> bool:
-    """Run what is left of a sweep and write its tables, pictures and pages beside its cells (`pages`).
+    """Run what is left of a sweep and write its tables, pictures and pages beside its cells (`report`).
 
     path: a TOML file, or the name of a shipped sweep. overrides: `KEY=VALUE` of `--set`. jobs: cells that run at once; one if
     it is left out, with ray one a node. ray: address of the cluster that runs them. only: `AXIS=VALUE`; others are left for

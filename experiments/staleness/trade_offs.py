@@ -1,6 +1,6 @@
 """The second picture of a sweep: what reward cost in samples and tokens, what corrections did, how far the policy moved.
 
-Panels for which no cell kept a number are left out. Needs matplotlib (the extra `experiments`). Called by `pages`.
+Panels for which no cell kept a number are left out. Needs matplotlib (the extra `experiments`). Called by `report`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from async_rlhf.experiments.page import tidy
 from async_rlhf.experiments.staleness.cells import CellResult, finished
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, Reached, path, reached, scores_apart, smoothed, target
-from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, tidy, title
+from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, title
 from async_rlhf.inspect.plot import COLOURS
 
 _LEGEND_COLUMNS = 4

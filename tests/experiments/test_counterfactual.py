@@ -31,10 +31,10 @@ from async_rlhf.experiments.counterfactual.page import (
     Interval,
     Row,
     over_seeds,
-    read_csv,
+    read_rows,
     render,
     sentences,
-    write_csv,
+    write_rows,
 )
 from async_rlhf.experiments.counterfactual.picture import draw
 from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections, plain, recorded, several
@@ -188,7 +188,7 @@ def rows_of(completions: int) -> list[Row]:
     fresh = Row(0, 10, FRESH, 7.5, 8, 16, completions, 0.6, 0.87, near, near, near)
     below, none = Difference(-0.2, -0.3, -0.1, 16, 0.001, 0.2), Difference(0.01, -0.1, 0.12, 16, 0.8, 0.2)
     base = replace(fresh, estimate="uncorrected", fresh_below=0.5, bias=none)
-    clip = replace(base, estimate="ppo_clip", cosine=Interval(0.51, 0.4, 0.6), bias=below).compared("uncorrected", none)
+    clip = replace(base, estimate="ppo_clip", cosine=Interval(0.51, 0.4, 0.6), bias=below, base="uncorrected", difference=none)
     return [fresh, base, clip, replace(clip, estimate="naive")]
 
 
@@ -216,10 +216,10 @@ def test_a_reference_that_is_large_enough_is_drawn_without_a_warning_and_twice_t
 
 
 def test_rows_are_read_as_they_were_written_and_the_committed_page_is_what_the_committed_rows_say(tmp_path: Path) -> None:
-    write_csv(rows_of(4096), tmp_path / "rows.csv")
-    assert read_csv(tmp_path / "rows.csv") == rows_of(4096)
+    write_rows(rows_of(4096), tmp_path / "rows.csv")
+    assert read_rows(tmp_path / "rows.csv") == rows_of(4096)
     results = SHIPPED.parent / "results"
-    assert (results / "report.md").read_text() == render(over_seeds(read_csv(results / "results.csv")))
+    assert (results / "report.md").read_text() == render(over_seeds(read_rows(results / "results.csv")))
 
 
 def of_seed(seed: int, share: float, cosine: float) -> list[Row]:

@@ -17,7 +17,6 @@ from async_rlhf.experiments.statistics import (
     holm,
     isotonic,
     paired,
-    ratio,
     seeds_needed,
     t_chance,
     t_quantile,
@@ -95,31 +94,6 @@ def test_an_interval_leaves_the_truth_out_in_five_of_100_worlds_and_p_is_that_of
 def test_seeds_that_cannot_be_paired_are_refused() -> None:
     with pytest.raises(ValueError, match="3 and 2 values cannot be paired"):
         paired([1.0, 2.0, 3.0], [1.0, 2.0])
-    with pytest.raises(ValueError, match="at least 3"):
-        ratio([1.0] * 2, [1.0] * 2)
-
-
-def test_a_ratio_of_what_is_always_half_is_half_however_both_vary() -> None:
-    below = [1.0, 5.0, 2.0, 9.0, 3.0, 4.0]
-    found = ratio([each / 2 for each in below], below)
-    assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
-
-
-def test_the_interval_of_a_ratio_ends_where_the_t_test_does_and_has_no_end_where_the_denominator_may_be_0() -> None:
-    above, below = np.array([1.0, 3.0, 2.0, 2.5]), np.array([4.0, 5.0, 3.0, 4.5])
-    found = ratio(above.tolist(), below.tolist())
-    assert found.p == paired(above.tolist(), [0.0] * 4).p
-    for end in (found.low, found.high):
-        assert paired(above.tolist(), (end * below).tolist()).p == pytest.approx(LEVEL)
-    assert found.low < found.mean < found.high
-    unknown = ratio([1.0, 2.0, 3.0], [1.0, -1.0, 0.5])
-    assert (unknown.low, unknown.high) == (-math.inf, math.inf)
-
-
-def test_the_interval_of_a_ratio_holds_the_truth_in_about_95_of_100_worlds() -> None:
-    noise = np.random.default_rng(2).standard_normal((2000, 2, 5))
-    found = [ratio((2 + above).tolist(), (4 + below).tolist()) for above, below in noise]
-    assert 0.94 <= sum(each.low <= 0.5 <= each.high for each in found) / 2000 <= 0.97
 
 
 def test_holm_is_the_worked_example_and_keeps_the_order() -> None:

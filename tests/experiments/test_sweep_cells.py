@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.experiments.page import write_csv
 from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, fingerprint, keep, kept, read_cell
 from async_rlhf.experiments.staleness.checks import checks
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig
 from async_rlhf.experiments.staleness.outcomes import paired_difference
 from async_rlhf.experiments.staleness.plot import picture
-from async_rlhf.experiments.staleness.report import conclusions, render, table, write_csv
+from async_rlhf.experiments.staleness.report import conclusions, render, row, table
 from async_rlhf.experiments.staleness.trade_offs import picture as trade_offs
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.run_dir import RunDir
@@ -252,7 +253,7 @@ def test_what_was_not_measured_is_a_dash_and_no_conclusion(result: CellResult) -
 
 
 def test_the_table_file_has_a_row_a_cell_and_empty_fields_for_what_was_not_measured(result: CellResult, tmp_path: Path) -> None:
-    write_csv([result, replace(result, held_out_end=HeldOut(None, None))], tmp_path / "r.csv")
+    write_csv([row(result), row(replace(result, held_out_end=HeldOut(None, None)))], tmp_path / "r.csv")
     first, second = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
     assert first["queue.max_staleness"] == "2" and first["staleness_mean"] == "1.15"
     assert (first["held_out_reward_end"], second["held_out_reward_end"]) == ("0.9", "")
