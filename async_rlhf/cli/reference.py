@@ -75,7 +75,7 @@ def _section(name: str, section: type[BaseModel]) -> Iterator[str]:
         raise ValueError(f"[{name}] has no meaning: write a docstring in {section.__name__}")
     yield f"## [{name}]\n" if name else "## At the top\n"
     yield f"{_one_line(section.__doc__)} {_PAGES[name]}; `{section.__module__}.{section.__name__}`\n"
-    yield "| key and default | type, limits | meaning |\n| --- | --- | --- |"
+    yield "| key=default, type, limits | meaning |\n| --- | --- |"
     own = (setting for setting in settings(section) if name or "." not in setting.key)
     yield "\n".join(_row(setting, f"{name}." if name else "") for setting in own)
     yield ""
@@ -87,7 +87,7 @@ def _row(setting: Setting, prefix: str) -> str:
         raise ValueError(f"{key} has no meaning: write a docstring under the field")
     aliases = field.validation_alias.choices[1:] if isinstance(field.validation_alias, AliasChoices) else []
     names = " or ".join(f"`{name}`" for name in (f"{key}{_default(field)}", *aliases))
-    cells = (names, f"{_type(field.annotation)}{_limits(field)}", _one_line(field.description))
+    cells = (f"{names} {_type(field.annotation)}{_limits(field)}", _one_line(field.description))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

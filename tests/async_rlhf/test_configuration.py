@@ -160,7 +160,7 @@ def test_the_reference_of_keys_is_what_the_code_says_and_every_key_has_a_meaning
     assert text == (REPOSITORY / "docs" / "configuration.md").read_text(), "python -m async_rlhf.cli.reference writes it"
     for setting in settings(Config):
         assert re.search(rf"\| `{re.escape(setting.key)}[=`]", text)
-    assert "| `queue.max_staleness=1` | int ≥0, ≤1024 | Largest staleness" in text
+    assert "| `queue.max_staleness=1` int ≥0, ≤1024 | Largest staleness" in text
 
 
 def test_a_result_is_shown_in_a_line() -> None:
