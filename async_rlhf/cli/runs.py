@@ -68,10 +68,10 @@ def check(
     """Check a configuration, its data and its rewards, and say what it will do."""
     with errors():
         from async_rlhf.inspect.trials import call_once
-        from async_rlhf.run.fitting import check_memory
-        from async_rlhf.run.launching import connect, found_by
-        from async_rlhf.run.placing import inventory_of, placement_of, table
-        from async_rlhf.run.preflight import preflight
+        from async_rlhf.run.checks.memory_fit import check_memory
+        from async_rlhf.run.checks.preflight import preflight
+        from async_rlhf.run.hosts.connections import connect, found_by
+        from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
 
         loaded = load_config(config, overrides)
         prepared = preflight(loaded)
@@ -106,7 +106,7 @@ def check(
                 typer.echo(line)
         if deep:
             from async_rlhf.learner.model.gguf import model_directory
-            from async_rlhf.run.model_checks import deep_check
+            from async_rlhf.run.checks.model import deep_check
 
             for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):
                 typer.echo(line)
@@ -121,8 +121,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model as a run of this configuration would, without one: greedy, and with evaluation.samples pass@k."""
     with errors():
-        from async_rlhf.run.display import Display, held_out
-        from async_rlhf.run.preparation import evaluate as judged
+        from async_rlhf.preparation import evaluate as judged
+        from async_rlhf.run.display.console import Display, held_out
 
         loaded = load_config(config, overrides)
         if as_json:
@@ -195,9 +195,9 @@ def chaos(
     """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
     with errors():
         from async_rlhf.inspect.chaos import Monkey, problems
-        from async_rlhf.run.child import MAX_DEATHS
-        from async_rlhf.run.display import Display
-        from async_rlhf.run.preparation import prepare
+        from async_rlhf.preparation import prepare
+        from async_rlhf.run.display.console import Display
+        from async_rlhf.run.supervision.child import MAX_DEATHS
 
         loaded = load_config(config, overrides)
         with Display() as display:
@@ -263,9 +263,9 @@ def sweep(
 
 
 def run_to_end(config: Any, **how: Any) -> None:
-    """Run a checked configuration as `async_rlhf.run.api.run` does, and say how it ended. Raises what that raises."""
-    from async_rlhf.run.api import run
-    from async_rlhf.run.terminal import Lasting, outliving_terminal
+    """Run a checked configuration as `async_rlhf.api.run` does, and say how it ended. Raises what that raises."""
+    from async_rlhf.api import run
+    from async_rlhf.run.display.terminal import Lasting, outliving_terminal
 
     with outliving_terminal():
         result = run(config, **how)

@@ -128,8 +128,8 @@ def _request(what: Request, directory: Path, name: str) -> None:
 
 
 def _submit(directory: Path, config: Config) -> None:
-    from async_rlhf.run.preparation import check_startable
-    from async_rlhf.run.spooling import make_spool
+    from async_rlhf.preparation import check_startable
+    from async_rlhf.run.checks.spool import make_spool
     from async_rlhf.serve.queue_dir import QueueDir
 
     for remark in check_startable(config):

@@ -124,7 +124,7 @@ def rollouts_show(
     """Show groups as they were trained on: prompt, completions, versions, scores."""
     with errors():
         from async_rlhf.inspect.rollouts import show
-        from async_rlhf.run.display import group_lines
+        from async_rlhf.run.display.console import group_lines
         from async_rlhf.run.run_dir import RunDir
 
         found = show(RunDir.existing(run_dir), limit, step=step, group=group)

@@ -27,7 +27,7 @@ from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.loop.changes import Ledger
-from async_rlhf.run.display import held_out, line
+from async_rlhf.run.display.console import held_out, line
 from async_rlhf.run.live import changes
 from async_rlhf.run.restarts import read_restarts
 from async_rlhf.run.run_dir import RunDir

@@ -120,7 +120,7 @@ class Agent:
                     break  # the rest in the next look round
             if code is not None:
                 del self._lives[number]
-                events.append(orders.Ended(life=number, code=code, words=life.process.last_words()[:1000]))
+                events.append(orders.Ended(life=number, code=code, words=life.process.failure_message()[:1000]))
         return events
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class NodeFiles:
     """What a node is given: see `orders.Start`. returns: name there -> file here to which it is appended. clock: file here
     with the distance of its host's clock from ours (`clocks`)."""
 
@@ -104,13 +104,13 @@ class Parcel:
     clock: Path | None = None
 
 
-Pack = Callable[[Node, str, Mapping[Place, str]], Parcel]
+Pack = Callable[[Node, str, Mapping[Place, str]], NodeFiles]
 """(node, its directory there, where each place is there that was found) -> what it is given."""
 
 
-def nothing(node: Node, directory: str, found: Mapping[Place, str]) -> Parcel:
+def nothing(node: Node, directory: str, found: Mapping[Place, str]) -> NodeFiles:
     """A `Pack` for a node that needs no files."""
-    return Parcel({}, {}, {f"{node.name}.log": node.log})
+    return NodeFiles({}, {}, {f"{node.name}.log": node.log})
 
 
 class RemoteProcess:
@@ -125,7 +125,7 @@ class RemoteProcess:
         self._words: SimpleQueue[bytes] = SimpleQueue()
         self._ended = threading.Event()
         self._code: int | None = None
-        self._last_words = ""
+        self._failure_message = ""
 
     def poll(self) -> int | None:
         return self._code
@@ -137,8 +137,8 @@ class RemoteProcess:
                 found += self._words.get_nowait()
         return found
 
-    def last_words(self) -> str:
-        return self._last_words
+    def failure_message(self) -> str:
+        return self._failure_message
 
     def kill(self) -> None:
         if self._code is None:
@@ -154,7 +154,7 @@ class RemoteProcess:
 
     def ends(self, code: int, words: str) -> None:
         if self._code is None:
-            self._last_words = words  # first: who sees the code may read them
+            self._failure_message = words  # first: who sees the code may read them
             self._code = code
             self._ended.set()
 
@@ -269,19 +269,19 @@ class Connection:
             del self._processes[process.life]
             return
         try:
-            parcel = self._pack(node, f"{self._directory}/{node.name}", self._found)
-            digests = {name: known_digest(path) for name, path in parcel.files.items()}
+            given = self._pack(node, f"{self._directory}/{node.name}", self._found)
+            digests = {name: known_digest(path) for name, path in given.files.items()}
         except (OSError, SyntaxError, ValueError) as error:
             del self._processes[process.life]
             process.ends(FAILED, f"what it needs cannot be read here: {error}")
             return
         self._say(orders.Want(digests=sorted(set(digests.values()))))
         missing = set(self._answer(orders.Missing).digests)
-        for name, path in parcel.files.items():
+        for name, path in given.files.items():
             if digests[name] in missing:
                 missing.remove(digests[name])
                 self._send_file(digests[name], path)
-        process.returns, process.clock = list(parcel.returns.values()), parcel.clock
+        process.returns, process.clock = list(given.returns.values()), given.clock
         devices, cpus = (None if each is None else list(each) for each in (node.devices, node.cpus))
         self._say(
             orders.Start(
@@ -293,8 +293,8 @@ class Connection:
                 cpus=cpus,
                 threads=node.threads,
                 files=digests,
-                inline=dict(parcel.inline),
-                returns=list(parcel.returns),
+                inline=dict(given.inline),
+                returns=list(given.returns),
             )
         )
 

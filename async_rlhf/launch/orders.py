@@ -172,7 +172,7 @@ class Wrote(MessageBase):
 
 
 class Ended(MessageBase):
-    """code: as `Process.poll`; words: as `Process.last_words`. Also of a node that could not be started."""
+    """code: as `Process.poll`; words: as `Process.failure_message`. Also of a node that could not be started."""
 
     type: Literal["ended"] = "ended"
     life: Count

@@ -30,7 +30,7 @@ class RankProcesses:
     """See `program.Process`. It ends well when rank 0 does, and else with the first rank that ends.
 
     An end of rank 0 is as it was. Another rank's has code FAILED, or its own where starting again would not help or its host is
-    lost, and is named in `last_words`.
+    lost, and is named in `failure_message`.
     """
 
     def __init__(self, hosts: Sequence[str], processes: Sequence[Process]) -> None:
@@ -72,7 +72,7 @@ class RankProcesses:
         self._heard.clear()
         return BEAT
 
-    def last_words(self) -> str:
+    def failure_message(self) -> str:
         return self._words
 
     def kill(self) -> None:
@@ -81,7 +81,7 @@ class RankProcesses:
             self._end(FAILED, f"{' and '.join(silent)} fell silent" if silent else "")
 
     def _blame(self, rank: int, codes: dict[int, int]) -> None:
-        code, words = codes[rank], self._processes[rank].last_words()
+        code, words = codes[rank], self._processes[rank].failure_message()
         if rank == 0:
             self._end(code, words)
         elif code == HOST_LOST:

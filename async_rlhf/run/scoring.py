@@ -162,3 +162,9 @@ def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:
         )
     if Path(config.model).is_dir():
         check_incremental(config.model, where)
+
+
+def own_file(target: str) -> Path | None:
+    """The file of a reward or environment `[NAME=][FORM:]path.py:name`; one of a package is found by its name."""
+    file = Path((target.partition("=")[2] or target).rpartition(":")[0].rpartition(":")[2])
+    return file if file.suffix == ".py" and file.is_file() else None

@@ -31,9 +31,9 @@ from async_rlhf.launch.exit_codes import ending
 from async_rlhf.launch.forked import Child
 from async_rlhf.launch.local import begin, warm
 from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.run.display.terminal import on_signals
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
-from async_rlhf.run.terminal import on_signals
 from async_rlhf.serve.notices import Notices
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Ended, Entry, Seen, plan
@@ -55,7 +55,7 @@ class Daemon:
         self._notices = Notices(queue)
         self._children: dict[int, Child] = {}
         self._signals = 0
-        self._complaint = ""
+        self._last_error = ""
 
     def run(self) -> None:
         """Until a signal. Raises ConfigError when there is another daemon, also one that takes the queue meanwhile; the runs
@@ -81,11 +81,11 @@ class Daemon:
             with self._queue.alone():
                 active = self._turn()
         except (OSError, AsyncRLHFError) as error:  # a full disk, an operator's command that hangs: tried again
-            if str(error) != self._complaint:
-                self._complaint = str(error)
+            if str(error) != self._last_error:
+                self._last_error = str(error)
                 self._say(f"cannot go on, and tries again: {error}")
             return self._signals < 2
-        self._complaint = ""
+        self._last_error = ""
         return active or not self._signals
 
     def _turn(self) -> bool:
@@ -104,8 +104,8 @@ class Daemon:
                 self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
             if entry.state == "failed" != old.state and (problem := self._notices.failed(entry)):
                 self._say(problem)
-        for complaint in self._notices.complaints():
-            self._say(complaint)
+        for last_error in self._notices.failures():
+            self._say(last_error)
         for entry in made.entries:
             if entry.number in made.tell or (self._signals > 1 and entry.is_active):
                 self._queue.tell(entry)
@@ -118,7 +118,7 @@ class Daemon:
             return Seen(alive=True)
         ended = self._queue.ended(entry)
         if ended is None and code is not None and code > 0:  # it was refused before it had begun
-            ended = Ended(failed=_last_words(self._queue.folder(entry) / "log") or ending(code, ""))
+            ended = Ended(failed=_failure_message(self._queue.folder(entry) / "log") or ending(code, ""))
         return Seen(alive=False, ended=ended, steps=self._queue.steps(entry))
 
     def _started(self, entry: Entry) -> Entry:
@@ -151,7 +151,7 @@ def _begun(command: Sequence[str], cwd: str, log: IO[bytes], lock: RunLock) -> C
         raise _CannotBegin(f"it cannot be started in {cwd}: {error}") from error
 
 
-def _last_words(log: Path) -> str:
+def _failure_message(log: Path) -> str:
     """The reason that the command line gave for its end."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

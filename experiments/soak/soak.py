@@ -182,7 +182,7 @@ class _Hand:
         self._changes, self._next_change = cycle(_CHANGES), _CHANGE_S
 
     @property
-    def owes(self) -> bool:
+    def is_unconfirmed(self) -> bool:
         """Whether a kill is left."""
         return bool(self._due)
 

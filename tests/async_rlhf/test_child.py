@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from async_rlhf.launch.program import Node, Process
-from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
+from async_rlhf.run.supervision.child import MAX_DEATHS, Child, SupervisedTime
 
 PROCESS = cast(Process, object())
 

@@ -16,11 +16,11 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.inspect.trace import export
 from async_rlhf.launch.program import role_of
-from async_rlhf.run.daemon import Supervisor
-from async_rlhf.run.launching import connect, found_by
-from async_rlhf.run.placing import inventory_of, placement_of
-from async_rlhf.run.preparation import prepare
+from async_rlhf.preparation import prepare
+from async_rlhf.run.hosts.connections import connect, found_by
+from async_rlhf.run.hosts.placement import inventory_of, placement_of
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_faults import trained_groups
 from tests.async_rlhf.test_supervisor import Heard
 from tests.async_rlhf.two_hosts import AHEAD_S, clock_ahead

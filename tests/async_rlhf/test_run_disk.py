@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from async_rlhf.run.disk import RunDisk, little_room
+from async_rlhf.run.processes.roles import little_room
+from async_rlhf.run.supervision.disk import RunDisk
 
 
 class Usage(NamedTuple):

@@ -1,6 +1,6 @@
 """The supervisor: starts the processes of a run, watches them, starts again what died, drains, ends.
 
-owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a courier to the hub
+owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a notifier to the hub
 waits for   the learner to end; looks round every 0.1 s, and ends the run when no step is finished for too long, unless nothing
             is missing but what an operator brings (`lacks`)
 woken by    signals: the first drains (no new credits, finish, checkpoint), the second forces
@@ -51,21 +51,21 @@ from async_rlhf.launch.run_lock import holder
 from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
 from async_rlhf.launch.tether import PROGRESS
 from async_rlhf.learner.loop.budget import Spent
-from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
 from async_rlhf.run.config import Config
-from async_rlhf.run.courier import Courier
-from async_rlhf.run.disk import RunDisk
-from async_rlhf.run.evaluator import Evaluator
-from async_rlhf.run.events import Events
-from async_rlhf.run.lacks import LackWatch
-from async_rlhf.run.launching import with_ranks
-from async_rlhf.run.placing import nodes_of, placement_of
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display.terminal import Signals, on_signals
+from async_rlhf.run.hosts.connections import with_ranks
+from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.restarts import Restarts
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, is_step, line_of_step
-from async_rlhf.run.terminal import Signals, on_signals
-from async_rlhf.run.tracker import Tracker
+from async_rlhf.run.supervision.child import MAX_DEATHS, Child, SupervisedTime
+from async_rlhf.run.supervision.disk import RunDisk
+from async_rlhf.run.supervision.evaluator import Evaluator
+from async_rlhf.run.supervision.events import Events
+from async_rlhf.run.supervision.hub_notifier import HubNotifier
+from async_rlhf.run.supervision.tracker import Tracker
+from async_rlhf.run.supervision.waiting import OperatorWait
 
 _LOOK_S = 0.1
 _CLOSE_S = 15.0
@@ -111,7 +111,7 @@ class Supervisor:
         self._placement = placement or placement_of(config)
         self._launcher = with_ranks(launcher, config, self._placement, run)
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
-        self._lacks = LackWatch(run, self._progress.event, self._now)
+        self._operator_wait = OperatorWait(run, self._progress.event, self._now)
         self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
         self._disk = RunDisk(
             run.path, config.max_log_bytes, config.disk_headroom_bytes, self._progress.event, self._now, self.events.disk_low
@@ -130,7 +130,7 @@ class Supervisor:
                 last = line_of_step(self._run.metrics)
                 self._spent = Spent() if last is None else Spent.until(last)
                 self._step = self._highest = self._spent.steps
-                self._courier = Courier(self._ask_for)
+                self._notifier = HubNotifier(self._ask_for)
                 try:
                     self._start_all()
                     self._watch()
@@ -229,13 +229,13 @@ class Supervisor:
             self._tracker.look()
             self._disk.look()
             self.events.look()
-            if complaint := self._courier.complaint():
-                self._progress.event(f"the hub did not answer: {complaint}")
+            if last_error := self._notifier.last_error():
+                self._progress.event(f"the hub did not answer: {last_error}")
             if not self._draining and (self._signals.count or self._evaluator.plateau):
                 self._draining, self._plateau = True, self._evaluator.plateau
                 why = f"{self._plateau}; " if self._plateau else ""
                 self._progress.event(f"{why}draining: no new work, finishing what has begun (again to force)")
-                self._courier.drain()
+                self._notifier.drain()
             if self._run.is_lost():
                 for process in self.processes().values():
                     process.kill()
@@ -244,7 +244,7 @@ class Supervisor:
                 )
             if self._is_forced():
                 raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")
-            if self._lacks.waits():
+            if self._operator_wait.waits():
                 self._last_step_at = self._now()
             if self._now() - self._last_step_at > self._config.stall_timeout_s:
                 raise StalledError(self._stall_report())
@@ -262,8 +262,8 @@ class Supervisor:
             elif child.silent_s(now) > self._config.watchdog_s:
                 self._progress.event(f"{name} is frozen: no beat for {child.silent_s(now):.0f} s (watchdog_s); ending it")
                 child.process.kill()
-        elif child.wanted and now >= child.start_at and not self._courier.owes(name):
-            if child.ended_well and not self._courier.hub_goes_on:
+        elif child.wanted and now >= child.start_at and not self._notifier.is_unconfirmed(name):
+            if child.ended_well and not self._notifier.hub_goes_on:
                 child.wanted = False  # the hub has stopped it
             elif child.ended_well:
                 self._died(child, "with code 0, and the run goes on")
@@ -281,7 +281,7 @@ class Supervisor:
         if role == "learner" and code == 0:
             child.process, child.wanted = None, False
             return
-        words = process.last_words() if code > 0 else ""
+        words = process.failure_message() if code > 0 else ""
         if code in FATAL:
             kinds: dict[int, type[AsyncRLHFError]] = {
                 CONFIGURATION: ConfigError,
@@ -291,14 +291,14 @@ class Supervisor:
             }
             raise kinds.get(code, WorkerLostError)(words or f"{child.node.name} ended with code {code}; see {child.node.log}")
         if role == "actor":
-            self._courier.gone(child.node.name)
+            self._notifier.gone(child.node.name)
         if code == HOST_LOST:
-            self._lost(child, process.last_words())
+            self._lost(child, process.failure_message())
             return
         if role == "actor" and code == 0:
             child.ends_well(self._now())  # perhaps at the hub's request: its state shows
             return
-        self._died(child, ending(code, process.last_words()), words)
+        self._died(child, ending(code, process.failure_message()), words)
 
     def _died(self, child: Child, how: str, error: str = "") -> None:
         name, pause_s = child.node.name, child.died(self._now(), self._config.actors.restart_backoff_s, error)
@@ -321,7 +321,7 @@ class Supervisor:
             return
         self._restarts.count(child.node.role)
         if child.node.role == "hub" and self._draining:
-            self._courier.drain()
+            self._notifier.drain()
 
     def _report_steps(self) -> None:
         for record in filter(is_step, self._tail.read()):
@@ -366,7 +366,7 @@ class Supervisor:
         killed."""
         with suppress(DamagedError):
             self._report_steps()
-        self._courier.close()
+        self._notifier.close()
         hub = self._children.get("hub")
         if hub is not None and hub.process is not None and hub.process.poll() is None:
             with suppress(AsyncRLHFError), self._ask_for(5.0) as hub_control:  # a silent hub is killed below

@@ -7,7 +7,7 @@
 
 A process appends to its log through a descriptor that it has kept from its start, so the file stays and is emptied when a
 copy of it lies beside it; what is written between the two is lost. `rollouts.jsonl` and spans begin anew where they are written
-(`buffers.lines.LineFile`). Where little room is left the hub begins no further group (`little_room`), so that the run comes to
+(`buffers.lines.LineFile`). Where little room is left the hub begins no further group, so that the run comes to
 rest before it must. What happens on a full disk is for those who write: steps wait for room, samples are counted.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from async_rlhf.buffers.lines import earlier
-from async_rlhf.run.memory import written
+from async_rlhf.run.checks.memory import written
 
 _EVERY_S = 10.0
 
@@ -69,14 +69,3 @@ class RunDisk:
             )
         elif was_low and not self.is_low:
             self._event(f"the disk has {written(free)} again")
-
-
-def little_room(directory: Path, pause_bytes: int) -> str:
-    """Why no further group should be begun; empty where there is room. A disk that cannot be asked has room."""
-    try:
-        free = shutil.disk_usage(directory).free
-    except OSError:
-        return ""
-    if free >= pause_bytes:
-        return ""
-    return f"the disk has {written(free)} left, less than disk_pause_bytes ({written(pause_bytes)}): no group is begun"

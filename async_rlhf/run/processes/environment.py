@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from async_rlhf.actors.engine import RolloutKey
 from async_rlhf.actors.loop.episodes import Play
 from async_rlhf.buffers.record import Score
+from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
-from async_rlhf.run.model_checks import longest_prompt
 from async_rlhf.run.scoring import environment_spec
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from async_rlhf.cli.commands import app
 from async_rlhf.launch.network import LOOPBACK, free_port, interface_towards, own_address
 from async_rlhf.launch.orders import Start
 from async_rlhf.launch.program import actor_node, rank_node, relay_node, scorer_node
-from async_rlhf.run import staging
-from async_rlhf.run.agreement import shared
 from async_rlhf.run.config import Config, load, override
-from async_rlhf.run.launching import connect
+from async_rlhf.run.hosts import node_files as staging
+from async_rlhf.run.hosts.connections import connect
+from async_rlhf.run.hosts.node_files import pack, places
+from async_rlhf.run.processes.agreement import shared
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.staging import pack, places
 from tests.async_rlhf.test_agreement import machine
 
 LAUNCH = {"launch.kind": "hosts", "launch.hosts": ["gpu1"]}
@@ -45,16 +45,16 @@ def config(tmp_path: Path) -> Config:
 def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Config, tmp_path: Path) -> None:
     run = RunDir.create(config, load_rows(config.data))
     there = tmp_path / "there" / "actor-0"
-    parcel = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there), {})
-    Start(life=1, name="actor-0", role="actor", arguments=[], files=dict.fromkeys(parcel.files, "0" * 32),
-          inline=dict(parcel.inline), returns=list(parcel.returns))  # fmt: skip
-    assert {name for name in parcel.files if name.endswith(".py")} == {
+    given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there), {})
+    Start(life=1, name="actor-0", role="actor", arguments=[], files=dict.fromkeys(given.files, "0" * 32),
+          inline=dict(given.inline), returns=list(given.returns))  # fmt: skip
+    assert {name for name in given.files if name.endswith(".py")} == {
         f"rewards/0/{name}.py" for name in ("judge", "near", "far")
     }
-    for name, path in parcel.files.items():
+    for name, path in given.files.items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(path.read_bytes())
-    for name, data in parcel.inline.items():
+    for name, data in given.inline.items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(data)
         (there / name).chmod(0o600)
@@ -71,7 +71,7 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
         .read_text()
         .strip()
     )
-    assert "hub.secret" not in {Path(name).name for name in (*parcel.inline, *parcel.files)}
+    assert "hub.secret" not in {Path(name).name for name in (*given.inline, *given.files)}
     (tmp_path / "judge.py").write_text((there / "rewards/0/judge.py").read_text())
     assert shared(its, RunData(there, its.data)) == shared(config, RunData(run.path, config.data))
     run.retire()
@@ -84,15 +84,15 @@ def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config:
     (tmp_path / "zero.json").write_text("{}")
     own = {"backend": "deepspeed", "deepspeed_config": str(tmp_path / "zero.json")}
     config = override(config, {"loss.kind": f"{tmp_path}/own.py:plain", "learner": own})
-    parcel = pack(config, rank_node(1, "10.0.0.1:2222", tmp_path / "log"), "/own/rank", {})
-    assert {name for name in parcel.files if not name.startswith("model/")} == {
+    given = pack(config, rank_node(1, "10.0.0.1:2222", tmp_path / "log"), "/own/rank", {})
+    assert {name for name in given.files if not name.startswith("model/")} == {
         "loss/0/own.py", "loss/0/far.py", "loss/0/near.py", "deepspeed/zero.json",
     }  # fmt: skip
-    assert parcel.files["model/model.safetensors"] and list(parcel.inline) == ["config.toml"]
-    its = tomllib.loads(parcel.inline["config.toml"].decode())
+    assert given.files["model/model.safetensors"] and list(given.inline) == ["config.toml"]
+    its = tomllib.loads(given.inline["config.toml"].decode())
     assert (its["model"], its["loss"]["kind"]) == ("/own/rank/model", "/own/rank/loss/0/own.py:plain")
     assert its["learner"]["deepspeed_config"] == "/own/rank/deepspeed/zero.json"
-    assert parcel.returns == {"logs/learner-rank-1.log": tmp_path / "log"}
+    assert given.returns == {"logs/learner-rank-1.log": tmp_path / "log"}
 
 
 def test_a_model_that_a_host_has_is_named_and_not_sent(config: Config, tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_a_model_that_a_host_has_is_named_and_not_sent(config: Config, tmp_path:
     )
     (place,) = places(mapped)
     assert (place.there, place.required) == ("/there/model", True) and "model.safetensors" in place.names
-    parcel = pack(mapped, node, "/own/actor-0", {place: place.there})
-    assert 'model = "/there/model"' in parcel.inline["config.toml"].decode()
-    assert not any(name.startswith("model/") for name in parcel.files)
+    given = pack(mapped, node, "/own/actor-0", {place: place.there})
+    assert 'model = "/there/model"' in given.inline["config.toml"].decode()
+    assert not any(name.startswith("model/") for name in given.files)
     (place,) = places(config)
     assert (place.there, place.required) == (config.model, False)
     assert "model/model.safetensors" in pack(config, node, "/own/actor-0", {}).files
@@ -118,8 +118,8 @@ def test_a_snapshot_of_the_hub_is_looked_for_in_the_host_s_own_cache(
     (tmp_path / "runs/run/data").mkdir(parents=True)
     (place,) = places(config)
     assert (place.there, place.required) == ("{hub}/model", False)
-    parcel = pack(config, actor_node(config.address, 0, tmp_path / "log"), "/own/actor-0", {place: "/its/hub/model"})
-    assert 'model = "/its/hub/model"' in parcel.inline["config.toml"].decode()
+    given = pack(config, actor_node(config.address, 0, tmp_path / "log"), "/own/actor-0", {place: "/its/hub/model"})
+    assert 'model = "/its/hub/model"' in given.inline["config.toml"].decode()
 
 
 def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(config: Config, tmp_path: Path) -> None:
@@ -135,12 +135,12 @@ def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(con
         )
     }
     run.retire()
-    assert {role: set(parcel.inline) for role, parcel in given.items()} == {
+    assert {role: set(given.inline) for role, given in given.items()} == {
         "relay": {"config.toml", "keys/hub.public", "keys/peer.secret"},
         "scorer": {"config.toml"},
         "actor": {"config.toml"},
     }
-    assert {role: {name.partition("/")[0] for name in parcel.files} for role, parcel in given.items()} == {
+    assert {role: {name.partition("/")[0] for name in given.files} for role, given in given.items()} == {
         "relay": set(),
         "scorer": {"rewards", "model"},
         "actor": {"rewards", "model", "data"},

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.run.display import beginning
-from async_rlhf.run.lacks import LackWatch
+from async_rlhf.run.display.console import beginning
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.supervision.waiting import OperatorWait
 
 WORDS = {
     "lacks_prompts": ("waiting for prompts: the spool has none", "there are prompts again", "the spool has no prompts"),
@@ -26,7 +26,7 @@ WORDS = {
 @pytest.mark.parametrize("lack", WORDS)
 def test_a_run_waits_for_its_operator_only_as_long_as_its_hub_says_so(tmp_path: Path, lack: str) -> None:
     run, now, said = RunDir(tmp_path), [0.0], list[str]()
-    watch = LackWatch(run, said.append, lambda: now[0])
+    watch = OperatorWait(run, said.append, lambda: now[0])
 
     def seen(at: float, status: dict[str, Any] | None = None) -> bool:
         now[0] = at
@@ -45,7 +45,7 @@ def test_a_run_waits_for_its_operator_only_as_long_as_its_hub_says_so(tmp_path: 
 
 def test_a_wait_that_becomes_another_is_told(tmp_path: Path) -> None:
     run, now, said = RunDir(tmp_path), [0.0], list[str]()
-    watch = LackWatch(run, said.append, lambda: now[0])
+    watch = OperatorWait(run, said.append, lambda: now[0])
     for at, lack in ((2.0, "lacks_prompts"), (4.0, "lacks_room")):
         now[0] = at
         run.ledger.write_text(json.dumps({lack: True}))

@@ -20,7 +20,7 @@ _AGAIN_S = 0.5
 _GOES_ON = ("running", "paused", "disk full")
 
 
-class Courier:
+class HubNotifier:
     """See the module docstring. control: a connection to the hub with this patience in seconds."""
 
     def __init__(self, control: Callable[[float], AbstractContextManager[Control]]) -> None:
@@ -30,8 +30,8 @@ class Courier:
         self._drains = self._drained = 0
         self._gone: list[str] = []
         self._hub_goes_on = True
-        self._complaint = ""
-        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self._last_error = ""
+        self._thread = threading.Thread(target=self._run, name="notifier", daemon=True)
         self._thread.start()
 
     def drain(self) -> None:
@@ -46,7 +46,7 @@ class Courier:
             self._gone.append(actor)
             self._news.notify()
 
-    def owes(self, actor: str) -> bool:
+    def is_unconfirmed(self, actor: str) -> bool:
         """Whether the hub has not confirmed yet that this actor is gone."""
         with self._news:
             return actor in self._gone
@@ -57,11 +57,11 @@ class Courier:
         with self._news:
             return self._hub_goes_on
 
-    def complaint(self) -> str:
+    def last_error(self) -> str:
         """Why the hub has confirmed nothing, once for each time that it falls silent."""
         with self._news:
-            complaint, self._complaint = self._complaint, ""
-            return complaint
+            last_error, self._last_error = self._last_error, ""
+            return last_error
 
     def close(self) -> None:
         with self._news:
@@ -83,7 +83,7 @@ class Courier:
             except AsyncRLHFError as error:
                 with self._news:
                     if confirmed:
-                        self._complaint = str(error)
+                        self._last_error = str(error)
                     self._news.wait_for(lambda: self._closing, _AGAIN_S)
                 confirmed = False
 

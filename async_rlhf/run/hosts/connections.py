@@ -19,9 +19,9 @@ from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.ranks import RankLauncher
 from async_rlhf.launch.remote import Connections, RemoteLauncher
 from async_rlhf.run.config import Config
-from async_rlhf.run.placing import on_cuda
+from async_rlhf.run.hosts.node_files import pack, places
+from async_rlhf.run.hosts.placement import on_cuda
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.staging import pack, places
 
 
 def connect(config: Config) -> tuple[Config, Connections | None]:

@@ -9,9 +9,9 @@ from typing import IO, Any, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from async_rlhf.run import progress
+from async_rlhf.run.display import progress
+from async_rlhf.run.display.terminal import Lasting
 from async_rlhf.run.run_files import figures, printable
-from async_rlhf.run.terminal import Lasting
 
 # A log that is read later wants a line now and then, not one a step.
 _LINE_EVERY_S = 5.0

@@ -20,9 +20,9 @@ from async_rlhf.buffers.lines import LineFile
 from async_rlhf.launch.exit_codes import INTERRUPTED, REFUSED_TO_TRAIN, STALLED
 from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.run.config import Config
-from async_rlhf.run.hooks import Hooks
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.supervision.hooks import Hooks
 from async_rlhf.run.watching import EventKind
 
 # Of the limit to failed scores: from where an event is raised, and below which another may be.
@@ -70,8 +70,8 @@ class Events(Progress):
 
     def look(self) -> None:
         """Show what has become of the hooks."""
-        for complaint in self._hooks.complaints():
-            self._shown.event(complaint)
+        for last_error in self._hooks.failures():
+            self._shown.event(last_error)
 
     # -- what the supervisor reports ---------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ _BEGINS = {
 _ENDS = {"lacks_room": "there is room on the disk again", "lacks_prompts": "there are prompts again"}
 
 
-class LackWatch:
+class OperatorWait:
     """say: told when such a wait begins and ends."""
 
     def __init__(self, run: RunDir, say: Callable[[str], None], now: Callable[[], float]) -> None:

@@ -30,9 +30,9 @@ from async_rlhf.learner.checkpoint.evaluated import Cadence, is_evaluation, link
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.config import Config
-from async_rlhf.run.evaluation import record_evaluation
+from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.live import cadence
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail
 from async_rlhf.run.watching import EvaluationConfig
@@ -222,7 +222,7 @@ class Evaluator:
         if code < 0 and self._killed[due] < _MAX_KILLED:
             self._progress.event(f"the evaluation of {due} ended by signal {-code}; it is made again")
             return
-        self._miss(due, f"it failed with code {code}: {process.last_words() or 'see logs/evaluation.log'}")
+        self._miss(due, f"it failed with code {code}: {process.failure_message() or 'see logs/evaluation.log'}")
 
     def _miss(self, due: Due, reason: str) -> None:
         """It is not tried again in this life of the supervisor."""

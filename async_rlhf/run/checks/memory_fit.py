@@ -16,10 +16,10 @@ from async_rlhf.actors.config import REFERENCE, EngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import tensor_shapes
 from async_rlhf.launch.placement import Host, Inventory, Placement
-from async_rlhf.run import memory
+from async_rlhf.run.checks import memory
+from async_rlhf.run.checks.memory import Parts, Shape, written
 from async_rlhf.run.config import Config
-from async_rlhf.run.memory import Parts, Shape, written
-from async_rlhf.run.placing import model_devices
+from async_rlhf.run.hosts.placement import model_devices
 
 _LASTING = ("weights", "gradients", "optimizer")
 _ENGINES = ("actor", "evaluation")

@@ -19,8 +19,8 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.spool.claims import Rejected, Spool
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
 from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
-from async_rlhf.run.model_checks import longest_prompt
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import OF_EPISODES, environment_spec, stage_specs
 

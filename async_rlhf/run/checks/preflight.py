@@ -7,6 +7,7 @@ and no process is started.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +22,10 @@ from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
 from async_rlhf.learner.check import remarks
+from async_rlhf.run.checks.inherited import check_inherited
+from async_rlhf.run.checks.model import check_adapters, check_model_files, longest_prompt, names_end, no_room
+from async_rlhf.run.checks.spool import check_spool
 from async_rlhf.run.config import Config
-from async_rlhf.run.hooks import check_hooks
-from async_rlhf.run.inherited import check_inherited
-from async_rlhf.run.model_checks import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import (
     OF_EPISODES,
@@ -35,8 +36,7 @@ from async_rlhf.run.scoring import (
     stage_specs,
     stop_strings,
 )
-from async_rlhf.run.spooling import check_spool
-from async_rlhf.run.tracker import check_tracking
+from async_rlhf.run.watching import HooksConfig, TrackingConfig
 
 _SHOWN = 10
 _OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
@@ -274,3 +274,20 @@ def _check_devices(config: Config) -> None:
 
         for setting, device in asked:
             check_device(setting, device)
+
+
+def check_tracking(config: TrackingConfig) -> None:
+    """Raises ConfigError when the library is not installed."""
+    if config.kind != "none":
+        check_installed(config.kind, "tracking.kind", config.kind, config.kind, "'none'")
+
+
+def check_hooks(config: HooksConfig) -> None:
+    """Raises ConfigError for a program that is not there, and for an address that the environment does not have."""
+    if config.argv and shutil.which(config.argv[0]) is None:
+        raise ConfigError("hooks.command: its first word is no program that can be started from here; give its whole path")
+    if config.url is not None and not config.address:
+        raise ConfigError(
+            f"hooks.url = {config.url.get_secret_value()!r}: there is no such environment variable; set it, or give the "
+            "address itself"
+        )

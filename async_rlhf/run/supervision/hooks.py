@@ -5,7 +5,7 @@
     woken by    `deliver`
     on close    what waits is delivered, for `hooks.timeout_s` at most; a command that still runs then is killed
 
-One delivery at a time, in order. The run never waits for one: what fails is counted and told by `complaints`.
+One delivery at a time, in order. The run never waits for one: what fails is counted and told by `failures`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -24,23 +23,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.watching import HooksConfig
 
 _MOST_WAITING = 100
 
 Event = Mapping[str, Any]
-
-
-def check_hooks(config: HooksConfig) -> None:
-    """Raises ConfigError for a program that is not there, and for an address that the environment does not have."""
-    if config.argv and shutil.which(config.argv[0]) is None:
-        raise ConfigError("hooks.command: its first word is no program that can be started from here; give its whole path")
-    if config.url is not None and not config.address:
-        raise ConfigError(
-            f"hooks.url = {config.url.get_secret_value()!r}: there is no such environment variable; set it, or give the "
-            "address itself"
-        )
 
 
 class Hooks:
@@ -50,7 +37,7 @@ class Hooks:
         self._config, self._run_dir, self._log = config, run_dir, log
         self._news = threading.Condition()
         self._waiting: deque[Event] = deque()
-        self._complaints: list[str] = []
+        self._failures: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -72,10 +59,10 @@ class Hooks:
                 self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
                 self._thread.start()
 
-    def complaints(self) -> list[str]:
+    def failures(self) -> list[str]:
         """What failed since the last call."""
         with self._news:
-            told, self._complaints = self._complaints, []
+            told, self._failures = self._failures, []
             return told
 
     def close(self, *, at_once: bool = False) -> None:
@@ -115,7 +102,7 @@ class Hooks:
 
     def _failed(self, event: Event, problem: str) -> None:
         self.failed += 1
-        self._complaints.append(f"the hook for {event['event']!r} failed ({self.failed} so far): {problem}")
+        self._failures.append(f"the hook for {event['event']!r} failed ({self.failed} so far): {problem}")
 
     def _command(self, event: Event) -> str:
         """What went wrong; empty when nothing did."""

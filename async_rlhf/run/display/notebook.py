@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from async_rlhf.run.display import beginning, evaluating, held_out, line, sample_line
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.console import beginning, evaluating, held_out, line, sample_line
+from async_rlhf.run.display.progress import Progress
 
 _REDRAW_S = 1.0
 _ROWS, _EVENTS, _POINTS = 5, 5, 400

@@ -26,8 +26,8 @@ from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.sampling import GREEDY
 from async_rlhf.launch.program import evaluation_node
 from async_rlhf.launch.tether import PERCENT
+from async_rlhf.run.checks.preflight import Prepared
 from async_rlhf.run.config import Config
-from async_rlhf.run.preflight import Prepared
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import evaluated, group_rewards, reward_specs, score_names, solved_by
@@ -53,7 +53,7 @@ def run_evaluation(
     from async_rlhf.actors.engines import load_engine
     from async_rlhf.actors.loop.evaluation import Judging, evaluate
     from async_rlhf.actors.scoring.pool import ScoringPool
-    from async_rlhf.run.playing import environment_of
+    from async_rlhf.run.processes.environment import environment_of
 
     config = evaluated(config)
     rows, template = evaluated_rows(run, config)
@@ -147,7 +147,7 @@ def evaluate_alone(
                 process.kill()
             records = run.read_evaluations()
             if code != 0 or not records:
-                raise AsyncRLHFError(f"the evaluation of {model} ended with code {code}: {process.last_words()}")
+                raise AsyncRLHFError(f"the evaluation of {model} ended with code {code}: {process.failure_message()}")
             return {key: value for key, value in records[0].items() if key != "step"}
         finally:
             run.retire()

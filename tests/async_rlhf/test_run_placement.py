@@ -21,14 +21,14 @@ from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.placement import Host
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.ranks import rank_nodes
+from async_rlhf.preparation import prepare
+from async_rlhf.run.checks.memory_fit import check_memory
 from async_rlhf.run.config import load
-from async_rlhf.run.evaluator import Evaluator
-from async_rlhf.run.fitting import check_memory
-from async_rlhf.run.launching import meeting_address
-from async_rlhf.run.placing import nodes_of, placement_of
-from async_rlhf.run.preparation import prepare
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.hosts.connections import meeting_address
+from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.supervision.evaluator import Evaluator
 from tests.conftest import QUICK, toml, wait_for
 
 GIB = 1 << 30
@@ -50,7 +50,7 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], s
     def start(node: Node) -> str:
         process = LocalLauncher().start(tmp_path, node)
         wait_for(lambda: process.poll() is not None, f"the end of {node.name}")
-        return process.last_words().removeprefix("sees ")
+        return process.failure_message().removeprefix("sees ")
 
     return start
 

@@ -14,7 +14,7 @@ from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.run.courier import Courier
+from async_rlhf.run.supervision.hub_notifier import HubNotifier
 from tests.conftest import wait_for
 
 
@@ -44,8 +44,8 @@ def hub(address: str, tmp_path: Path) -> Callable[[], Any]:
 
 
 @pytest.fixture
-def courier(address: str) -> Iterator[Courier]:
-    made = Courier(lambda timeout_s: control(address, timeout_s=timeout_s))
+def notifier(address: str) -> Iterator[HubNotifier]:
+    made = HubNotifier(lambda timeout_s: control(address, timeout_s=timeout_s))
     yield made
     made.close()
 
@@ -56,33 +56,33 @@ def state(address: str) -> str:
 
 
 def test_a_drain_told_to_a_hub_that_is_away_reaches_it_when_it_comes(
-    courier: Courier, hub: Callable[[], Any], address: str
+    notifier: HubNotifier, hub: Callable[[], Any], address: str
 ) -> None:
-    courier.drain()
-    complaint = wait_for(courier.complaint, "the hub's silence to be noticed")
-    assert "waited 2 s for the answer to 'drain'" in complaint
+    notifier.drain()
+    last_error = wait_for(notifier.last_error, "the hub's silence to be noticed")
+    assert "waited 2 s for the answer to 'drain'" in last_error
     with hub():
         wait_for(lambda: state(address) == "draining", "the drain")
-    assert courier.complaint() == "", "said once"
+    assert notifier.last_error() == "", "said once"
 
 
-def test_a_hub_that_was_started_again_is_told_again(courier: Courier, hub: Callable[[], Any], address: str) -> None:
+def test_a_hub_that_was_started_again_is_told_again(notifier: HubNotifier, hub: Callable[[], Any], address: str) -> None:
     with hub():
-        courier.drain()
+        notifier.drain()
         wait_for(lambda: state(address) == "draining", "the drain")
     with hub():
-        courier.drain()
+        notifier.drain()
         wait_for(lambda: state(address) == "draining", "the drain of the second hub")
 
 
-def test_an_actor_is_owed_until_the_hub_knows_of_its_end(courier: Courier, hub: Callable[[], Any]) -> None:
-    courier.gone("actor-0")
-    wait_for(courier.complaint, "the hub's silence to be noticed")
-    assert courier.owes("actor-0") and not courier.owes("actor-1")
+def test_an_actor_is_owed_until_the_hub_knows_of_its_end(notifier: HubNotifier, hub: Callable[[], Any]) -> None:
+    notifier.gone("actor-0")
+    wait_for(notifier.last_error, "the hub's silence to be noticed")
+    assert notifier.is_unconfirmed("actor-0") and not notifier.is_unconfirmed("actor-1")
     with hub():
-        wait_for(lambda: not courier.owes("actor-0"), "the hub to confirm")
-        assert courier.hub_goes_on
-        courier.drain()
-        courier.gone("actor-1")
-        wait_for(lambda: not courier.owes("actor-1"), "the hub to confirm")
-        assert not courier.hub_goes_on, "a hub that drains has told actors to stop, or will"
+        wait_for(lambda: not notifier.is_unconfirmed("actor-0"), "the hub to confirm")
+        assert notifier.hub_goes_on
+        notifier.drain()
+        notifier.gone("actor-1")
+        wait_for(lambda: not notifier.is_unconfirmed("actor-1"), "the hub to confirm")
+        assert not notifier.hub_goes_on, "a hub that drains has told actors to stop, or will"

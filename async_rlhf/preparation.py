@@ -14,22 +14,22 @@ from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
-from async_rlhf.run.child import MAX_DEATHS
+from async_rlhf.run.checks.memory_fit import check_memory
+from async_rlhf.run.checks.preflight import Prepared, check_model, preflight
+from async_rlhf.run.checks.spool import make_spool
 from async_rlhf.run.config import Config, override
-from async_rlhf.run.daemon import Supervisor
-from async_rlhf.run.evaluation import evaluate_alone, forget_evaluations
-from async_rlhf.run.fitting import check_memory
-from async_rlhf.run.launching import connect, found_by, launcher_of, meeting_address
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.hosts.connections import connect, found_by, launcher_of, meeting_address
+from async_rlhf.run.hosts.placement import inventory_of, placement_of
 from async_rlhf.run.live import check_resumed, undo
-from async_rlhf.run.placing import inventory_of, placement_of
-from async_rlhf.run.preflight import Prepared, check_model, preflight
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.processes.evaluation import evaluate_alone, forget_evaluations
+from async_rlhf.run.processes.tracking import rewind
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
 from async_rlhf.run.scoring import environment_spec, reward_specs, stop_strings
-from async_rlhf.run.spooling import make_spool
-from async_rlhf.run.tracking import rewind
+from async_rlhf.run.supervision.child import MAX_DEATHS
+from async_rlhf.run.supervision.supervisor import Supervisor
 
 
 def prepare(

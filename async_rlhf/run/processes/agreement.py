@@ -18,7 +18,7 @@ from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
-from async_rlhf.run.scoring import environment_spec, score_names, stage_specs
+from async_rlhf.run.scoring import environment_spec, own_file, score_names, stage_specs
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -78,12 +78,6 @@ def _vocabulary(config: Config) -> int:
 def _model(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(config.model) / "config.json").read_text())
     return found
-
-
-def own_file(target: str) -> Path | None:
-    """The file of a reward or environment `[NAME=][FORM:]path.py:name`; one of a package is found by its name."""
-    file = Path((target.partition("=")[2] or target).rpartition(":")[0].rpartition(":")[2])
-    return file if file.suffix == ".py" and file.is_file() else None
 
 
 def portable(value: Any) -> Any:

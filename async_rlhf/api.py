@@ -29,18 +29,18 @@ from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.launch.local import warm
+from async_rlhf.preparation import prepare, rows_of
 from async_rlhf.run.caller_environment import played, target_of
 from async_rlhf.run.caller_rewards import served, split
+from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.daemon import Supervisor
-from async_rlhf.run.display import Display
-from async_rlhf.run.notebook import NotebookDisplay, in_notebook
-from async_rlhf.run.preflight import common_columns
-from async_rlhf.run.preparation import prepare, rows_of
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.console import Display
+from async_rlhf.run.display.notebook import NotebookDisplay, in_notebook
+from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
+from async_rlhf.run.supervision.supervisor import Supervisor
 
 Record = dict[str, Any]
 """The metrics of a step, as in `metrics.jsonl`. A step that is done again after a kill comes again."""

@@ -1,15 +1,16 @@
 """What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code for the reason.
 
-A launcher begins it as `python -m async_rlhf.run.roles ROLE RUN_DIR ...`, or forks it; the wings are imported in the process
-that needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals that a
-terminal sends to all processes: the supervisor decides. A role that was started by hand ends in order on SIGINT or SIGTERM, and
-at once on the second.
+A launcher begins it as `python -m async_rlhf.run.processes.roles ROLE RUN_DIR ...`, or forks it; the wings are imported in the
+process that needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals
+that a terminal sends to all processes: the supervisor decides. A role that was started by hand ends in order on SIGINT or
+SIGTERM, and at once on the second.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -32,16 +33,16 @@ from async_rlhf.launch.affinity import told_threads
 from async_rlhf.launch.exit_codes import exit_code
 from async_rlhf.launch.program import title
 from async_rlhf.launch.tether import Tether
-from async_rlhf.run.agreement import schema, shared
+from async_rlhf.run.checks.memory import written
 from async_rlhf.run.config import Config, parse_settings
-from async_rlhf.run.disk import little_room
-from async_rlhf.run.evaluation import import_models, run_evaluation
-from async_rlhf.run.learning import backend_of, make_trainer, run_rank
-from async_rlhf.run.placing import with_threads
+from async_rlhf.run.hosts.placement import with_threads
+from async_rlhf.run.processes.agreement import schema, shared
+from async_rlhf.run.processes.evaluation import import_models, run_evaluation
+from async_rlhf.run.processes.learner import backend_of, make_trainer, run_rank
+from async_rlhf.run.processes.tracking import run_tracker
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_spec, stage_specs
-from async_rlhf.run.tracking import run_tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +58,7 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
     from async_rlhf.buffers.hub.hub import Hub
     from async_rlhf.buffers.hub.prompts import Prompts
     from async_rlhf.buffers.transport.keys import load_hub
-    from async_rlhf.run.spooling import open_spool
+    from async_rlhf.run.checks.spool import open_spool
 
     data, spool = RunData(run.path, config.data), open_spool(run, config)
     if spool is not None:
@@ -87,6 +88,17 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
         prompts=prompts,
         little_room=partial(little_room, run.path, config.disk_pause_bytes),
     ).run()
+
+
+def little_room(directory: Path, pause_bytes: int) -> str:
+    """Why no further group should be begun; empty where there is room. A disk that cannot be asked has room."""
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError:
+        return ""
+    if free >= pause_bytes:
+        return ""
+    return f"the disk has {written(free)} left, less than disk_pause_bytes ({written(pause_bytes)}): no group is begun"
 
 
 def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") -> None:
@@ -133,7 +145,7 @@ def run_actor(
     from async_rlhf.buffers.clients.actor import ActorClient
     from async_rlhf.buffers.stages import SpanFile
     from async_rlhf.buffers.transport.link import connector
-    from async_rlhf.run.playing import environment_of
+    from async_rlhf.run.processes.environment import environment_of
 
     environment = environment_spec(config)
     data = RunData(run.path, config.data, environment.usable if environment else None)

@@ -21,12 +21,12 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from async_rlhf.actors.config import RewardsConfig
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.connection import Parcel, Place
+from async_rlhf.launch.connection import NodeFiles, Place
 from async_rlhf.launch.orders import HUB_CACHE
 from async_rlhf.launch.program import Node
-from async_rlhf.run.agreement import own_file
 from async_rlhf.run.config import Config, dump
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import own_file
 
 _MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
 
@@ -40,7 +40,7 @@ def places(config: Config) -> tuple[Place, ...]:
     return tuple(_place(config, each) for each in named)
 
 
-def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str]) -> Parcel:
+def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str]) -> NodeFiles:
     """See `connection.Pack`. Raises OSError for a file that cannot be read."""
     run, contents = RunDir(config.run_dir), _Contents(config, directory, found)
     reaches_hub = node.role in ("actor", "relay") and node.arguments[0] == config.address
@@ -68,7 +68,7 @@ def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str])
         returns[f"spans/{node.name}.jsonl"], clock = run.spans(node.name), run.clock(node.name)
         changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew
     inline["config.toml"] = dump(config.model_copy(update=changed)).encode()
-    return Parcel(contents.files, inline, returns, clock)
+    return NodeFiles(contents.files, inline, returns, clock)
 
 
 _NEVER = 1 << 62

@@ -13,23 +13,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from async_rlhf.buffers.config import check_installed
 from async_rlhf.launch.program import Launcher, tracker_node
 from async_rlhf.launch.tether import PROGRESS
-from async_rlhf.run.child import MAX_DEATHS, Child
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.watching import TrackingConfig
+from async_rlhf.run.supervision.child import MAX_DEATHS, Child
 
 _LOOK_S = 0.1
 _FINISH_S = 60.0
 _FIRST_PAUSE_S = 1.0
-
-
-def check_tracking(config: TrackingConfig) -> None:
-    """Raises ConfigError when the library is not installed."""
-    if config.kind != "none":
-        check_installed(config.kind, "tracking.kind", config.kind, config.kind, "'none'")
 
 
 class Tracker:
@@ -46,7 +38,7 @@ class Tracker:
         child, now = self._child, self._now()
         if child.process is not None:
             if (code := child.process.poll()) is not None:
-                self._ended(code, child.process.last_words())
+                self._ended(code, child.process.failure_message())
             elif PROGRESS in child.process.heard():
                 child.progressed()
         elif child.wanted and now >= child.start_at:
