@@ -67,7 +67,7 @@ class _Life:
 
 
 class Agent:
-    """See the module docstring. One thread at a time calls it; it sends nothing itself, and reads no clock but to show it.
+    """See the module docstring. One thread at a time calls it; it sends nothing itself, and reads no clock.
 
     host: what it calls its host; without, the machine's name. devices: how many the host has; None: what its driver lists.
     Owns a thread that asks the driver and reads large files of the host, so that nothing else waits meanwhile.
@@ -97,8 +97,6 @@ class Agent:
             self._depot.add(message.digest, message.data, last=message.last)
         elif isinstance(message, orders.Start):
             return [self._start(self._depot, message)]
-        elif isinstance(message, orders.Alive) and message.sent is not None:
-            return [orders.Time(sent=message.sent, there=time.time())]
         elif isinstance(message, orders.Kill) and (life := self._lives.get(message.life)) is not None:
             life.process.kill()
             return self.look()

@@ -11,9 +11,7 @@ takes the place of this one. Connecting, and sending what a node needs, is done 
 
 from __future__ import annotations
 
-import json
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +22,6 @@ from typing import Protocol, TypeVar
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.launch import orders
-from async_rlhf.launch.clocks import Offset, is_news, measured
 from async_rlhf.launch.depot import known_digest
 from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
 from async_rlhf.launch.placement import Host
@@ -95,13 +92,11 @@ class Place:
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """What a node is given: see `orders.Start`. returns: name there -> file here to which it is appended. clock: file here
-    with the distance of its host's clock from ours (`clocks`)."""
+    """What a node is given: see `orders.Start`. returns: name there -> file here to which it is appended."""
 
     files: Mapping[str, Path]
     inline: Mapping[str, bytes] = field(repr=False)
     returns: Mapping[str, Path]
-    clock: Path | None = None
 
 
 Pack = Callable[[Node, str, Mapping[Place, str]], NodeFiles]
@@ -120,7 +115,6 @@ class RemoteProcess:
         self.life, self.node, self._kill = life, node, kill
         self.pid = 0
         self.returns: list[Path] = []
-        self.clock: Path | None = None
         self._returned = 0
         self._words: SimpleQueue[bytes] = SimpleQueue()
         self._ended = threading.Event()
@@ -162,19 +156,10 @@ class RemoteProcess:
         """Append to the file here; beyond the bound, and on a full disk, it is dropped."""
         self._returned += len(data)
         if number < len(self.returns) and self._returned <= _MAX_RETURNED_BYTES:
-            _append(self.returns[number], data)
-
-    def measured(self, offset: Offset | None) -> None:
-        """Write down how far the clock of its host is from ours."""
-        if self.clock is not None and offset is not None:
-            _append(self.clock, json.dumps(offset._asdict()).encode() + b"\n")
-
-
-def _append(path: Path, data: bytes) -> None:
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(data)
+            with suppress(OSError):
+                self.returns[number].parent.mkdir(parents=True, exist_ok=True)
+                with self.returns[number].open("ab") as file:
+                    file.write(data)
 
 
 class Connection:
@@ -194,7 +179,6 @@ class Connection:
         self._processes: dict[int, RemoteProcess] = {}
         self._orders: SimpleQueue[RemoteProcess | orders.Kill | None] = SimpleQueue()
         self._answers: SimpleQueue[orders.Event | None] = SimpleQueue()
-        self._offset: Offset | None = None
         self._guard = threading.Lock()
         self.ready = threading.Event()
         """Set when the agent has answered everything that is asked before a start, or is lost."""
@@ -281,7 +265,7 @@ class Connection:
             if digests[name] in missing:
                 missing.remove(digests[name])
                 self._send_file(digests[name], path)
-        process.returns, process.clock = list(given.returns.values()), given.clock
+        process.returns = list(given.returns.values())
         devices, cpus = (None if each is None else list(each) for each in (node.devices, node.cpus))
         self._say(
             orders.Start(
@@ -309,7 +293,7 @@ class Connection:
                     return
 
     def _say_alive(self) -> None:
-        self._say(orders.Alive(sent=time.time()))
+        self._say(orders.Alive())
 
     def _say(self, message: orders.Order) -> None:
         assert self._channel is not None
@@ -357,12 +341,9 @@ class Connection:
                 waiting.hears(BEAT)
         if isinstance(found, orders.Opened | orders.Looked | orders.Missing):
             self._answers.put(found)
-        elif isinstance(found, orders.Time):
-            self._measure(found)
         elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
             if isinstance(found, orders.Started):
                 process.pid = found.pid
-                process.measured(self._offset)
             elif isinstance(found, orders.Heard):
                 process.hears(found.words)
             elif isinstance(found, orders.Wrote):
@@ -370,13 +351,6 @@ class Connection:
             else:
                 del self._processes[found.life]
                 process.ends(found.code, found.words)
-
-    def _measure(self, found: orders.Time) -> None:
-        new = measured(found.sent, found.there, time.time())
-        if new.error_s >= 0 and is_news(self._offset, new):  # else our clock was set back meanwhile
-            self._offset = new
-            for process in list(self._processes.values()):
-                process.measured(new)
 
     def _lose(self, reason: str) -> None:
         with self._guard:

@@ -1,7 +1,7 @@
 """What a supervisor and its agent on another host say to each other, and nothing about when or how it travels.
 
     supervisor -> agent   Open, Look, Want, Piece, Start, Kill, Alive
-    agent -> supervisor   Opened, Looked, Missing, Started, Heard, Wrote, Ended, Alive, Time
+    agent -> supervisor   Opened, Looked, Missing, Started, Heard, Wrote, Ended, Alive
 
 A message is one MessagePack frame, [protocol, fields], checked against the types below before anything looks at it.
 """
@@ -100,18 +100,9 @@ class Kill(MessageBase):
 
 
 class Alive(MessageBase):
-    """Nothing to say. sent: by the clock here, when the supervisor wants the time there."""
+    """Nothing to report: the sender is there."""
 
     type: Literal["alive"] = "alive"
-    sent: float | None = None
-
-
-class Time(MessageBase):
-    """there: what the clock of the host shows. sent: of the `Alive` that this answers."""
-
-    type: Literal["time"] = "time"
-    sent: float
-    there: float
 
 
 class Machine(MessageBase):
@@ -181,7 +172,7 @@ class Ended(MessageBase):
 
 
 Order = Annotated[Open | Look | Want | Piece | Start | Kill | Alive, Field(discriminator="type")]
-Event = Annotated[Opened | Looked | Missing | Started | Heard | Wrote | Ended | Alive | Time, Field(discriminator="type")]
+Event = Annotated[Opened | Looked | Missing | Started | Heard | Wrote | Ended | Alive, Field(discriminator="type")]
 ORDERS: TypeAdapter[Order] = TypeAdapter(Order)
 EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
 

@@ -26,7 +26,6 @@ from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.preparation import prepare
 from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.processes.evaluation import record_evaluation
-from async_rlhf.run.restarts import read_restarts
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_faults import assert_whole, steps
@@ -82,7 +81,7 @@ def test_a_hub_that_ends_with_code_0_is_started_again(
         asked.halt()
     code, output = started.finish()
     assert code == 0 and "hub ended with code 0; starting it again" in output, output
-    assert read_restarts(RunDir(run).restarts)["hub"] == 1
+    assert RunDir(run).read_restarts()["hub"] == 1
     assert_whole(run, 200)
 
 

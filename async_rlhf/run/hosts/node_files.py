@@ -47,7 +47,7 @@ def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str])
     own_keys = f"{directory}/keys" if reaches_hub else None
     changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": own_keys})}
     changed["hooks"] = type(config.hooks)()  # they run here, and may hold keys
-    inline, returns, clock = dict[str, bytes](), {f"logs/{node.name}.log": node.log}, None
+    inline, returns = dict[str, bytes](), {f"logs/{node.name}.log": node.log}
     if reaches_hub:
         assert config.security.directory is not None
         keys = config.security.directory / f"for-{node.name}"
@@ -65,10 +65,10 @@ def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str])
         function = contents.code(config.environment.function, "environment")
         changed["environment"] = config.environment.model_copy(update={"function": function})
         contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}
-        returns[f"spans/{node.name}.jsonl"], clock = run.spans(node.name), run.clock(node.name)
+        returns[f"spans/{node.name}.jsonl"] = run.spans(node.name)
         changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew
     inline["config.toml"] = dump(config.model_copy(update=changed)).encode()
-    return NodeFiles(contents.files, inline, returns, clock)
+    return NodeFiles(contents.files, inline, returns)
 
 
 _NEVER = 1 << 62

@@ -1,7 +1,7 @@
-"""One role of a run as its supervisor sees it: what runs, since when, when it was heard last, how often it has died.
+"""One process of a run as its supervisor sees it: what runs, since when, when it last sent a beat, how often it has died.
 
-Decides when to start again, when to give up and when a role is frozen. Reads no clock and touches no process: the caller
-passes the time (`SupervisedTime`), and does what is decided.
+Decides when to start again, when to give up and when a process is frozen; what follows from it is for the caller, which passes
+the time (`SupervisedTime`): the supervisor for roles, `tracker` and `evaluator` for theirs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from async_rlhf.launch.program import Node, Process
+from async_rlhf.launch.tether import PROGRESS
 
 MAX_DEATHS = 6
 """A role that ends so often without having worked in between will not get better."""
@@ -38,6 +40,13 @@ class SupervisedTime:
         return self._passed
 
 
+class End(NamedTuple):
+    """code: as `Process.poll` returns it. reason: why, by the process's own account; empty where it gave none."""
+
+    code: int
+    reason: str
+
+
 @dataclass
 class Child:
     """A role is given up when `MAX_DEATHS` lives in a row were none in which it worked.
@@ -60,7 +69,8 @@ class Child:
     _pause_s: float = 0.0
     _started_at: float = 0.0
     _ended_at: float | None = None
-    _heard_at: float = 0.0
+    _beat_at: float = 0.0
+    _progress_at: float = 0.0
     _progressed: bool = False
     _error: str = ""
     _same_errors: int = 0
@@ -69,16 +79,38 @@ class Child:
 
     def started(self, process: Process, now: float) -> None:
         self.process, self.ended_well = process, False
-        self._started_at, self._ended_at, self._heard_at, self._progressed = now, None, now, False
+        self._started_at, self._ended_at, self._progressed = now, None, False
+        self._beat_at = self._progress_at = now
 
-    def heard(self, now: float) -> None:
-        self._heard_at = now
+    def beats(self, now: float) -> bytes:
+        """What the process has sent since the last call (`tether`)."""
+        found = b"" if self.process is None else self.process.heard()
+        if found:
+            self._beat_at = now
+        if PROGRESS in found:
+            self._progress_at = now
+            self.progressed()
+        return found
+
+    def end(self) -> End | None:
+        """Of the process, once it has ended."""
+        code = None if self.process is None else self.process.poll()
+        return None if self.process is None or code is None else End(code, self.process.failure_message())
 
     def progressed(self) -> None:
         self._progressed, self._losses, self._lost_for = True, 0, ""
 
     def silent_s(self, now: float) -> float:
-        return now - self._heard_at
+        """Since its last beat."""
+        return now - self._beat_at
+
+    def idle_s(self, now: float) -> float:
+        """Since its last progress."""
+        return now - self._progress_at
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
 
     def ends_well(self, now: float) -> None:
         """It has ended with code 0: `died` follows, unless that was right."""

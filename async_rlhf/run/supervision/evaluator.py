@@ -24,8 +24,8 @@ from typing import Any
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.launch.placement import Placement
-from async_rlhf.launch.program import Launcher, Process, evaluation_node
-from async_rlhf.launch.tether import PERCENT, PROGRESS
+from async_rlhf.launch.program import Launcher, evaluation_node
+from async_rlhf.launch.tether import PERCENT
 from async_rlhf.learner.checkpoint.evaluated import Cadence, is_evaluation, link_best
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.learner.loop.changes import Ledger
@@ -35,6 +35,7 @@ from async_rlhf.run.live import cadence
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail
+from async_rlhf.run.supervision.child import Child
 from async_rlhf.run.watching import EvaluationConfig
 
 _LOOK_S = 0.1
@@ -111,8 +112,7 @@ class Evaluator:
         self._config, self._run, self._launcher, self._now = config, run, launcher, now
         self._placement, self._progress = placement, progress
         self._due: Due | None = None
-        self._process: Process | None = None
-        self._heard_at = self._scored_at = 0.0
+        self._child: Child | None = None
         self._percent = 0
         self._planned_at = -_PLAN_EVERY_S
         self._killed: Counter[Due] = Counter()
@@ -124,13 +124,13 @@ class Evaluator:
 
     def look(self, *, finished: bool = False) -> bool:
         """Whether anything is being evaluated; begins what is due and looks after it. Never waits."""
-        if self._process is not None:
-            self._look_after(self._process)
+        if self._child is not None:
+            self._look_after(self._child)
         may_begin = finished or (not self._placement.evaluation_waits and self._now() - self._planned_at >= _PLAN_EVERY_S)
-        if self._process is None and may_begin:
+        if self._child is None and may_begin:
             self._planned_at = self._now()
             self._begin(finished=finished)
-        return self._process is not None
+        return self._child is not None
 
     def finish(self, stop: Callable[[], bool]) -> None:
         """Evaluate all that is due when no step follows, until `stop` is true."""
@@ -139,9 +139,9 @@ class Evaluator:
         self.close()
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
 
     def _begin(self, *, finished: bool) -> None:
         checkpoints = [step_of(path) for path in complete(self._run.path / "checkpoints")]
@@ -166,14 +166,13 @@ class Evaluator:
         checkpoint = self._run.path / "checkpoints" / f"step_{due.step:06d}"
         model = self._config.model if due.label == "start" else str(checkpoint / "model")
         node = self._placement.placed(evaluation_node(model, due.label, due.step, self._run.log("evaluation")))
+        child = Child(node)
         try:
-            process = self._launcher.start(self._run.path, node)
+            child.started(self._launcher.start(self._run.path, node), self._now())
         except OSError as error:
             self._miss(due, f"it cannot be started: {error}")
             return
-        self._process, self._due = process, due
-        self._heard_at = self._scored_at = self._now()
-        self._percent = 0
+        self._child, self._due, self._percent = child, due, 0
         self._progress.evaluating(str(due), 0)
 
     def _is_known(self, due: Due) -> bool:
@@ -195,22 +194,20 @@ class Evaluator:
         self._progress.evaluation(record)
         return True
 
-    def _look_after(self, process: Process) -> None:
+    def _look_after(self, child: Child) -> None:
         due, now = self._due, self._now()
         assert due is not None
-        if (code := process.poll()) is not None:
-            self._process = None
-            self._ended(due, code, process)
+        if (end := child.end()) is not None:
+            self._child = None
+            self._ended(due, *end)
             return
-        if beats := process.heard():
-            self._heard_at = now
-            self._scored_at = now if PROGRESS in beats else self._scored_at
+        if beats := child.beats(now):
             self._percent += beats.count(PERCENT)
             self._progress.evaluating(str(due), self._percent)
-        if now - self._heard_at > self._config.watchdog_s or now - self._scored_at > self._config.stall_timeout_s:
-            process.kill()
+        if child.silent_s(now) > self._config.watchdog_s or child.idle_s(now) > self._config.stall_timeout_s:
+            child.kill()
 
-    def _ended(self, due: Due, code: int, process: Process) -> None:
+    def _ended(self, due: Due, code: int, reason: str) -> None:
         self._progress.evaluating(str(due), None)
         records = self._records()
         record = next((r for r in reversed(records) if (r.get("label"), r.get("step")) == (due.label, due.step)), None)
@@ -222,7 +219,7 @@ class Evaluator:
         if code < 0 and self._killed[due] < _MAX_KILLED:
             self._progress.event(f"the evaluation of {due} ended by signal {-code}; it is made again")
             return
-        self._miss(due, f"it failed with code {code}: {process.failure_message() or 'see logs/evaluation.log'}")
+        self._miss(due, f"it failed with code {code}: {reason or 'see logs/evaluation.log'}")
 
     def _miss(self, due: Due, reason: str) -> None:
         """It is not tried again in this life of the supervisor."""

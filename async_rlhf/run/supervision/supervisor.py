@@ -56,7 +56,6 @@ from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.display.terminal import Signals, on_signals
 from async_rlhf.run.hosts.connections import with_ranks
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
-from async_rlhf.run.restarts import Restarts
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, is_step, line_of_step
 from async_rlhf.run.supervision.child import MAX_DEATHS, Child, SupervisedTime
@@ -102,7 +101,6 @@ class Supervisor:
         self._step = self._highest = self._num_records = 0
         self._spent = Spent()
         self._tail, self._samples = Tail(run.metrics), Tail(run.samples)
-        self._restarts = Restarts(run.restarts)
         self._now = SupervisedTime()
         self._last_step_at = self._now()
         self._children: dict[str, Child] = {}
@@ -253,15 +251,13 @@ class Supervisor:
         """Notice that a process has ended or is frozen; start it again when it should be running and its time has come."""
         now, name = self._now(), child.node.name
         if child.process is not None:
-            if (code := child.process.poll()) is not None:
-                self._ended(child, code)
-            elif beats := child.process.heard():
-                child.heard(now)
-                if PROGRESS in beats:
-                    self._progressed(child)
+            if (end := child.end()) is not None:
+                self._ended(child, *end)
+            elif beats := child.beats(now):
+                self._worked(child.node.role, PROGRESS in beats)
             elif child.silent_s(now) > self._config.watchdog_s:
                 self._progress.event(f"{name} is frozen: no beat for {child.silent_s(now):.0f} s (watchdog_s); ending it")
-                child.process.kill()
+                child.kill()
         elif child.wanted and now >= child.start_at and not self._notifier.is_unconfirmed(name):
             if child.ended_well and not self._notifier.hub_goes_on:
                 child.wanted = False  # the hub has stopped it
@@ -270,18 +266,16 @@ class Supervisor:
             else:
                 self._start_again(child)
 
-    def _progressed(self, child: Child) -> None:
-        child.progressed()
+    def _worked(self, role: str, progressed: bool = True) -> None:
         for each in self._children.values():
-            each.has_worked |= each.node.role == child.node.role
+            each.has_worked |= progressed and each.node.role == role
 
-    def _ended(self, child: Child, code: int) -> None:
-        role, process = child.node.role, child.process
-        assert process is not None
+    def _ended(self, child: Child, code: int, reason: str) -> None:
+        role = child.node.role
         if role == "learner" and code == 0:
             child.process, child.wanted = None, False
             return
-        words = process.failure_message() if code > 0 else ""
+        error = reason if code > 0 else ""
         if code in FATAL:
             kinds: dict[int, type[AsyncRLHFError]] = {
                 CONFIGURATION: ConfigError,
@@ -289,16 +283,15 @@ class Supervisor:
                 REWARDS_FAILED: RewardError,
                 REFUSED_TO_TRAIN: RefusedToTrainError,
             }
-            raise kinds.get(code, WorkerLostError)(words or f"{child.node.name} ended with code {code}; see {child.node.log}")
+            raise kinds.get(code, WorkerLostError)(error or f"{child.node.name} ended with code {code}; see {child.node.log}")
         if role == "actor":
             self._notifier.gone(child.node.name)
         if code == HOST_LOST:
-            self._lost(child, process.failure_message())
-            return
-        if role == "actor" and code == 0:
+            self._lost(child, reason)
+        elif role == "actor" and code == 0:
             child.ends_well(self._now())  # perhaps at the hub's request: its state shows
-            return
-        self._died(child, ending(code, process.failure_message()), words)
+        else:
+            self._died(child, ending(code, reason), error)
 
     def _died(self, child: Child, how: str, error: str = "") -> None:
         name, pause_s = child.node.name, child.died(self._now(), self._config.actors.restart_backoff_s, error)
@@ -319,7 +312,7 @@ class Supervisor:
         except OSError as error:
             self._died(child, f"before it began: {error}")
             return
-        self._restarts.count(child.node.role)
+        self._run.count_restart(child.node.role)
         if child.node.role == "hub" and self._draining:
             self._notifier.drain()
 
@@ -331,7 +324,8 @@ class Supervisor:
             if self._step > self._highest:  # a step that is done again is no progress
                 self._highest = self._step
                 for name in ("hub", "learner"):
-                    self._progressed(self._children[name])
+                    self._children[name].progressed()
+                    self._worked(name)
             self._progress.step(record, self._config.budget.num_steps(self._spent))
             if (call := self._on_step) is not None:
                 self._on_step = None  # when it raises, the run ends, and it is not called again
@@ -377,8 +371,7 @@ class Supervisor:
             ends_itself = child.node.role == "hub" if failed else child.node.role not in ("scorer", "relay")
             while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
                 time.sleep(_LOOK_S)
-            if child.process is not None:
-                child.process.kill()
+            child.kill()
 
 
 @contextmanager

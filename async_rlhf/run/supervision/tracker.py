@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 
 from async_rlhf.launch.program import Launcher, tracker_node
-from async_rlhf.launch.tether import PROGRESS
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.child import MAX_DEATHS, Child
@@ -36,12 +35,12 @@ class Tracker:
     def look(self) -> bool:
         """Whether it runs or will be started again. Never waits."""
         child, now = self._child, self._now()
-        if child.process is not None:
-            if (code := child.process.poll()) is not None:
-                self._ended(code, child.process.failure_message())
-            elif PROGRESS in child.process.heard():
-                child.progressed()
-        elif child.wanted and now >= child.start_at:
+        child.beats(now)
+        if (end := child.end()) is not None and end.code == 0:  # only when the run has ended
+            child.process, child.wanted = None, False
+        elif end is not None:
+            self._died(f"ended with code {end.code}: {end.reason}")
+        elif child.process is None and child.wanted and now >= child.start_at:
             try:
                 child.started(self._launcher.start(self._run.path, child.node), now)
             except OSError as error:
@@ -56,14 +55,8 @@ class Tracker:
         while self.look() and not stop() and self._now() < deadline:
             time.sleep(_LOOK_S)
         if self._child.process is not None:
-            self._child.process.kill()
+            self._child.kill()
             self._event(f"the tracker was not ready {_FINISH_S:.0f} s after the end; see {self._child.node.log}")
-
-    def _ended(self, code: int, words: str) -> None:
-        if code == 0:  # only when the run has ended
-            self._child.process, self._child.wanted = None, False
-        else:
-            self._died(f"ended with code {code}: {words}")
 
     def _died(self, how: str) -> None:
         child = self._child
