@@ -55,7 +55,6 @@ _MAY_CHANGE = (
     "watchdog_s",
     "sampled_groups",
     "max_log_bytes",
-    "disk_headroom_bytes",
     "disk_pause_bytes",
     "address",
     "security.",

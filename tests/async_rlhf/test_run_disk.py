@@ -30,7 +30,7 @@ def looked(tmp_path: Path) -> Any:
     """The run's disk, its events and its clock; every look is ten seconds after the last."""
     (tmp_path / "logs").mkdir()
     said, clock = list[str](), Clock()
-    disk = RunDisk(tmp_path, 100, 1 << 20, said.append, clock)
+    disk = RunDisk(tmp_path, 100, 1 << 18, said.append, clock)
 
     def look() -> list[str]:
         disk.look()
@@ -60,7 +60,7 @@ def test_little_room_is_told_once_and_again_when_it_is_over(looked: Any, monkeyp
         said = look()
         assert disk.is_low == (free < 1 << 20)
     assert [text.partition(",")[0].partition(" has ")[2] for text in said] == ["0 MiB left", "2 MiB again"]
-    assert "less than disk_headroom_bytes (1 MiB): make room" in said[0]
+    assert "less than 4 times disk_pause_bytes (1 MiB): make room" in said[0]
 
 
 def test_a_disk_that_cannot_be_asked_ends_nothing(looked: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,8 +115,11 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_
     assert run.shown() == [(1, "reward", 0.1), (2, "reward", 0.2), (3, "reward", 0.3)] and len(run.events) == 1
 
 
-def test_weights_and_biases_writes_offline_without_a_network(supervised: Callable[..., Supervised]) -> None:
-    run = supervised("wandb", **{"tracking.mode": "offline"})
+def test_weights_and_biases_writes_offline_without_a_network(
+    supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = supervised("wandb")
     run.steps(1, 2)
     run.wait_until_sent(2)
     run.end()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.data.config import HELD_OUT_SEED
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row, Template, encode
 from async_rlhf.buffers.errors import AsyncRLHFError
@@ -74,7 +75,7 @@ def run_evaluation(
                 solved_at=asked.solved_at,
                 num_sampled=asked.samples,
                 sampling=config.generation.sampling.model_copy(update={"temperature": asked.temperature}),
-                seed=config.data.held_out_seed,
+                seed=HELD_OUT_SEED,
             )
             result = evaluate(
                 engine,

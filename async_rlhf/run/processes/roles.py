@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from setproctitle import setproctitle
 
-from async_rlhf.buffers.config import WeightsConfig
+from async_rlhf.buffers.config import REQUEST_TIMEOUT_S, WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.transport.keys import load_hub
@@ -108,7 +108,7 @@ def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") ->
     from async_rlhf.buffers.transport.link import connector
 
     connect = connector(config.security.directory)
-    client = LearnerClient(address, timeout_s=config.queue.request_timeout_s, connect=connect, weights=config.weights)
+    client = LearnerClient(address, timeout_s=REQUEST_TIMEOUT_S, connect=connect, weights=config.weights)
     with backend_of(config, meeting) as backend:
         _log.info("ended: %s", make_trainer(run, config, client, backend).run())
     client.close()
@@ -156,7 +156,7 @@ def run_actor(
         address,
         name,
         beat_s=config.queue.beat_s,
-        timeout_s=config.queue.request_timeout_s,
+        timeout_s=REQUEST_TIMEOUT_S,
         connect=connector(config.security.directory),
         weights=config.weights,
         shared=shared(config, data),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -119,7 +120,7 @@ def rewind(run: RunDir, step: int) -> None:
 
 
 def _open(run: RunDir, config: TrackingConfig) -> Sink:
-    return _TensorBoard(run) if config.kind == "tensorboard" else _WandB(run, config)
+    return _TensorBoard(run) if config.kind == "tensorboard" else _WandB(run)
 
 
 class _TensorBoard:
@@ -147,16 +148,15 @@ class _TensorBoard:
 class _WandB:
     """A run of the project, shared by the tracker's lives. An evaluation comes after later steps, so each line has its own."""
 
-    def __init__(self, run: RunDir, config: TrackingConfig) -> None:
+    def __init__(self, run: RunDir) -> None:
         import wandb
 
         self._run = wandb.init(
-            project=config.project,
+            project=os.environ.get("WANDB_PROJECT", "async-rlhf"),
             name=run.path.name,
             id=_name(run),
             resume="allow",
             dir=str(run.path),
-            mode=config.mode,
             config=json.loads(run.config().model_dump_json()),
             settings=wandb.Settings(console="off", silent=True),
         )

@@ -22,6 +22,7 @@ from async_rlhf.buffers.lines import earlier
 from async_rlhf.run.checks.memory import written
 
 _EVERY_S = 10.0
+_LOW = 4  # times `disk_pause_bytes`: room for some checkpoints between the report and the pause
 
 
 class RunDisk:
@@ -32,12 +33,12 @@ class RunDisk:
         self,
         directory: Path,
         max_log_bytes: int,
-        headroom_bytes: int,
+        pause_bytes: int,
         event: Callable[[str], None],
         now: Callable[[], float],
         low: Callable[[str], None] | None = None,
     ) -> None:
-        self._directory, self._max_log_bytes, self._headroom_bytes = directory, max_log_bytes, headroom_bytes
+        self._directory, self._max_log_bytes, self._low_bytes = directory, max_log_bytes, _LOW * pause_bytes
         self._event, self._low, self._now = event, low or event, now
         self._next_look_at = now()
         self.is_low = False
@@ -61,11 +62,11 @@ class RunDisk:
 
     def _measure(self) -> None:
         free = shutil.disk_usage(self._directory).free
-        was_low, self.is_low = self.is_low, free < self._headroom_bytes
+        was_low, self.is_low = self.is_low, free < self._low_bytes
         if self.is_low and not was_low:
             self._low(
-                f"the disk of {self._directory} has {written(free)} left, less than disk_headroom_bytes "
-                f"({written(self._headroom_bytes)}): make room, or the run will wait for it"
+                f"the disk of {self._directory} has {written(free)} left, less than {_LOW} times disk_pause_bytes "
+                f"({written(self._low_bytes)}): make room, or the run will wait for it"
             )
         elif was_low and not self.is_low:
             self._event(f"the disk has {written(free)} again")

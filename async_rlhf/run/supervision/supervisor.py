@@ -112,7 +112,7 @@ class Supervisor:
         self._operator_wait = OperatorWait(run, self._progress.event, self._now)
         self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
         self._disk = RunDisk(
-            run.path, config.max_log_bytes, config.disk_headroom_bytes, self._progress.event, self._now, self.events.disk_low
+            run.path, config.max_log_bytes, config.disk_pause_bytes, self._progress.event, self._now, self.events.disk_low
         )
 
     def run(self) -> bool:
