@@ -236,7 +236,7 @@ class _Supervision:
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     def let_go(self, why: str) -> None:
-        """Drain; how it ends the log says, for perhaps no handle will."""
+        """Drain; the log reports how it ends, for perhaps no handle will."""
         if self._is_told and not self.over.is_set():
             self._is_told = False
             _log.warning("%s drains (%s) and writes a checkpoint; Ctrl-C while that is waited for ends it", self._run_dir, why)

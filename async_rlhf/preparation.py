@@ -1,4 +1,11 @@
-"""Everything that is looked at before a run begins: data, rewards, the model's files, the run directory."""
+"""What happens when a run is started, in this order (`prepare`):
+
+1. the data, rewards, packages, devices and the model's files are checked (`run.checks.preflight`); nothing is written
+2. of a run to continue: how far it has gone, and what was changed while it went on (`run.live`)
+3. other hosts are connected, every process gets its place (`run.hosts`), and must fit there (`run.checks.memory_fit`)
+4. the run directory is made, or opened again and set back to a checkpoint (`run.run_dir`); this process holds its lock
+5. the supervisor starts the processes (`run.supervision.supervisor`), each of which is a role (`run.processes.roles`)
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class RemoteProcess:
     def poll(self) -> int | None:
         return self._code
 
-    def heard(self) -> bytes:
+    def read_beats(self) -> bytes:
         found = b""
         with suppress(Empty):
             while True:
@@ -139,7 +139,7 @@ class RemoteProcess:
             self._kill(self.life)
         if self.pid:
             self._ended.wait(_KILL_S)
-        self.ends(HOST_LOST, "its host does not say that it has ended")
+        self.ends(HOST_LOST, "its host has not confirmed that it has ended")
 
     # By the connection's threads:
 
@@ -221,7 +221,7 @@ class Connection:
         except (OSError, WireError, ValueError) as error:
             self._lose(str(error))
         finally:
-            self._lose("a defect here: see the error of its thread")
+            self._lose("internal error: see the error of its thread")
             self.ready.set()
 
     def _open(self) -> None:
@@ -300,7 +300,7 @@ class Connection:
         self._channel.send(orders.encode(message))
 
     def _answer(self, kind: type[E], timeout_s: float | None = None) -> E:
-        """The next answer, which must be of this kind; without a time as long as the agent lives, which hears of us meanwhile.
+        """The next answer, which must be of this kind; without a time for as long as the agent lives, which is kept alive.
 
         Raises OSError, WireError.
         """
@@ -329,11 +329,11 @@ class Connection:
                 else:
                     silent_s = 0.0
                     self._handle(orders.event(frame))
-            self._lose(f"nothing was heard of it for {self._opening.lost_after_s:.0f} s (launch.lost_after_s)")
+            self._lose(f"it has sent nothing for {self._opening.lost_after_s:.0f} s (launch.lost_after_s)")
         except (OSError, WireError) as error:
             self._lose(str(error))
         finally:
-            self._lose("a defect here: see the error of its thread")
+            self._lose("internal error: see the error of its thread")
 
     def _handle(self, found: orders.Event) -> None:
         for waiting in list(self._processes.values()):
@@ -344,7 +344,7 @@ class Connection:
         elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
             if isinstance(found, orders.Started):
                 process.pid = found.pid
-            elif isinstance(found, orders.Heard):
+            elif isinstance(found, orders.Beats):
                 process.hears(found.words)
             elif isinstance(found, orders.Wrote):
                 process.wrote(found.number, found.data)

@@ -62,7 +62,7 @@ class LocalProcess:
             self._beats.close()
         return code
 
-    def heard(self) -> bytes:
+    def read_beats(self) -> bytes:
         try:
             return self._beats.read(1 << 16) or b""
         except ValueError:  # closed: its end has been seen, perhaps by another thread just now
@@ -80,7 +80,7 @@ class LocalProcess:
 
     def kill(self) -> None:
         self._child.kill()
-        with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it: `poll` will say when
+        with suppress(subprocess.TimeoutExpired):  # the kernel still holds it: `poll` reports its end
             self._child.wait(timeout=_KILL_S)
         self.poll()
 

@@ -51,7 +51,7 @@ class Process(Protocol):
         """Exit code, or None while it runs; negative is the signal that ended it."""
         ...
 
-    def heard(self) -> bytes:
+    def read_beats(self) -> bytes:
         """What it has sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
         ...
 

@@ -1,4 +1,4 @@
-"""What a run asks about its completions: its rewards, and the reference where an actor's stage computes that. No torch."""
+"""What a run computes of its completions: its rewards, and the reference where an actor's stage computes that. No torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def score_names(config: Config, environment: EnvironmentSpec | Play | None) -> t
 
 
 def group_rewards(config: Config) -> list[str]:
-    """The rewards that receive whole groups: what one of them says of a completion depends on the others."""
+    """The rewards that receive whole groups: its score of a completion depends on the others."""
     return [spec.name for spec in reward_specs(config) if spec.scope == "group"]
 
 

@@ -138,7 +138,7 @@ def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_
     first.say(a_hub_without_a_run(1, **{"config.toml": dump(small()).encode()}).model_copy(
         update={"arguments": ["ipc://{sockets}/hub"]}))  # fmt: skip
     hub = psutil.Process(first.hear(orders.Started).pid)
-    assert first.hear(orders.Heard).words
+    assert first.hear(orders.Beats).words
     left = Path(first.opened.directory)
     sockets = (left / ".sockets").readlink()
     wait_for(lambda: (sockets / "hub").is_socket(), "the hub to listen")

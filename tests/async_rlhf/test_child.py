@@ -108,7 +108,7 @@ def test_a_supervisor_that_was_frozen_finds_nobody_silent() -> None:
     assert made.silent_s(time()) == pytest.approx(4.0)
     clock["now"] += 3600.0
     assert made.silent_s(time()) == pytest.approx(5.0), "of the hour that it could not look, one second counts"
-    made.process = cast(Process, SimpleNamespace(heard=lambda: b"."))
+    made.process = cast(Process, SimpleNamespace(read_beats=lambda: b"."))
     assert made.beats(time()) == b"." and made.silent_s(time()) == 0.0
 
 

@@ -126,7 +126,7 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
     assert not any("learner" in text for text in heard.events)
     assert "rank 1 of 2, which meet at 127.0.0.1:" in run.log("learner-rank-1").read_text()
     assert sorted(text for text in heard.events if "lost" in text) == [
-        f"{name} is lost: host 'localhost': its command ({sys.executable}) ended with code -9 and said: nothing; it is tried "
+        f"{name} is lost: host 'localhost': its command ({sys.executable}) ended with code -9: no output; it is tried "
         "again from 0.1 s on"
         for name in ("actor-0", "actor-1", "relay-1", "scorer-1")
     ]
@@ -174,7 +174,7 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
     ("overrides", "message"),
     [
         ({"launch.command": ["no-such-program", "{host}"]}, r"host 'localhost': .*no-such-program"),
-        ({"launch.command": [sys.executable, "-c", "exit('no route to {host}')"]}, "code 1 and said: no route to localhost"),
+        ({"launch.command": [sys.executable, "-c", "exit('no route to {host}')"]}, "code 1: no route to localhost"),
         (
             {"launch.command": [sys.executable, "-c", "print('Welcome to {host}')"]},
             "may pass on nothing.*It is b'Welcome to",

@@ -82,13 +82,13 @@ def test_it_is_as_silent_as_its_most_silent_rank_which_is_named(
     start: Callable[..., tuple[RankProcesses, Counting]],
 ) -> None:
     process, _ = start(STAY, STAY)
-    wait_for(process.heard, "a beat of both")
+    wait_for(process.read_beats, "a beat of both")
     process.kill()
     process, _ = start(STAY, "exec sleep 1000", STAY)
-    wait_for(lambda: process.heard() or len(process._heard) == 2, "the beats of two")
-    assert not process.heard() and process.poll() is None
+    wait_for(lambda: process.read_beats() or len(process._heard) == 2, "the beats of two")
+    assert not process.read_beats() and process.poll() is None
     process.kill()
-    assert (process.poll(), process.failure_message()) == (1, "rank 1 fell silent")
+    assert (process.poll(), process.failure_message()) == (1, "rank 1 sent no beats")
 
 
 def test_a_rank_that_cannot_be_started_leaves_none(start: Callable[..., tuple[RankProcesses, Counting]]) -> None:
@@ -120,7 +120,7 @@ def test_the_end_of_rank_0_waits_for_the_news_that_a_host_is_lost_and_is_its_own
         def poll(self) -> int | None:
             return self.code
 
-        def heard(self) -> bytes:
+        def read_beats(self) -> bytes:
             return b""
 
         def failure_message(self) -> str:

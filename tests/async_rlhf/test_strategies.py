@@ -217,7 +217,7 @@ def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
         assert allowed(process.pid) == {min(before)} and os.sched_getaffinity(0) == before
     finally:
         process.kill()
-    assert affinity.told_threads(affinity.environment(7)) == 7 and affinity.told_threads({}) is None
+    assert affinity.assigned_threads(affinity.environment(7)) == 7 and affinity.assigned_threads({}) is None
     assert affinity.environment(7, {})["OMP_WAIT_POLICY"] == "PASSIVE", "threads that wait leave their CPU to other parts"
     assert affinity.environment(7, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
     assert affinity.environment(None) == {}
@@ -244,7 +244,7 @@ def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[...
         hub = launcher.start(tmp_path, node)
         wait_for(lambda: hub.pid, "the agent to start it")
         assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
-        assert affinity.told_threads(psutil.Process(hub.pid).environ()) == 3
+        assert affinity.assigned_threads(psutil.Process(hub.pid).environ()) == 3
         hub.kill()
     finally:
         connections.close()

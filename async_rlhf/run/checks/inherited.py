@@ -1,4 +1,4 @@
-"""What a run inherits and cannot work with, refused by name; docs/operating.md says what is obeyed or makes no difference."""
+"""What a run inherits and cannot work with, refused by name; docs/operating.md lists what is obeyed or makes no difference."""
 
 from __future__ import annotations
 

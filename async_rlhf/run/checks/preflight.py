@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,41 +44,15 @@ _OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones.
-
-    num_prompts: of one epoch. environment: what answers the model between its turns; None: nothing. unknown: characters the
-    vocabulary lacks, in `num_unknown` prompts. of_learner: its remarks. of_model: about its files. of_evaluation: what is
-    unlike a greedy one. of_spool: where prompts come from while it goes on, and are not here yet.
-    endless: neither the model's files nor the settings name what ends a completion.
-    """
+    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones. num_prompts: of one epoch.
+    environment: what answers the model between its turns; None: nothing. remarks: what a person should know, and what stops
+    nothing."""
 
     rows: Rows
     num_prompts: int
     environment: EnvironmentSpec | None = None
     dropped: int = 0
-    unknown: Sequence[str] = ()
-    num_unknown: int = 0
-    of_learner: Sequence[str] = ()
-    of_evaluation: Sequence[str] = ()
-    of_spool: Sequence[str] = ()
-    of_model: Sequence[str] = ()
-    endless: bool = False
-
-    @property
-    def remarks(self) -> list[str]:
-        """What a person should know, and what stops nothing."""
-        found = [*self.of_spool, *self.of_learner, *self.of_model, *self.of_evaluation]
-        if self.num_unknown:
-            shown = " ".join(self.unknown[:_SHOWN]) + (" ..." if len(self.unknown) > _SHOWN else "")
-            found.append(
-                f"{self.num_unknown} prompts have characters that the model has no token for, and does not see: {shown}"
-            )
-        if self.endless:
-            found.append(
-                "the model's files name no end token (eos_token_id, eos_token): completions end only where they are cut, at "
-                "generation.max_completion_length; name the token, or set generation.stop."
-            )
-        return found
+    remarks: list[str] = field(default_factory=list)
 
 
 def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
@@ -93,7 +67,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     check_tracking(config.tracking)
     check_hooks(config.hooks)
     spool = config.data.spool
-    remarks_of_spool = check_spool(spool) if spool is not None and is_here else []
+    of_spool = check_spool(spool) if spool is not None and is_here else []
     if spool is not None:
         stage_specs(config)  # what they and the environment want of a row is looked at when it comes
     else:
@@ -108,14 +82,16 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
             raise ConfigError(f"{setting} = {judge!r} is no reward of this run; {did_you_mean(judge, names)}")
     # A file is converted when the run starts, and looked into then.
     converted = Path(config.model).is_dir()
-    prepared = Prepared(rows, len(epoch_of(config.data, rows[0])), environment, of_learner=remarks(config.learner))
     if converted:
         prepared = check_model(config, rows, environment)
+    else:
+        prepared = Prepared(rows, len(epoch_of(config.data, rows[0])), environment, remarks=list(remarks(config.learner)))
     check_stop_strings(stop_strings(config), Path(config.model))
     _check_evaluation(config, rows[1], environment, converted)
     config.bound(prepared.num_prompts).check()
     is_evaluated = rows[1] or config.evaluation.source is not None
-    return replace(prepared, of_spool=remarks_of_spool, of_evaluation=check_judging(config, names) if is_evaluated else ())
+    of_evaluation = check_judging(config, names) if is_evaluated else ()
+    return replace(prepared, remarks=[*of_spool, *prepared.remarks, *of_evaluation])
 
 
 def _check_evaluation(config: Config, held_out: Sequence[Row], environment: EnvironmentSpec | None, converted: bool) -> None:
@@ -163,11 +139,6 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     held_out = set() if environment is not None else set(map(tokenizer.normal, texts[first_held_out:]))
     repeated = {n for n in range(first_held_out) if held_out and tokenizer.normal(texts[n]) in held_out} - found.too_long.keys()
     left_out = found.too_long.keys() | repeated
-    of_model = tokenizer.remarks(texts, are_chats)
-    if repeated:
-        of_model.insert(0, f"{len(repeated)} training prompts are left out: the model reads the same as of held-out ones.")
-    if found.too_long:
-        of_model.insert(0, f"{len(found.too_long)} prompts are left out: they are too long (data.on_overlong = 'drop').")
     kept = (
         [row for number, row in enumerate(rows[0]) if number not in left_out],
         [row for number, row in enumerate(rows[1], first_held_out) if number not in found.too_long],
@@ -176,17 +147,24 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
         raise ConfigError(
             f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
         )
-    return Prepared(
-        kept,
-        len(epoch_of(config.data, kept[0])),
-        environment,
-        len(left_out),
-        tuple(found.unknown),
-        found.num_unknown,
-        of_learner=remarks(config.learner),
-        of_model=of_model,
-        endless=not stop_strings(config) and not names_end(Path(config.model)),
-    )
+    known = [*remarks(config.learner), *_of_prompts(config, found, len(repeated)), *tokenizer.remarks(texts, are_chats)]
+    return Prepared(kept, len(epoch_of(config.data, kept[0])), environment, len(left_out), known)
+
+
+def _of_prompts(config: Config, found: PromptLengths, num_repeated: int) -> Iterator[str]:
+    """Remarks: which prompts are left out, what the model does not see of the others, and whether it ends its answers."""
+    if found.too_long:
+        yield f"{len(found.too_long)} prompts are left out: they are too long (data.on_overlong = 'drop')."
+    if num_repeated:
+        yield f"{num_repeated} training prompts are left out: the model reads the same as of held-out ones."
+    if found.num_unknown:
+        shown = " ".join(found.unknown[:_SHOWN]) + (" ..." if len(found.unknown) > _SHOWN else "")
+        yield f"{found.num_unknown} prompts have characters that the model has no token for, and does not see: {shown}"
+    if not stop_strings(config) and not names_end(Path(config.model)):
+        yield (
+            "the model's files name no end token (eos_token_id, eos_token): completions end only where they are cut, at "
+            "generation.max_completion_length; name the token, or set generation.stop."
+        )
 
 
 def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> None:

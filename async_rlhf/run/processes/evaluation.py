@@ -141,7 +141,7 @@ def evaluate_alone(
             percent = 0
             try:
                 while (code := process.poll()) is None:
-                    percent += process.heard().count(PERCENT)
+                    percent += process.read_beats().count(PERCENT)
                     evaluating("the model", percent)
                     time.sleep(_LOOK_S)
             finally:

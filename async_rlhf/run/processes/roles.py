@@ -29,7 +29,7 @@ from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import is_local
-from async_rlhf.launch.affinity import told_threads
+from async_rlhf.launch.affinity import assigned_threads
 from async_rlhf.launch.exit_codes import exit_code
 from async_rlhf.launch.program import title
 from async_rlhf.launch.tether import Tether
@@ -91,7 +91,7 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
 
 
 def little_room(directory: Path, pause_bytes: int) -> str:
-    """Why no further group should be begun; empty where there is room. A disk that cannot be asked has room."""
+    """Why no further group should be begun; empty where there is room. A disk that cannot be measured has room."""
     try:
         free = shutil.disk_usage(directory).free
     except OSError:
@@ -272,7 +272,7 @@ def main(arguments: list[str]) -> int:
     callbacks = {"beat": tether.beat} if role == "hub" else {"progress": tether.progress} if role in _SAY_WHAT_IS_DONE else {}
     try:
         run = RunDir.existing(directory, tether.lock)
-        _ROLES[role](run, with_threads(run.config(), told_threads()), *rest, **callbacks)
+        _ROLES[role](run, with_threads(run.config(), assigned_threads()), *rest, **callbacks)
     except AsyncRLHFError as error:
         _log.exception("%s ends", role)
         sys.stderr.write(f"fatal: {error}\n")

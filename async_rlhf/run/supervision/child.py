@@ -52,7 +52,7 @@ class Child:
     """A role is given up when `MAX_DEATHS` lives in a row were none in which it worked.
 
     It has worked in a life in which it has done something of what it is for, and which was ten times as long as the pause
-    before it. So the steps of others excuse no role's deaths, and pauses grow until a role works or is given up. A role that
+    before it. So the steps of other roles reset no count of deaths, and pauses grow until a role works or is given up. One that
     has never worked in this run and ends by the same error twice in a row is given up at once.
     """
 
@@ -84,7 +84,7 @@ class Child:
 
     def beats(self, now: float) -> bytes:
         """What the process has sent since the last call (`tether`)."""
-        found = b"" if self.process is None else self.process.heard()
+        found = b"" if self.process is None else self.process.read_beats()
         if found:
             self._beat_at = now
         if PROGRESS in found:

@@ -2,7 +2,7 @@
 
     owns        nothing
     waits for   nothing
-    woken by    the supervisor's look round; it looks every ten seconds
+    woken by    the supervisor's poll; it measures every ten seconds
     on close    nothing
 
 A process appends to its log through a descriptor that it has kept from its start, so the file stays and is emptied when a
@@ -44,7 +44,7 @@ class RunDisk:
         self.is_low = False
 
     def look(self) -> None:
-        """Never waits, and raises nothing: a disk that cannot be asked is no reason to end a run."""
+        """Never waits, and raises nothing: a disk that cannot be measured is no reason to end a run."""
         if self._now() < self._next_look_at:
             return
         self._next_look_at = self._now() + _EVERY_S

@@ -3,7 +3,7 @@
     owns        at most one process, and the link `checkpoints/best`
     waits for   nothing but in `finish`; a process that is silent for `watchdog_s`, or scores nothing for `stall_timeout_s`, is
                 killed
-    woken by    the supervisor's look round
+    woken by    the supervisor's poll
     on close    the process is killed; what it was about has no line then, and is due again when the run is continued
 
 Weights are pinned by their checkpoint, which is kept until the evaluation has a line (`learner.checkpoint.evaluated`). No

@@ -5,7 +5,7 @@
     woken by    `deliver`
     on close    what waits is delivered, for `hooks.timeout_s` at most; a command that still runs then is killed
 
-One delivery at a time, in order. The run never waits for one: what fails is counted and told by `failures`.
+One delivery at a time, in order. The run never waits for one: what fails is counted and reported by `failures`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Hooks:
     def failures(self) -> list[str]:
         """What failed since the last call."""
         with self._news:
-            told, self._failures = self._failures, []
-            return told
+            failed, self._failures = self._failures, []
+            return failed
 
     def close(self, *, at_once: bool = False) -> None:
         """at_once: what waits is dropped."""

@@ -41,7 +41,7 @@ class HubNotifier:
             self._news.notify()
 
     def gone(self, actor: str) -> None:
-        """The process of this actor has ended. It may be started again once the hub knows."""
+        """The process of this actor has ended. It may be started again once the hub has confirmed it."""
         with self._news:
             self._gone.append(actor)
             self._news.notify()
@@ -58,7 +58,7 @@ class HubNotifier:
             return self._hub_goes_on
 
     def last_error(self) -> str:
-        """Why the hub has confirmed nothing, once for each time that it falls silent."""
+        """Why the hub has confirmed nothing, once for each outage."""
         with self._news:
             last_error, self._last_error = self._last_error, ""
             return last_error

@@ -1,7 +1,7 @@
 """The supervisor: starts the processes of a run, watches them, starts again what died, drains, ends.
 
 owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a notifier to the hub
-waits for   the learner to end; looks round every 0.1 s, and ends the run when no step is finished for too long, unless nothing
+waits for   the learner to end; polls every 0.1 s, and ends the run when no step is finished for too long, unless nothing
             is missing but what an operator brings (`lacks`)
 woken by    signals: the first drains (no new credits, finish, checkpoint), the second forces
 on close    no process is left: each gets the command to end, then is killed; its input closes when this process ends
@@ -356,7 +356,7 @@ class Supervisor:
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def _close(self, *, failed: bool = False) -> None:
-        """The hub halts. Of a run that has ended well actors have heard it from the hub and end by themselves; the rest is
+        """The hub halts. Of a run that has ended well actors have it from the hub and end by themselves; the rest is
         killed."""
         with suppress(DamagedError):
             self._report_steps()
@@ -367,7 +367,7 @@ class Supervisor:
                 hub_control.halt()
         deadline = self._now() + (_CLOSE_S if self._signals.count < 2 else 0.0)
         for child in self._children.values():
-            # A scorer and a relay only ever answer; of a run that has failed only the hub has been asked to end.
+            # A scorer and a relay only ever answer; of a run that has failed only the hub was sent a request to end.
             ends_itself = child.node.role == "hub" if failed else child.node.role not in ("scorer", "relay")
             while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
                 time.sleep(_LOOK_S)
@@ -376,7 +376,7 @@ class Supervisor:
 
 @contextmanager
 def _refused_when_full() -> Iterator[None]:
-    """What cannot be made before the run has begun (no room, no right) is for the operator to mend."""
+    """What cannot be made before the run has begun (no room, no right) is a matter of the machine: it is refused."""
     try:
         yield
     except OSError as error:

@@ -2,7 +2,7 @@
 
     owns        the process (`tracking`)
     waits for   in `finish`, once no role is left, that it has sent the rest: `_FINISH_S` at most
-    woken by    the supervisor's look round
+    woken by    the supervisor's poll
     on close    what was not sent stays in the run's files, and is sent when the run is continued
 
 It can hang, raise or die: the run does not notice.

@@ -2,10 +2,10 @@
 
     owns        nothing
     waits for   nothing
-    woken by    the supervisor's look round; it reads what the hub has written, once a second
+    woken by    the supervisor's poll; it reads what the hub has written, once a second
     on close    nothing
 
-Such a wait is no stall, however long it is. A hub that has not written for some seconds says nothing: then it may be one.
+Such a wait is no stall, however long it is. Once the hub has not written for some seconds, it may be one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENDS = {"lacks_room": "there is room on the disk again", "lacks_prompts": "ther
 
 
 class OperatorWait:
-    """say: told when such a wait begins and ends."""
+    """event: called when such a wait begins and ends."""
 
     def __init__(self, run: RunDir, say: Callable[[str], None], now: Callable[[], float]) -> None:
         self._run, self._say, self._now = run, say, now
