@@ -2,7 +2,7 @@
 
 owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a notifier to the hub
 waits for   the learner to end; polls every 0.1 s, and ends the run when no step is finished for too long, unless nothing
-            is missing but what an operator brings (`lacks`)
+            is missing but what an operator brings (`resources`)
 woken by    signals: the first drains (no new credits, finish, checkpoint), the second forces
 on close    no process is left: each gets the command to end, then is killed; its input closes when this process ends
 
@@ -59,12 +59,11 @@ from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, is_step, line_of_step
 from async_rlhf.run.supervision.child import MAX_DEATHS, Child, SupervisedTime
-from async_rlhf.run.supervision.disk import RunDisk
 from async_rlhf.run.supervision.evaluator import Evaluator
 from async_rlhf.run.supervision.events import Events
 from async_rlhf.run.supervision.hub_notifier import HubNotifier
+from async_rlhf.run.supervision.resources import OperatorWait, RunDisk
 from async_rlhf.run.supervision.tracker import Tracker
-from async_rlhf.run.supervision.waiting import OperatorWait
 
 _LOOK_S = 0.1
 _CLOSE_S = 15.0
