@@ -24,7 +24,6 @@ from async_rlhf.buffers.errors import ConfigError, JournalError
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.stages import GENERATION, StageTime, read_spans, unpack
-from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.plan.costs import Costs, Fit, Terms, fit
 from async_rlhf.plan.refitting import Observed
 from async_rlhf.plan.workload import Pool, Workload
@@ -259,13 +258,11 @@ def _training(steady: Sequence[Mapping[str, Any]], config: Config, prompt: int) 
 
 
 def _adoptions(run: RunDir) -> Iterator[tuple[int, StageTime]]:
-    """Versions that actors adopted but for the first, and when by the supervisor's clock."""
+    """Versions that actors adopted but for the first, and when by their hosts' clocks."""
     for path in sorted((run.path / "spans").glob("*.jsonl")):
-        offsets = read_offsets(run.clock(path.stem))
         for span in read_spans(path):
             if span["name"].startswith("adopt ") and (version := int(span["name"].removeprefix("adopt "))):
-                by = correction(offsets, span["began"])
-                yield version, StageTime(span["began"] + by, span["ended"] + by)
+                yield version, StageTime(span["began"], span["ended"])
 
 
 def _travel_s(records: Sequence[Mapping[str, Any]], adoptions: Sequence[tuple[int, StageTime]]) -> float:

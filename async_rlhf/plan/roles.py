@@ -25,7 +25,7 @@ from async_rlhf.plan.model_costs import ModelCosts
 from async_rlhf.plan.schedules import StageTime
 from async_rlhf.plan.spec import Spec, costs_of
 from async_rlhf.plan.stages import Place, decode_step_s, inference_s, optimizer_s, prefill_s, training_s
-from async_rlhf.run import memory
+from async_rlhf.run.checks import memory
 
 Role = Literal["generate", "reference", "reward", "values", "train", "train_critic"]
 _LOGITS_BYTES = 1 << 30  # of the float32 logits of a chunk of tokens, as this learner computes them

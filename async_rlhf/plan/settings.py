@@ -11,10 +11,10 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.placement import Host, place
 from async_rlhf.plan.evaluation import Plan
 from async_rlhf.plan.roles import Roles
+from async_rlhf.run.checks.memory_fit import check_memory
 from async_rlhf.run.config import validated
 from async_rlhf.run.config_checks import check
-from async_rlhf.run.fitting import check_memory
-from async_rlhf.run.placing import wanted
+from async_rlhf.run.hosts.placement import wanted
 
 Settings = Mapping[str, Mapping[str, Any]]
 

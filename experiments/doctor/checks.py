@@ -18,6 +18,7 @@ import torch
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
@@ -25,7 +26,6 @@ from async_rlhf.experiments.throughput.learner_sides import advantages_of, make_
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
-from async_rlhf.run.api import train
 from async_rlhf.run.shipped import model_directory
 
 Check = Callable[[str, Path], str]

@@ -146,7 +146,7 @@ def soak(plan: Plan, out: Path) -> Seen:
         hand, began = _Hand(plan, run, census), time.monotonic()
         while train.poll() is None:
             share = plan.share(now := time.monotonic() - began, steps.look())
-            if share >= 1 and not hand.owes:
+            if share >= 1 and not hand.is_unconfirmed:
                 break
             time.sleep(_LOOK_S)
             _sample(seen, census, run.path, now / 3600, steps.highest)
@@ -182,7 +182,7 @@ class _Hand:
         self._changes, self._next_change = cycle(_CHANGES), _CHANGE_S
 
     @property
-    def owes(self) -> bool:
+    def is_unconfirmed(self) -> bool:
         """Whether a kill is left."""
         return bool(self._due)
 

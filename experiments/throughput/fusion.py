@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
+from async_rlhf.api import TrainResult, run
 from async_rlhf.experiments.throughput.harness import Bench, Row
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.sides import LOADS, MODEL, our_config, write_prompts
 from async_rlhf.inspect.trace import overlap
-from async_rlhf.run.api import TrainResult, run
 from async_rlhf.run.config import override
 from async_rlhf.run.run_dir import RunDir
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.api import run
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
-from async_rlhf.run.api import run
 from async_rlhf.run.config import Config, validated
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.run_dir import RunDir

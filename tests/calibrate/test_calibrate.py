@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import ConfigError, FormatError
 from async_rlhf.calibrate.of_run import costs_of_run
 from async_rlhf.cli.commands import app
@@ -19,7 +20,6 @@ from async_rlhf.plan.costs import Costs, Fit
 from async_rlhf.plan.devices import Device, catalogue
 from async_rlhf.plan.simulation import simulate
 from async_rlhf.plan.workload import Workload
-from async_rlhf.run.api import run
 from async_rlhf.run.run_dir import RunDir
 from tests.formats.sample import copied
 

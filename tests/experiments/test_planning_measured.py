@@ -26,7 +26,7 @@ from async_rlhf.experiments.planning.measured.results import Speed, judged, miss
 from async_rlhf.experiments.planning.measured.rewards import work
 from async_rlhf.launch.placement import Host
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.placing import placement_of
+from async_rlhf.run.hosts.placement import placement_of
 from async_rlhf.run.run_dir import RunDir
 from tests.experiments.written import ended_run
 

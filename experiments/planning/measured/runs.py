@@ -6,10 +6,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from async_rlhf.api import train
 from async_rlhf.experiments.planning.measured import facts
 from async_rlhf.experiments.planning.measured.cells import Cell
 from async_rlhf.experiments.throughput.harness import Watch
-from async_rlhf.run.api import train
 from async_rlhf.run.run_dir import RunDir
 
 _STALL_S = 120.0
