@@ -6,10 +6,10 @@ import signal
 import sys
 from io import TextIOWrapper
 
-from async_rlhf.cli import calibrating, planning, runs, services, serving, spool, views  # each adds its commands to `app`
+from async_rlhf.cli import planning, runs, services, serving, spool, views  # each adds its commands to `app`
 from async_rlhf.cli.app import app
 
-__all__ = ["app", "calibrating", "main", "planning", "runs", "services", "serving", "spool", "views"]
+__all__ = ["app", "main", "planning", "runs", "services", "serving", "spool", "views"]
 
 
 def main() -> None:
