@@ -53,7 +53,7 @@ ROOMS = {
     "pyarrow": ("actors/data/files.py",),
     "datasets": ("actors/data/files.py", "experiments/throughput/"),
     "pebble": ("actors/scoring/process_executor.py",),
-    "matplotlib": ("async_rlhf/inspect/plot.py", "async_rlhf/plan/picture.py", "experiments/"),
+    "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),
     "pandas": ("experiments/staleness/frames.py",),
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/processes/tracking.py",),
@@ -175,7 +175,7 @@ def test_code_that_a_model_brings_is_refused_wherever_a_model_is_loaded() -> Non
         "async_rlhf.api",
         "async_rlhf",
         "async_rlhf.buffers.hub.hub",
-        "async_rlhf.plan.flexfusion",
+        "async_rlhf.experiments.planning.placement.search",
     ],
 )
 def test_the_roof_and_the_ground_import_no_torch(module: str) -> None:

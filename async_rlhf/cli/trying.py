@@ -11,7 +11,7 @@ import typer
 
 from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, app, command, experiment, group, load_config, overridden
 
-trying = group("try", "Try a reward, an environment or a loss, or a run under chaos.")
+trying = group("try", "Try a reward, an environment, a loss, chaos, or this machine.")
 
 Limit = Annotated[int | None, typer.Option(min=1, help="Completions to score.")]
 
