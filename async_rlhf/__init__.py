@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from async_rlhf.actors.environments import Feedback, environment
     from async_rlhf.actors.environments.tool_calls import tool_calls
     from async_rlhf.actors.rewards import Score, Stream, TransientError, reward
+    from async_rlhf.api import Run, TrainResult, start, train
     from async_rlhf.inspect.trials import Trial, try_rewards
     from async_rlhf.learner.registry import advantage, loss
-    from async_rlhf.run.api import Run, TrainResult, start, train
     from async_rlhf.run.config import Config
 
     __version__: str
@@ -46,7 +46,7 @@ _HOMES = {
     **dict.fromkeys(("Feedback", "environment"), "async_rlhf.actors.environments"),
     "tool_calls": "async_rlhf.actors.environments.tool_calls",
     **dict.fromkeys(("Score", "Stream", "TransientError", "reward"), "async_rlhf.actors.rewards"),
-    **dict.fromkeys(("Run", "TrainResult", "start", "train"), "async_rlhf.run.api"),
+    **dict.fromkeys(("Run", "TrainResult", "start", "train"), "async_rlhf.api"),
     "Config": "async_rlhf.run.config",
     **dict.fromkeys(("advantage", "loss"), "async_rlhf.learner.registry"),
     **dict.fromkeys(("Trial", "try_rewards"), "async_rlhf.inspect.trials"),

@@ -91,6 +91,13 @@ def check_installed(package: str, key: str, value: object, extra: str, other: st
 Fsync = Literal["group", "interval", "off"]
 
 
+FSYNC_INTERVAL_S = 1.0
+"""With `queue.fsync = "interval"`: most seconds of acknowledged groups that a power failure may lose."""
+REQUEST_TIMEOUT_S = 300.0
+"""An actor or the learner waits so long for the hub to answer before it gives up and ends: longer than a hub of weeks reads its
+journal."""
+
+
 class QueueConfig(Section):
     """The replay queue: how old data may be, in which order it is consumed, how it survives."""
 
@@ -110,10 +117,8 @@ class QueueConfig(Section):
     fsync: Fsync = "group"
     """When a group is acknowledged. "group": when it is on disk (one fsync for all that arrived together), so that nothing
     loses it. "interval": when the operating system has it; a power failure may lose the groups of the last
-    `fsync_interval_s`, which are made again, but never a batch that was given to the learner. "off": when the operating
+    a second, which are made again, but never a batch that was given to the learner. "off": when the operating
     system has it; nothing is promised when the power fails. Whatever it is, no process that dies loses a group."""
-    fsync_interval_s: float = Field(default=1.0, gt=0)
-    """With fsync = "interval": most seconds of acknowledged groups that a power failure may lose."""
     max_bytes: int = Field(default=16 << 30, ge=1)
     """Bytes of groups that may wait in the queue, on disk. Beyond it actors begin only what the next batch needs and keep
     what they have finished; that can make actors wait, and never the learner (proof: `buffers/queue/bound.py`)."""
@@ -123,8 +128,6 @@ class QueueConfig(Section):
     """Keep every journal segment, so that the whole run can be shown, exported and learned from again."""
     max_frame_bytes: int = Field(default=64 << 20, ge=1 << 20)
     """Largest frame accepted from a peer, in bytes (a chunk of weights has 1 MiB); twice as large ones cut the peer."""
-    request_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds an actor or the learner waits for the hub to answer before it gives up and ends."""
 
     @property
     def beat_s(self) -> float:

@@ -132,11 +132,8 @@ class GuardConfig(Section):
     target: int | None = Field(default=None, ge=0)
     """Staleness aimed at, and the most that the guard returns to; `"none"`: `queue.max_staleness`."""
     min_ess: float = Field(default=0.5, gt=0, lt=1)
-    """The target is lowered when the effective sample size, as a share of the tokens, falls below this."""
-    max_second_moment: float = Field(default=0.1, gt=0)
-    """The target is lowered when the mean squared log-ratio rises above this."""
-    max_clip_ratio: float = Field(default=0.3, gt=0, lt=1)
-    """The target is lowered when this share of tokens is clipped or masked."""
+    """The target is lowered when the effective sample size, as a share of the tokens, falls below this, the mean
+    squared log-ratio rises above 0.1, or more than 30 % of the tokens are clipped or masked."""
     patience: int = Field(default=3, ge=1)
     """Steps in a row that must look bad before the target goes down by one."""
     recovery: int = Field(default=10, ge=1)
@@ -226,8 +223,6 @@ class LearnerConfig(Section):
     """Layers compute their activations again in the backward pass instead of keeping them."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
-    max_nonfinite_steps: int = Field(default=3, ge=1)
-    """So many refused steps in a row end the run."""
     ranks: int = Field(default=1, ge=1, le=64)
     """Processes that share the gradient of a batch."""
     sequence_parallel: int = Field(default=1, ge=1, le=64)

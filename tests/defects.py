@@ -175,7 +175,7 @@ DEFECTS = (
            "dist.all_reduce(flat.div_(self.size))\n",
            ("learner/test_ranks.py",)),
     # -- a run, and what is seen of it
-    Defect("given-up-at-once", "a role that dies is started again", "async_rlhf/run/child.py",
+    Defect("given-up-at-once", "a role that dies is started again", "async_rlhf/run/supervision/child.py",
            "return self.deaths >= max_deaths or (",
            "return self.deaths > 0 or (",
            ("async_rlhf/test_child.py",)),
@@ -211,7 +211,7 @@ DEFECTS = (
            "            self._pump()  # also after",
            "            self._full or self._pump()  # also after",
            ("buffers/hub/test_chosen_prompts.py",)),
-    Defect("markup-in-a-notebook", "what models and users' code say is shown as text", "async_rlhf/run/notebook.py",
+    Defect("markup-in-a-notebook", "what models and users' code say is shown as text", "async_rlhf/run/display/notebook.py",
            "<pre>{html.escape(text)}</pre>",
            "<pre>{text}</pre>",
            ("async_rlhf/test_display.py",)),

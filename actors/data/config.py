@@ -11,6 +11,8 @@ from async_rlhf.actors.prompts import Template
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.curriculum.config import CurriculumConfig
 
+HELD_OUT_SEED = 1_000_003
+"""Of a procedural task's held-out prompts: fixed, so that runs with different seeds share the test set."""
 TASK_PREFIX = "reasoning_gym:"
 CALLER_ROWS = "caller"
 """The source of rows that are given in Python."""
@@ -72,8 +74,6 @@ class DataConfig(Source):
     held_out: int | None = Field(default=None, ge=0)
     """Number of prompts of each source kept out of training for evaluation (of a task drawn first, of a file the last).
     `"none"`: 200, of a file at most a tenth, of a spool none. 0: no evaluation."""
-    held_out_seed: int = 1_000_003
-    """Seed of a procedural task's held-out prompts: fixed, so that runs with different seeds share the test set."""
     on_overlong: Literal["error", "drop"] = "error"
     """A prompt longer than `generation.max_prompt_length` is refused before the run, or left out and counted."""
     epochs: int | None = Field(default=None, ge=1)

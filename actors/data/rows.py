@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from async_rlhf.actors.chat import chat_of
-from async_rlhf.actors.data.config import CALLER_ROWS, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
+from async_rlhf.actors.data.config import CALLER_ROWS, HELD_OUT_SEED, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
 from async_rlhf.actors.data.tasks import task_rows
 from async_rlhf.actors.prompts import Row, of_prompt
@@ -122,7 +122,7 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
     """(training rows, held-out rows) of one source."""
     if source.source.startswith(TASK_PREFIX):
         held_out = _HELD_OUT if config.held_out is None else config.held_out
-        return task_rows(source, held_out, config.held_out_seed)
+        return task_rows(source, held_out, HELD_OUT_SEED)
     if source.options:
         raise ConfigError(f"data.options are for {TASK_PREFIX}<task>; {source.source} is a file, remove them")
     rows = [row_of(where, found, source.columns) for where, found in _located(source, given)]

@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 PANELS = {
     "Start here": ("init", "check", "train", "status", "watch", "plot", "evaluate", "stop"),
     "One run in detail": ("set", "fork", "rollouts", "report"),
-    "Before a run": ("try", "doctor", "plan", "calibrate"),
+    "Before a run": ("try", "doctor", "plan"),
     "Many runs and machines": ("sweep", "queue", "spool", "serve", "keys"),
 }
 """What `--help` lists, under these headings and in this order."""

@@ -74,7 +74,7 @@ def serve_relay(
     overrides: Overrides = None,
 ) -> None:
     """Stand between the hub and many actors: weights come here once and go on from here. Ctrl-C ends it."""
-    from async_rlhf.run.roles import relay_by_hand
+    from async_rlhf.run.processes.roles import relay_by_hand
 
     relay_by_hand(hub, address, keys, own_keys, overrides or [], typer.echo)
 

@@ -100,8 +100,8 @@ def _request(what: Request, directory: Path, name: str) -> None:
 
 def put_behind(directory: Path, config: Config) -> None:
     """Submit a run to a queue, and say what it waits for. Raises ConfigError."""
-    from async_rlhf.run.preparation import check_startable
-    from async_rlhf.run.spooling import make_spool
+    from async_rlhf.preparation import check_startable
+    from async_rlhf.run.checks.spool import make_spool
     from async_rlhf.serve.queue_dir import QueueDir
 
     for remark in check_startable(config):

@@ -65,7 +65,7 @@ def check(
 ) -> None:
     """Check a configuration, its data and its rewards. Says what a run of it would do, and where."""
     from async_rlhf.inspect.trials import call_once
-    from async_rlhf.run.preflight import preflight
+    from async_rlhf.run.checks.preflight import preflight
 
     loaded = load_config(config, overrides)
     prepared = preflight(loaded)
@@ -80,7 +80,7 @@ def check(
             typer.echo(line)
     if deep:
         from async_rlhf.learner.model.gguf import model_directory
-        from async_rlhf.run.model_checks import deep_check
+        from async_rlhf.run.checks.model import deep_check
 
         for line in deep_check(loaded.model_copy(update={"model": model_directory(loaded.model)})):
             typer.echo(line)
@@ -105,9 +105,9 @@ def _plan_of(config: Path, loaded: Any, prepared: Any) -> tuple[str, ...]:
 
 def _places_of(loaded: Any) -> tuple[str, ...]:
     """On which hosts and devices its processes begin, and whether they fit there."""
-    from async_rlhf.run.fitting import check_memory
-    from async_rlhf.run.launching import connect, found_by
-    from async_rlhf.run.placing import inventory_of, placement_of, table
+    from async_rlhf.run.checks.memory_fit import check_memory
+    from async_rlhf.run.hosts.connections import connect, found_by
+    from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
 
     _, connections = connect(loaded)
     hosts, of_hosts = found_by(connections)
@@ -126,8 +126,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model as a run of this configuration would. Greedy, and with evaluation.samples pass@k; without a run."""
-    from async_rlhf.run.display import Display, held_out
-    from async_rlhf.run.preparation import evaluate as judged
+    from async_rlhf.preparation import evaluate as judged
+    from async_rlhf.run.display.console import Display, held_out
 
     loaded = load_config(config, overrides)
     if as_json:
@@ -240,9 +240,9 @@ def sweep(
 
 def _run_to_end(config: Any, **how: Any) -> None:
     """Run a checked configuration as `async_rlhf.run.api.run` does, and say how it ended. Raises what that raises."""
-    from async_rlhf.run.api import run
+    from async_rlhf.api import run
+    from async_rlhf.run.display.terminal import Lasting, outliving_terminal
     from async_rlhf.run.run_dir import RunDir
-    from async_rlhf.run.terminal import Lasting, outliving_terminal
 
     with outliving_terminal():
         result = run(config, **how)

@@ -11,7 +11,7 @@ import typer
 
 from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, app, command, experiment, group, load_config, overridden
 
-trying = group("try", "Try a reward, an environment or a loss, or a run under chaos.")
+trying = group("try", "Try a reward, an environment, a loss, chaos, or this machine.")
 
 Limit = Annotated[int | None, typer.Option(min=1, help="Completions to score.")]
 
@@ -108,9 +108,9 @@ def try_chaos(
     from collections import Counter
 
     from async_rlhf.inspect.chaos import Monkey, problems
-    from async_rlhf.run.child import MAX_DEATHS
-    from async_rlhf.run.display import Display
-    from async_rlhf.run.preparation import prepare
+    from async_rlhf.preparation import prepare
+    from async_rlhf.run.display.console import Display
+    from async_rlhf.run.supervision.child import MAX_DEATHS
 
     loaded = load_config(config, overrides)
     with Display() as display:

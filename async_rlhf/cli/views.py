@@ -92,7 +92,7 @@ def rollouts_show(
     """Show groups as they were trained on: prompt, completions, versions, scores. All of them are there while the journal
     holds them (queue.keep_rollouts = true), else those that were sampled into rollouts.jsonl."""
     from async_rlhf.inspect.rollouts import records
-    from async_rlhf.run.display import group_lines
+    from async_rlhf.run.display.console import group_lines
     from async_rlhf.run.run_dir import RunDir
 
     limit, more, sampled = limit or (None if as_json else 4), 0, False

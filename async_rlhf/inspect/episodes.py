@@ -24,8 +24,8 @@ from async_rlhf.actors.environments.pool import EpisodePool, Lost, Observation
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.score import Score
+from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.preflight import common_columns
 from async_rlhf.run.scoring import environment_spec
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     from async_rlhf.actors.prompts import encode, rollout_seed
     from async_rlhf.buffers.model_directory import from_pretrained
     from async_rlhf.learner.model.gguf import model_directory
-    from async_rlhf.run.playing import environment_of
+    from async_rlhf.run.processes.environment import environment_of
 
     rows, _ = rows_of(config, limit)
     config = config.model_copy(update={"model": model_directory(config.model)})

@@ -119,7 +119,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     Raises ConfigError when the journal does not reach back to the first step.
     """
     from async_rlhf.learner.loop.source import ArchiveSource
-    from async_rlhf.run.learning import backend_of, make_trainer, ranks_beside
+    from async_rlhf.run.processes.learner import backend_of, make_trainer, ranks_beside
 
     first = next(read_batches(source.path / "queue"), None)
     if first is None or first.step != 0:

@@ -28,9 +28,8 @@ from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.loop.changes import Ledger
-from async_rlhf.run.display import held_out, line
+from async_rlhf.run.display.console import held_out, line
 from async_rlhf.run.live import changes
-from async_rlhf.run.restarts import read_restarts
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable, read_last_lines
 
@@ -141,7 +140,7 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
         "hub": hub,
         "scorer": scorer,
         "cpus": tried(lambda: _cpus(run), {}),
-        "restarts": tried(lambda: read_restarts(run.restarts), {}),
+        "restarts": tried(run.read_restarts, {}),
         "last": metrics[-1] if metrics else None,
         "changes": tried(lambda: changes(run, ledger), []),
         "evaluations": evaluations,

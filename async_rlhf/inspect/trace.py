@@ -6,8 +6,7 @@
     waiting, training             metrics.jsonl
     idle engine, adopted weights  spans/<actor>.jsonl
 
-All times are seconds since the epoch of the supervisor's clock: those of actors that an agent has started are moved by what was
-measured of their hosts' clocks (`launch.clocks`); an actor that was started by hand is as far off as its clock.
+All times are seconds since the epoch, of the clock of the host on which they were taken: hosts keep one time by NTP.
 
 Format: "Trace Event Format" (Google, 2016): complete events "X" on tracks, nestable events "b"/"e" for rollouts.
 """
@@ -16,8 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from async_rlhf.buffers.errors import ConfigError, JournalError
 from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, read_spans, unpack
-from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
 
 
@@ -79,16 +76,6 @@ def overlap(run: RunDir) -> dict[str, Overlap]:
 
 def read_rollouts(run: RunDir) -> Iterator[TracedRollout]:
     """Every rollout whose timings are known: all that the journal holds, and the samples of the other steps."""
-    offsets_of = cache(lambda actor: read_offsets(run.clock(actor)))
-    for rollout in _as_observed(run):
-        began = min((time.began for time in rollout.stages.values()), default=0.0)
-        by = correction(offsets_of(rollout.actor), began)
-        moved = {name: time._replace(began=time.began + by, ended=time.ended + by) for name, time in rollout.stages.items()}
-        yield replace(rollout, stages=moved)
-
-
-def _as_observed(run: RunDir) -> Iterator[TracedRollout]:
-    """With the times of the clocks of their hosts."""
     in_journal: set[int] = set()
     try:
         for batch in read_batches(run.path / "queue"):
@@ -130,11 +117,7 @@ def _actors(run: RunDir) -> Iterator[dict[str, Any]]:
 def _spans(run: RunDir) -> Iterator[tuple[str, list[tuple[str, float, float]]]]:
     """Of each actor: what it did, when it began and ended."""
     for path in sorted((run.path / "spans").glob("*.jsonl")):
-        offsets, found = read_offsets(run.clock(path.stem)), list[tuple[str, float, float]]()
-        for span in read_spans(path):
-            by = correction(offsets, span["began"])
-            found.append((span["name"], span["began"] + by, span["ended"] + by))
-        yield path.stem, found
+        yield path.stem, [(span["name"], span["began"], span["ended"]) for span in read_spans(path)]
 
 
 def _rollouts(rollouts: list[TracedRollout], run: RunDir) -> Iterator[dict[str, Any]]:

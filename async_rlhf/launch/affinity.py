@@ -1,4 +1,4 @@
-"""Holds a process to some CPUs of its machine from its first instruction on, and tells it with how many threads to compute.
+"""Holds a process to some CPUs of its machine from its first instruction on, and sets with how many threads it computes.
 
 A CPU's number counts those that the starting process may use itself (it may be held to some of the machine's, by `taskset` or
 a container). `machine_cpus` alone translates a number back.
@@ -52,7 +52,7 @@ def held_to(cpus: tuple[int, ...] | None) -> Iterator[None]:
 
 
 def environment(threads: int | None, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that tell a process how many threads to compute with; None: as its configuration says.
+    """Variables that set how many threads a process computes with; None: as its configuration says.
 
     Where parts share CPUs, not all threads of a process run at once. One that spins while it waits for another takes a CPU that
     the other needs, and a decode step takes time slices instead of milliseconds. So they sleep while they wait, unless
@@ -64,8 +64,8 @@ def environment(threads: int | None, variables: Mapping[str, str] = os.environ) 
     return {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": waits}
 
 
-def told_threads(variables: Mapping[str, str] = os.environ) -> int | None:
-    """What the launcher has told this process."""
+def assigned_threads(variables: Mapping[str, str] = os.environ) -> int | None:
+    """As the launcher has set it for this process; None: as its configuration says."""
     found = variables.get(_THREADS)
     return None if found is None else int(found)
 

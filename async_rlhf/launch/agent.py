@@ -7,7 +7,7 @@
                 pipes to their standard input close (`tether`)
 
 `python -m async_rlhf.launch.agent` takes orders from standard input and gives events to standard output; whatever starts it on
-the host (ssh, srun) only passes bytes on. It ends when its input ends, and when it has heard nothing for `lost_after_s`.
+the host (ssh, srun) only passes bytes on. It ends when its input ends, and when it has received nothing for `lost_after_s`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from async_rlhf.launch.sockets import ON_HOST
 _LOOK_S = 0.1
 _ALIVE_S = 1.0
 _FIRST_ORDER_S = 60.0
-# Of one file in one look round, and of what a supervisor that is behind is spared: the file itself stays whole.
+# Of one file in one poll, and of what a supervisor that is behind is spared: the file itself stays whole.
 _READ_BYTES, _BEHIND_BYTES = 1 << 16, 4 << 20
 
 
@@ -67,10 +67,10 @@ class _Life:
 
 
 class Agent:
-    """See the module docstring. One thread at a time calls it; it sends nothing itself, and reads no clock but to show it.
+    """See the module docstring. One thread at a time calls it; it sends nothing itself, and reads no clock.
 
     host: what it calls its host; without, the machine's name. devices: how many the host has; None: what its driver lists.
-    Owns a thread that asks the driver and reads large files of the host, so that nothing else waits meanwhile.
+    Owns a thread that queries the driver and reads large files of the host, so that nothing else waits meanwhile.
     """
 
     def __init__(self, host: str = "", devices: int | None = None) -> None:
@@ -97,8 +97,6 @@ class Agent:
             self._depot.add(message.digest, message.data, last=message.last)
         elif isinstance(message, orders.Start):
             return [self._start(self._depot, message)]
-        elif isinstance(message, orders.Alive) and message.sent is not None:
-            return [orders.Time(sent=message.sent, there=time.time())]
         elif isinstance(message, orders.Kill) and (life := self._lives.get(message.life)) is not None:
             life.process.kill()
             return self.look()
@@ -112,15 +110,15 @@ class Agent:
             self._looking = None
         for number, life in list(self._lives.items()):
             code = life.process.poll()
-            if words := life.process.heard():
-                events.append(orders.Heard(life=number, words=words))
+            if words := life.process.read_beats():
+                events.append(orders.Beats(life=number, words=words))
             while wrote := [orders.Wrote(life=number, number=which, data=data) for which, data in life.written()]:
                 events += wrote
                 if code is None:
-                    break  # the rest in the next look round
+                    break  # the rest in the next poll
             if code is not None:
                 del self._lives[number]
-                events.append(orders.Ended(life=number, code=code, words=life.process.last_words()[:1000]))
+                events.append(orders.Ended(life=number, code=code, words=life.process.failure_message()[:1000]))
         return events
 
     def close(self) -> None:

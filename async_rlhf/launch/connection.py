@@ -11,9 +11,7 @@ takes the place of this one. Connecting, and sending what a node needs, is done 
 
 from __future__ import annotations
 
-import json
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +22,6 @@ from typing import Protocol, TypeVar
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.launch import orders
-from async_rlhf.launch.clocks import Offset, is_news, measured
 from async_rlhf.launch.depot import known_digest
 from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
 from async_rlhf.launch.placement import Host
@@ -94,23 +91,21 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What a node is given: see `orders.Start`. returns: name there -> file here to which it is appended. clock: file here
-    with the distance of its host's clock from ours (`clocks`)."""
+class NodeFiles:
+    """What a node is given: see `orders.Start`. returns: name there -> file here to which it is appended."""
 
     files: Mapping[str, Path]
     inline: Mapping[str, bytes] = field(repr=False)
     returns: Mapping[str, Path]
-    clock: Path | None = None
 
 
-Pack = Callable[[Node, str, Mapping[Place, str]], Parcel]
+Pack = Callable[[Node, str, Mapping[Place, str]], NodeFiles]
 """(node, its directory there, where each place is there that was found) -> what it is given."""
 
 
-def nothing(node: Node, directory: str, found: Mapping[Place, str]) -> Parcel:
+def nothing(node: Node, directory: str, found: Mapping[Place, str]) -> NodeFiles:
     """A `Pack` for a node that needs no files."""
-    return Parcel({}, {}, {f"{node.name}.log": node.log})
+    return NodeFiles({}, {}, {f"{node.name}.log": node.log})
 
 
 class RemoteProcess:
@@ -120,32 +115,31 @@ class RemoteProcess:
         self.life, self.node, self._kill = life, node, kill
         self.pid = 0
         self.returns: list[Path] = []
-        self.clock: Path | None = None
         self._returned = 0
         self._words: SimpleQueue[bytes] = SimpleQueue()
         self._ended = threading.Event()
         self._code: int | None = None
-        self._last_words = ""
+        self._failure_message = ""
 
     def poll(self) -> int | None:
         return self._code
 
-    def heard(self) -> bytes:
+    def read_beats(self) -> bytes:
         found = b""
         with suppress(Empty):
             while True:
                 found += self._words.get_nowait()
         return found
 
-    def last_words(self) -> str:
-        return self._last_words
+    def failure_message(self) -> str:
+        return self._failure_message
 
     def kill(self) -> None:
         if self._code is None:
             self._kill(self.life)
         if self.pid:
             self._ended.wait(_KILL_S)
-        self.ends(HOST_LOST, "its host does not say that it has ended")
+        self.ends(HOST_LOST, "its host has not confirmed that it has ended")
 
     # By the connection's threads:
 
@@ -154,7 +148,7 @@ class RemoteProcess:
 
     def ends(self, code: int, words: str) -> None:
         if self._code is None:
-            self._last_words = words  # first: who sees the code may read them
+            self._failure_message = words  # first: who sees the code may read them
             self._code = code
             self._ended.set()
 
@@ -162,19 +156,10 @@ class RemoteProcess:
         """Append to the file here; beyond the bound, and on a full disk, it is dropped."""
         self._returned += len(data)
         if number < len(self.returns) and self._returned <= _MAX_RETURNED_BYTES:
-            _append(self.returns[number], data)
-
-    def measured(self, offset: Offset | None) -> None:
-        """Write down how far the clock of its host is from ours."""
-        if self.clock is not None and offset is not None:
-            _append(self.clock, json.dumps(offset._asdict()).encode() + b"\n")
-
-
-def _append(path: Path, data: bytes) -> None:
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(data)
+            with suppress(OSError):
+                self.returns[number].parent.mkdir(parents=True, exist_ok=True)
+                with self.returns[number].open("ab") as file:
+                    file.write(data)
 
 
 class Connection:
@@ -194,7 +179,6 @@ class Connection:
         self._processes: dict[int, RemoteProcess] = {}
         self._orders: SimpleQueue[RemoteProcess | orders.Kill | None] = SimpleQueue()
         self._answers: SimpleQueue[orders.Event | None] = SimpleQueue()
-        self._offset: Offset | None = None
         self._guard = threading.Lock()
         self.ready = threading.Event()
         """Set when the agent has answered everything that is asked before a start, or is lost."""
@@ -237,7 +221,7 @@ class Connection:
         except (OSError, WireError, ValueError) as error:
             self._lose(str(error))
         finally:
-            self._lose("a defect here: see the error of its thread")
+            self._lose("internal error: see the error of its thread")
             self.ready.set()
 
     def _open(self) -> None:
@@ -269,19 +253,19 @@ class Connection:
             del self._processes[process.life]
             return
         try:
-            parcel = self._pack(node, f"{self._directory}/{node.name}", self._found)
-            digests = {name: known_digest(path) for name, path in parcel.files.items()}
+            given = self._pack(node, f"{self._directory}/{node.name}", self._found)
+            digests = {name: known_digest(path) for name, path in given.files.items()}
         except (OSError, SyntaxError, ValueError) as error:
             del self._processes[process.life]
             process.ends(FAILED, f"what it needs cannot be read here: {error}")
             return
         self._say(orders.Want(digests=sorted(set(digests.values()))))
         missing = set(self._answer(orders.Missing).digests)
-        for name, path in parcel.files.items():
+        for name, path in given.files.items():
             if digests[name] in missing:
                 missing.remove(digests[name])
                 self._send_file(digests[name], path)
-        process.returns, process.clock = list(parcel.returns.values()), parcel.clock
+        process.returns = list(given.returns.values())
         devices, cpus = (None if each is None else list(each) for each in (node.devices, node.cpus))
         self._say(
             orders.Start(
@@ -293,8 +277,8 @@ class Connection:
                 cpus=cpus,
                 threads=node.threads,
                 files=digests,
-                inline=dict(parcel.inline),
-                returns=list(parcel.returns),
+                inline=dict(given.inline),
+                returns=list(given.returns),
             )
         )
 
@@ -309,14 +293,14 @@ class Connection:
                     return
 
     def _say_alive(self) -> None:
-        self._say(orders.Alive(sent=time.time()))
+        self._say(orders.Alive())
 
     def _say(self, message: orders.Order) -> None:
         assert self._channel is not None
         self._channel.send(orders.encode(message))
 
     def _answer(self, kind: type[E], timeout_s: float | None = None) -> E:
-        """The next answer, which must be of this kind; without a time as long as the agent lives, which hears of us meanwhile.
+        """The next answer, which must be of this kind; without a time for as long as the agent lives, which is kept alive.
 
         Raises OSError, WireError.
         """
@@ -345,11 +329,11 @@ class Connection:
                 else:
                     silent_s = 0.0
                     self._handle(orders.event(frame))
-            self._lose(f"nothing was heard of it for {self._opening.lost_after_s:.0f} s (launch.lost_after_s)")
+            self._lose(f"it has sent nothing for {self._opening.lost_after_s:.0f} s (launch.lost_after_s)")
         except (OSError, WireError) as error:
             self._lose(str(error))
         finally:
-            self._lose("a defect here: see the error of its thread")
+            self._lose("internal error: see the error of its thread")
 
     def _handle(self, found: orders.Event) -> None:
         for waiting in list(self._processes.values()):
@@ -357,26 +341,16 @@ class Connection:
                 waiting.hears(BEAT)
         if isinstance(found, orders.Opened | orders.Looked | orders.Missing):
             self._answers.put(found)
-        elif isinstance(found, orders.Time):
-            self._measure(found)
         elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
             if isinstance(found, orders.Started):
                 process.pid = found.pid
-                process.measured(self._offset)
-            elif isinstance(found, orders.Heard):
+            elif isinstance(found, orders.Beats):
                 process.hears(found.words)
             elif isinstance(found, orders.Wrote):
                 process.wrote(found.number, found.data)
             else:
                 del self._processes[found.life]
                 process.ends(found.code, found.words)
-
-    def _measure(self, found: orders.Time) -> None:
-        new = measured(found.sent, found.there, time.time())
-        if new.error_s >= 0 and is_news(self._offset, new):  # else our clock was set back meanwhile
-            self._offset = new
-            for process in list(self._processes.values()):
-                process.measured(new)
 
     def _lose(self, reason: str) -> None:
         with self._guard:

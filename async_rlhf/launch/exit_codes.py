@@ -27,7 +27,7 @@ REWARDS_FAILED = 6
 REFUSED_TO_TRAIN = 7
 DAMAGED = 8
 HOST_LOST = 9
-"""Of a role whose host cannot be reached: nothing is known of its end, and it is not to blame."""
+"""Of a role whose host cannot be reached: nothing is known of its end, and it does not count as a death."""
 INTERRUPTED = 130
 
 # Starting the process again would end the same way.

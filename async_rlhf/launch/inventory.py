@@ -24,7 +24,7 @@ _CUDA = "CUDA_VISIBLE_DEVICES"
 
 
 def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_devices: bool = True) -> Host:
-    """look_for_devices: False asks no driver; there are none then. Devices of several kinds count as the smallest of them."""
+    """look_for_devices: False queries no driver; then there are none. Devices of several kinds count as the smallest."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = None
     with suppress(OSError, ValueError):

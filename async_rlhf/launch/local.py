@@ -24,7 +24,7 @@ _KILL_S = 30.0
 _LAST_BYTES = 1 << 16
 # What a reason begins with: ours, and that of an exception in C++ that ends the process.
 _FATAL = ("fatal: ", "  what():  ")
-_ROLES = "async_rlhf.run.roles"
+_ROLES = "async_rlhf.run.processes.roles"
 # Roles that compute: their imports take seconds, and are made once for all of them.
 _FORKED = {"learner", "learner_rank", "actor", "scorer", "evaluation"}
 _IMPORTED_ONCE = (
@@ -62,13 +62,13 @@ class LocalProcess:
             self._beats.close()
         return code
 
-    def heard(self) -> bytes:
+    def read_beats(self) -> bytes:
         try:
             return self._beats.read(1 << 16) or b""
         except ValueError:  # closed: its end has been seen, perhaps by another thread just now
             return b""
 
-    def last_words(self) -> str:
+    def failure_message(self) -> str:
         with suppress(OSError), self._log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             begin = self._log_bytes if self._log_bytes <= size else 0  # else it was cut
@@ -80,7 +80,7 @@ class LocalProcess:
 
     def kill(self) -> None:
         self._child.kill()
-        with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it: `poll` will say when
+        with suppress(subprocess.TimeoutExpired):  # the kernel still holds it: `poll` reports its end
             self._child.wait(timeout=_KILL_S)
         self.poll()
 

@@ -1,7 +1,7 @@
-"""What a supervisor and its agent on another host say to each other, and nothing about when or how it travels.
+"""The messages between a supervisor and its agent on another host, and nothing about when or how it travels.
 
     supervisor -> agent   Open, Look, Want, Piece, Start, Kill, Alive
-    agent -> supervisor   Opened, Looked, Missing, Started, Heard, Wrote, Ended, Alive, Time
+    agent -> supervisor   Opened, Looked, Missing, Started, Beats, Wrote, Ended, Alive
 
 A message is one MessagePack frame, [protocol, fields], checked against the types below before anything looks at it.
 """
@@ -44,7 +44,7 @@ Exit = Annotated[int, Field(ge=-255, le=255)]
 
 class Open(MessageBase):
     """The first order. directory: where the agent keeps files; `~` is the home of its user. lost_after_s: of silence.
-    accelerators: whether the agent asks the driver for them."""
+    accelerators: whether the agent queries the driver for them."""
 
     type: Literal["open"] = "open"
     directory: Text
@@ -100,18 +100,9 @@ class Kill(MessageBase):
 
 
 class Alive(MessageBase):
-    """Nothing to say. sent: by the clock here, when the supervisor wants the time there."""
+    """Nothing to report: the sender is there."""
 
     type: Literal["alive"] = "alive"
-    sent: float | None = None
-
-
-class Time(MessageBase):
-    """there: what the clock of the host shows. sent: of the `Alive` that this answers."""
-
-    type: Literal["time"] = "time"
-    sent: float
-    there: float
 
 
 class Machine(MessageBase):
@@ -154,10 +145,10 @@ class Started(MessageBase):
     pid: Count
 
 
-class Heard(MessageBase):
+class Beats(MessageBase):
     """Beats and progress, one byte each (`tether`)."""
 
-    type: Literal["heard"] = "heard"
+    type: Literal["beats"] = "beats"
     life: Count
     words: Data
 
@@ -172,7 +163,7 @@ class Wrote(MessageBase):
 
 
 class Ended(MessageBase):
-    """code: as `Process.poll`; words: as `Process.last_words`. Also of a node that could not be started."""
+    """code: as `Process.poll`; words: as `Process.failure_message`. Also of a node that could not be started."""
 
     type: Literal["ended"] = "ended"
     life: Count
@@ -181,7 +172,7 @@ class Ended(MessageBase):
 
 
 Order = Annotated[Open | Look | Want | Piece | Start | Kill | Alive, Field(discriminator="type")]
-Event = Annotated[Opened | Looked | Missing | Started | Heard | Wrote | Ended | Alive | Time, Field(discriminator="type")]
+Event = Annotated[Opened | Looked | Missing | Started | Beats | Wrote | Ended | Alive, Field(discriminator="type")]
 ORDERS: TypeAdapter[Order] = TypeAdapter(Order)
 EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Node:
-    """One process of the run: `async_rlhf.run.roles` with ROLE RUN_DIR *arguments, logging to `log`.
+    """One process of the run: `async_rlhf.run.processes.roles` with ROLE RUN_DIR *arguments, logging to `log`.
 
     arguments: those of a node on another host may name `sockets.ON_HOST`. host: where it runs; empty is the supervisor's own.
     devices: the accelerators of that host that it may see, by number; None leaves them as the launcher finds them. cpus: those
@@ -51,11 +51,11 @@ class Process(Protocol):
         """Exit code, or None while it runs; negative is the signal that ended it."""
         ...
 
-    def heard(self) -> bytes:
+    def read_beats(self) -> bytes:
         """What it has sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
         ...
 
-    def last_words(self) -> str:
+    def failure_message(self) -> str:
         """Why it ended, by its own account in this life: what it called fatal, else the exception in C++ that ended it,
         else its log's last line, else nothing."""
         ...

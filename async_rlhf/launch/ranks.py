@@ -1,8 +1,8 @@
-"""The learner's ranks as one process of the run: started together, they end together, and the one to blame is named.
+"""The learner's ranks as one process of the run: started together, they end together, and the first that failed is named.
 
     owns        the processes of all ranks of one life
     waits for   nothing but in `kill`
-    woken by    the supervisor, which asks it what it asks any process
+    woken by    the supervisor, as with any process
     on close    no rank is left
 
 A learner that lost a rank is not mended: the supervisor starts it again, with all ranks, from its last checkpoint. Each life
@@ -30,7 +30,7 @@ class RankProcesses:
     """See `program.Process`. It ends well when rank 0 does, and else with the first rank that ends.
 
     An end of rank 0 is as it was. Another rank's has code FAILED, or its own where starting again would not help or its host is
-    lost, and is named in `last_words`.
+    lost, and is named in `failure_message`.
     """
 
     def __init__(self, hosts: Sequence[str], processes: Sequence[Process]) -> None:
@@ -57,31 +57,31 @@ class RankProcesses:
         return self._code
 
     def _may_follow(self, rank: int, code: int) -> bool:
-        """Whether the cause may be heard of later: rank 0 ends where a host is lost, and may be seen to before the host is."""
+        """Whether the cause may be reported later: rank 0 ends where a host is lost, and may be seen to before the host is."""
         if rank > 0 or code in FATAL or not any(self._hosts[1:]):
             return False
         now = time.monotonic()
         self._cause_by = self._cause_by or now + _CAUSE_S
         return now < self._cause_by
 
-    def heard(self) -> bytes:
+    def read_beats(self) -> bytes:
         """A beat when every rank has beaten since the last one: it is as silent as its most silent rank."""
-        self._heard |= {rank for rank, process in enumerate(self._processes) if process.heard()}
+        self._heard |= {rank for rank, process in enumerate(self._processes) if process.read_beats()}
         if len(self._heard) < len(self._processes):
             return b""
         self._heard.clear()
         return BEAT
 
-    def last_words(self) -> str:
+    def failure_message(self) -> str:
         return self._words
 
     def kill(self) -> None:
         if self._code is None:
             silent = [self._name(rank) for rank in range(len(self._processes)) if rank not in self._heard]
-            self._end(FAILED, f"{' and '.join(silent)} fell silent" if silent else "")
+            self._end(FAILED, f"{' and '.join(silent)} sent no beats" if silent else "")
 
     def _blame(self, rank: int, codes: dict[int, int]) -> None:
-        code, words = codes[rank], self._processes[rank].last_words()
+        code, words = codes[rank], self._processes[rank].failure_message()
         if rank == 0:
             self._end(code, words)
         elif code == HOST_LOST:

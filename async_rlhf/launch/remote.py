@@ -57,7 +57,7 @@ class Connections:
     def check(self) -> None:
         """Connect to every host at once. Raises ConfigError naming the first that cannot be used."""
         for place in self._places:
-            for name in place.names:  # now: while gigabytes are read no host hears of us
+            for name in place.names:  # now: while gigabytes are read no host is sent anything
                 known_digest(place.here / name)
         for connection in [self.to(name) for name in self.present]:
             connection.ready.wait()  # each step of it has a deadline

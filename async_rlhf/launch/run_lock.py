@@ -77,7 +77,7 @@ class RunLock:
             time.sleep(_LOOK_S)
 
     def is_lost(self, path: Path) -> bool:
-        """Whether another process has taken it since: a network file system frees the locks of a host that it has not heard for
+        """Whether another process has taken it since: a network file system frees the locks of a host that has been silent for
         a while, and one that is mounted with local locks lets every host take its own."""
         with suppress(OSError, DamagedError):
             return _content(path) != self._content and holder(path) is not None

@@ -60,7 +60,7 @@ class Tether:
             threading.Thread(target=self._beat_on, name="beat", daemon=True).start()
 
     def beat(self) -> None:
-        """Beat now; from the first call on only these calls do, so that a loop that hangs falls silent."""
+        """Beat now; from the first call on only these calls do, so that a loop that hangs sends no beats."""
         self._by_thread = False
         self._say(BEAT)
 

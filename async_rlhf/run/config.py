@@ -62,11 +62,10 @@ class Config(Section):
     max_log_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Bytes after which `rollouts.jsonl`, an actor's `spans` or a process's log begin anew; what was in them lies beside them
     (`NAME.1`) until they do again. `metrics.jsonl` is kept whole: two kilobytes a step."""
-    disk_headroom_bytes: int = Field(default=1 << 30, ge=0)
-    """Bytes of free disk below which the run says so, and tells its hooks."""
     disk_pause_bytes: int = Field(default=256 << 20, ge=0)
     """Bytes of free disk below which no further group is begun: what is being made is finished and trained on, then the run
-    waits, and goes on by itself when there is room. 0: it goes on until the disk is full, and waits then."""
+    waits, and goes on by itself when there is room. Below four times as many the run reports it, and calls its hooks. 0: it
+    goes on until the disk is full, and waits then."""
     stall_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds without a finished step after which the run ends with a stall report; those in which nothing is missing but
     prompts in the spool do not count."""

@@ -72,7 +72,6 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "checkpoint.save_every": ("save_steps", "save_freq", "save_interval"),
     "evaluation.every": ("eval_steps", "eval_freq", "eval_interval", "test_freq"),
     "tracking.kind": ("report_to", "logger", "loggers", "use_wandb", "use_tensorboard"),
-    "tracking.project": ("project_name", "wandb_project"),
     "checkpoint.keep_last": ("save_total_limit", "max_ckpt_num", "max_actor_ckpt_to_keep"),
 }  # fmt: skip
 _OURS = {theirs: ours for ours, names in ELSEWHERE.items() for theirs in names}

@@ -100,7 +100,7 @@ def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int)
 
 
 def undo(run: RunDir, after: int) -> None:
-    """The run has gone back to the checkpoint of this step, and its ledger says so: what was applied to later steps is
+    """The run has gone back to the checkpoint of this step, and its ledger records it: what was applied to later steps is
     forgotten, what waits holds from the next step on. The records of later steps go too, for no such step counts as made.
     Raises ConfigError, DamagedError."""
     try:
@@ -151,7 +151,7 @@ def changed_at(run: RunDir) -> list[int]:
 
 
 def changes(run: RunDir, ledger: Ledger | None = None) -> list[str]:
-    """What was changed, in lines for a person. ledger: the run's, of who asks again and again. Raises DamagedError."""
+    """What was changed, in lines for a person. ledger: where the caller reads again and again. Raises DamagedError."""
     return [described(change) for change in (ledger or Ledger(run.path)).read().changes]
 
 

@@ -1,4 +1,4 @@
-"""What a run directory says of how it was made: the format of its files, the code, the packages, the model it began with."""
+"""How a run directory was made: the format of its files, the code, the packages, the model it began with."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ events.jsonl     what may need a person (supervisor)
 restarts.json    how often each role was started again (supervisor)
 tracking.json    how far the tracker has come          tensorboard/, wandb/  what it wrote
 spans/<actor>.jsonl  idle stretches and adopted weights (actors)
-clocks/<actor>.jsonl  how far the clock of its host is from the supervisor's, where an agent is there (supervisor)
 checkpoints/step_NNNNNN/{model/,optimizer.safetensors,state.json}, checkpoints/latest, checkpoints/best
 queue/, weights/ the hub's own memory                  lock            held while any process of the run lives
 keys/            of a run with actors elsewhere
@@ -56,7 +55,6 @@ _MAY_CHANGE = (
     "watchdog_s",
     "sampled_groups",
     "max_log_bytes",
-    "disk_headroom_bytes",
     "disk_pause_bytes",
     "address",
     "security.",
@@ -216,9 +214,6 @@ class RunDir:
     def spans(self, actor: str) -> Path:
         return self.path / "spans" / f"{actor}.jsonl"
 
-    def clock(self, actor: str) -> Path:
-        return self.path / "clocks" / f"{actor}.jsonl"
-
     def announce(self, sockets: Path) -> None:
         """Say in which private directory the live run's hub listens, and its scorer. Raises OSError."""
         write_whole(self._run, _Live(sockets=str(sockets)).model_dump_json(indent=1) + "\n")
@@ -308,6 +303,21 @@ class RunDir:
     def read_ledger(self) -> dict[str, Any]:
         """The hub's last written status, or nothing before there was one. Raises DamagedError."""
         return read_object(self.ledger)
+
+    def count_restart(self, role: str) -> None:
+        """One of its processes was started again. On a full disk it is lost."""
+        counts: dict[str, int] = {}
+        with suppress(DamagedError):
+            counts = self.read_restarts()
+        with suppress(OSError):
+            write_whole(self.restarts, json.dumps({**counts, role: counts.get(role, 0) + 1}) + "\n")
+
+    def read_restarts(self) -> dict[str, int]:
+        """How often each role was started again, over all starts of the run. Raises DamagedError."""
+        found = read_object(self.restarts)
+        if not all(type(count) is int and count >= 0 for count in found.values()):
+            raise DamagedError(f"{self.restarts} is damaged: it holds other things than counts. Remove it")
+        return found
 
     def _announced(self) -> Path | None:
         try:

@@ -1,4 +1,4 @@
-"""What a run asks about its completions: its rewards, and the reference where an actor's stage computes that. No torch."""
+"""What a run computes of its completions: its rewards, and the reference where an actor's stage computes that. No torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def score_names(config: Config, environment: EnvironmentSpec | Play | None) -> t
 
 
 def group_rewards(config: Config) -> list[str]:
-    """The rewards that receive whole groups: what one of them says of a completion depends on the others."""
+    """The rewards that receive whole groups: its score of a completion depends on the others."""
     return [spec.name for spec in reward_specs(config) if spec.scope == "group"]
 
 
@@ -162,3 +162,9 @@ def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:
         )
     if Path(config.model).is_dir():
         check_incremental(config.model, where)
+
+
+def own_file(target: str) -> Path | None:
+    """The file of a reward or environment `[NAME=][FORM:]path.py:name`; one of a package is found by its name."""
+    file = Path((target.partition("=")[2] or target).rpartition(":")[0].rpartition(":")[2])
+    return file if file.suffix == ".py" and file.is_file() else None

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from async_rlhf.actors.data.config import TASK_PREFIX, DataConfig
+from async_rlhf.actors.data.config import HELD_OUT_SEED, TASK_PREFIX, DataConfig
 from async_rlhf.buffers.config import Secret, Section
 from async_rlhf.learner.checkpoint.evaluated import num_since_best
 
@@ -78,7 +78,7 @@ class EvaluationConfig(Section):
         if self.source is None:
             return None
         # A task's prompts are drawn with the seed of held-out ones: those of training with another.
-        seed = {"seed": run.held_out_seed} if self.source.startswith(TASK_PREFIX) else {}
+        seed = {"seed": HELD_OUT_SEED} if self.source.startswith(TASK_PREFIX) else {}
         return DataConfig(
             source=self.source,
             columns=self.columns,
@@ -95,12 +95,8 @@ class TrackingConfig(Section):
     """A tracker that gets every step and every evaluation, beside the files of the run directory."""
 
     kind: Literal["none", "tensorboard", "wandb"] = "none"
-    """`tensorboard`: event files in `tensorboard/` of the run directory. `wandb`: Weights & Biases. Each needs the extra of its
-    name."""
-    project: str = Field(default="async-rlhf", min_length=1, max_length=128)
-    """`wandb`: the project; the run has the name of the run directory."""
-    mode: Literal["online", "offline"] = "online"
-    """`wandb`: `offline` writes into `wandb/` of the run directory, for `wandb sync`, and needs no network."""
+    """`tensorboard`: event files in `tensorboard/` of the run directory. `wandb`: Weights & Biases, with its own variables
+    (`WANDB_PROJECT`, `async-rlhf` without it; `WANDB_MODE=offline`). Each needs the extra of its name."""
 
 
 EventKind = Literal["stalled", "guard", "failing_rewards", "disk_low", "diverged", "failed", "finished", "best"]

@@ -31,9 +31,9 @@ from async_rlhf.launch.exit_codes import ending
 from async_rlhf.launch.forked import Child
 from async_rlhf.launch.local import begin, warm
 from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.run.display.terminal import on_signals
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
-from async_rlhf.run.terminal import on_signals
 from async_rlhf.serve.notices import Notices
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Ended, Entry, Seen, plan
@@ -104,8 +104,8 @@ class Daemon:
                 self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
             if entry.state == "failed" != old.state and (problem := self._notices.failed(entry)):
                 self._say(problem)
-        for error in self._notices.errors():
-            self._say(error)
+        for failure in self._notices.failures():
+            self._say(failure)
         for entry in made.entries:
             if entry.number in made.drain or (self._signals > 1 and entry.is_active):
                 self._queue.send_drain(entry)

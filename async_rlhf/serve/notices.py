@@ -12,7 +12,7 @@ import time
 
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.run.config import load
-from async_rlhf.run.hooks import Hooks
+from async_rlhf.run.supervision.hooks import Hooks
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Entry
 
@@ -39,9 +39,9 @@ class Notices:
         self._hooks.append(hooks)
         return ""
 
-    def errors(self) -> list[str]:
+    def failures(self) -> list[str]:
         """What failed since the last call."""
-        return [error for hooks in self._hooks for error in hooks.complaints()]
+        return [failure for hooks in self._hooks for failure in hooks.failures()]
 
     def close(self) -> None:
         for hooks in self._hooks:

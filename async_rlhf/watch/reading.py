@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.launch.clocks import correction, read_offsets
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_long, is_step, read_last_lines, read_steps
 from async_rlhf.watch.completions import Decode, decoder, shown
@@ -93,7 +92,7 @@ class RunReading:
 
     def timeline(self) -> dict[str, Any]:
         """Of the newest steps, in the supervisor's time."""
-        spans = {actor: [self._moved(actor, line) for line in recent.lines] for actor, recent in self._spans.items()}
+        spans = {actor: list(recent.lines) for actor, recent in self._spans.items()}
         return timeline(list(self._steps), spans, list(self._samples.lines))
 
     def completions(self) -> list[dict[str, Any]]:
@@ -130,14 +129,6 @@ class RunReading:
         self._steps.append(record)
         if record.get("applied") is False:
             self._refused.append({"step": step, "time": record.get("time")})
-
-    def _moved(self, actor: str, line: dict[str, Any]) -> dict[str, Any]:
-        """An actor's span by the supervisor's clock."""
-        with suppress(KeyError, TypeError, ValueError, OSError):
-            if (path := self.run.clock(actor)).is_file():
-                by = correction(read_offsets(path), line["began"])
-                return {**line, "began": line["began"] + by, "ended": line["ended"] + by}
-        return line
 
     def _decode(self) -> Decode | None:
         with suppress(OSError):

@@ -26,7 +26,7 @@ from typing import Any
 
 import zmq
 
-from async_rlhf.buffers.config import QueueConfig, WeightsConfig
+from async_rlhf.buffers.config import FSYNC_INTERVAL_S, QueueConfig, WeightsConfig
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.prompts import Prompts
@@ -79,7 +79,7 @@ class Hub:
             directory / "queue",
             segment_bytes=config.segment_bytes,
             fsync=config.fsync,
-            interval_s=config.fsync_interval_s,
+            interval_s=FSYNC_INTERVAL_S,
             keep=config.keep_rollouts,
             clock=clock,
         )

@@ -35,8 +35,8 @@ from async_rlhf.experiments.counterfactual.picture import draw
 from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, Moment, corrections, plain, several
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.estimation import Rewards
+from async_rlhf.run.checks.memory import written
 from async_rlhf.run.config import Config
-from async_rlhf.run.memory import written
 from async_rlhf.run.run_dir import RunDir
 
 app = typer.Typer(add_completion=False)

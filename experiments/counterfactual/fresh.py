@@ -20,7 +20,7 @@ from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.run.config import Config
-from async_rlhf.run.roles import make_work
+from async_rlhf.run.processes.roles import make_work
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs

@@ -18,6 +18,7 @@ import torch
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
@@ -25,7 +26,6 @@ from async_rlhf.experiments.throughput.learner import advantages_of, make_groups
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
-from async_rlhf.run.api import train
 from async_rlhf.run.shipped import model_directory
 
 Check = Callable[[str, Path], str]
@@ -87,7 +87,7 @@ def check_learner(device: str, directory: Path) -> str:
     return f"{', '.join(found)}; CPU {expected['grad_norm']:.4g}"
 
 
-def check_run(device: str, directory: Path, package: str = "", **overrides: Any) -> str:
+def check_run(device: str, directory: Path, package: str = "", overrides: Mapping[str, Any] | None = None) -> str:
     """A run: weights are published, adopted in flight and verified by their canary.
 
     package: that it needs, as the extra is called. Two ranks: gloo on CPUs, nccl on two CUDA devices.
@@ -95,6 +95,7 @@ def check_run(device: str, directory: Path, package: str = "", **overrides: Any)
     if package and importlib.util.find_spec(package) is None:
         raise Skipped(f"{package} is not installed: pip install 'async-rlhf[{package}]'")
     there = torch.cuda.device_count()
+    overrides = overrides or {}
     if overrides.get("learner.ranks") and device != "cpu" and there < 2:
         raise Skipped(f"two ranks need two CUDA devices, this machine has {there}")
     return _run(device, directory, overrides)
@@ -106,10 +107,12 @@ CHECKS: Mapping[str, Check] = {
     "CUDA graphs": check_graphs,
     "learner": check_learner,
     "run": check_run,
-    "run with vLLM": partial(check_run, package="vllm", **{"engine.kind": "vllm"}),
-    "run with two ranks": partial(check_run, **{"learner.ranks": 2}),
+    "run with vLLM": partial(check_run, package="vllm", overrides={"engine.kind": "vllm"}),
+    "run with two ranks": partial(check_run, overrides={"learner.ranks": 2}),
     "run with ZeRO-3": partial(
-        check_run, package="deepspeed", **{"learner.ranks": 2, "learner.backend": "deepspeed", "learner.zero_stage": 3}
+        check_run,
+        package="deepspeed",
+        overrides={"learner.ranks": 2, "learner.backend": "deepspeed", "learner.zero_stage": 3},
     ),
 }
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.experiments import page
-from async_rlhf.plan.evaluation import Plan
-from async_rlhf.plan.search import search
-from async_rlhf.plan.spec import parse
+from async_rlhf.experiments.planning.placement.evaluation import Plan
+from async_rlhf.experiments.planning.placement.search import search
+from async_rlhf.experiments.planning.placement.spec import parse
 
 SPEC = Path(__file__).resolve().parents[2] / "configs" / "plans" / "qwen3-8b.toml"
 CHANGES: Sequence[tuple[str, Mapping[str, Mapping[str, Any]]]] = (

@@ -21,8 +21,8 @@ from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.experiments.staleness.config import Cell, shown
 from async_rlhf.learner.loop.budget import Budget
-from async_rlhf.run.agreement import portable
 from async_rlhf.run.config import Config, dotted
+from async_rlhf.run.processes.agreement import portable
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import MAX_LOG_BYTES, figures, read_small
 from async_rlhf.run.watching import TrackingConfig

@@ -38,14 +38,14 @@ from async_rlhf.buffers.files import content_digest
 from async_rlhf.experiments.staleness.sweep import Here, Job, Outcome
 from async_rlhf.launch.ray import first_line, join
 from async_rlhf.run import shipped
-from async_rlhf.run.agreement import own_file
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
-from async_rlhf.run.placing import on_cuda
-from async_rlhf.run.preflight import preflight
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.hosts.node_files import places, with_neighbours
+from async_rlhf.run.hosts.placement import on_cuda
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.staging import places, with_neighbours
+from async_rlhf.run.scoring import own_file
 
 _LOST_AFTER_S = 30.0
 _TRIES = 3

@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from async_rlhf.run import progress
-from async_rlhf.run.display import StepPace, beginning, duration
+from async_rlhf.run.display import progress
+from async_rlhf.run.display.console import StepPace, beginning, duration
 from async_rlhf.run.run_files import printable
 
 # A log that is read later wants a line now and then, not one a step.

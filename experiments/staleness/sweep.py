@@ -34,15 +34,15 @@ from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
+from async_rlhf.preparation import as_rewards_want, prepare
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config, differences, parse_override
 from async_rlhf.run.config_keys import masked
-from async_rlhf.run.daemon import Supervisor
-from async_rlhf.run.launching import check_ray
-from async_rlhf.run.preflight import preflight
-from async_rlhf.run.preparation import as_rewards_want, prepare
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display.terminal import on_signals
+from async_rlhf.run.hosts.connections import check_ray
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.terminal import on_signals
+from async_rlhf.run.supervision.supervisor import Supervisor
 
 State = Literal["new", "unfinished", "finished"]
 

@@ -21,6 +21,10 @@ from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.metrics import staleness_histogram
 from async_rlhf.learner.step.report import StepReport
 
+# Beside `guard.min_ess`: the corrections still work on what is so far off, but most of a batch teaches nothing.
+_MAX_SECOND_MOMENT, _MAX_CLIP_RATIO = 0.1, 0.3
+_MAX_NONFINITE_STEPS = 3  # refused in a row: one may be a batch's, three are the model's
+
 _log = logging.getLogger(__name__)
 # Too few scores say nothing about a ratio; a batch of the smallest sensible size already passes this.
 _MIN_SCORES = 8
@@ -30,7 +34,7 @@ _MIN_TOKENS = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """max_failed_ratio: of scores. max_constant_batches, max_unscored_batches, max_nonfinite_steps: in a row. mismatch_limit:
+    """max_failed_ratio: of scores. max_constant_batches, max_unscored_batches: in a row. mismatch_limit:
     mean |log-ratio| of learner and engine over tokens sampled from the weights a step begins with. guard: its limits to
     divergence."""
 
@@ -38,7 +42,6 @@ class Limits:
     max_failed_ratio: float
     max_constant_batches: int
     max_unscored_batches: int
-    max_nonfinite_steps: int
     mismatch_limit: float = math.inf
     guard: GuardConfig = field(default_factory=GuardConfig)
 
@@ -108,7 +111,7 @@ class Safeguards:
         self._refused_in_a_row = 0 if report.applied else self._refused_in_a_row + 1
         if not report.applied:
             _log.error("step %d refused: its gradient is not finite; groups %s", step, [g.number for g in groups])
-        if self._refused_in_a_row >= self.limits.max_nonfinite_steps:
+        if self._refused_in_a_row >= _MAX_NONFINITE_STEPS:
             raise NonFiniteError(
                 f"{self._refused_in_a_row} steps in a row had a gradient that is not finite, the last with groups "
                 f"{[group.number for group in groups]}. Lower learner.learning_rate, or look at rollouts.jsonl."
@@ -190,8 +193,8 @@ def _judge(metrics: Mapping[str, Any], config: GuardConfig) -> tuple[list[str], 
     # each as (what, value, limit, sign): with sign +1 a value above the limit is bad, with -1 one below
     signals = [
         ("is/ess", metrics.get("is/ess"), config.min_ess, -1),
-        ("is/second_moment", metrics.get("is/second_moment"), config.max_second_moment, 1),
-        ("clipped or masked", sum(known_clips) if known_clips else None, config.max_clip_ratio, 1),
+        ("is/second_moment", metrics.get("is/second_moment"), _MAX_SECOND_MOMENT, 1),
+        ("clipped or masked", sum(known_clips) if known_clips else None, _MAX_CLIP_RATIO, 1),
     ]
     known = [(name, value, limit, sign) for name, value, limit, sign in signals if value is not None]
     bad = [

@@ -98,7 +98,6 @@ class TrainerConfig:
             self.max_failed_ratio,
             most,
             most if self.max_steps is None else min(most, self.max_steps),  # a short run does not end well without a reward
-            self.learner.max_nonfinite_steps,
             self.mismatch_limit,
             guard=self.guard,
         )

@@ -17,7 +17,7 @@ from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import Controller, make_backend
-from async_rlhf.run import roles
+from async_rlhf.run.processes import roles
 from async_rlhf.run.run_dir import RunDir
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.api import run as train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import problems
 from async_rlhf.inspect.status import lines, read
-from async_rlhf.run.api import run as train
-from async_rlhf.run.preparation import prepare
+from async_rlhf.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
 
 SETTINGS = {"max_steps": 500, "queue.max_staleness": 2, "evaluation.at_end": True, "queue.keep_rollouts": True}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.inspect.chaos import Monkey, problems
-from async_rlhf.run.preparation import prepare
+from async_rlhf.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
 
 

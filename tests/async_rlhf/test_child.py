@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from async_rlhf.launch.program import Node, Process
-from async_rlhf.run.child import MAX_DEATHS, Child, SupervisedTime
+from async_rlhf.run.supervision.child import MAX_DEATHS, Child, SupervisedTime
 
 PROCESS = cast(Process, object())
 
@@ -107,8 +108,8 @@ def test_a_supervisor_that_was_frozen_finds_nobody_silent() -> None:
     assert made.silent_s(time()) == pytest.approx(4.0)
     clock["now"] += 3600.0
     assert made.silent_s(time()) == pytest.approx(5.0), "of the hour that it could not look, one second counts"
-    made.heard(time())
-    assert made.silent_s(time()) == 0.0
+    made.process = cast(Process, SimpleNamespace(read_beats=lambda: b"."))
+    assert made.beats(time()) == b"." and made.silent_s(time()) == 0.0
 
 
 def test_a_role_that_has_never_worked_is_given_up_when_it_ends_by_the_same_error_twice() -> None:

@@ -12,8 +12,8 @@ from async_rlhf.actors.prompts import prompt_number
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.inspect.status import lines, read
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.live import check_resumed
-from async_rlhf.run.preflight import preflight
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import has_ended, wait_for

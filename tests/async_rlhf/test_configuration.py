@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import async_rlhf
+from async_rlhf.api import TrainResult
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.reference import reference
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.run.api import TrainResult
 from async_rlhf.run.config import Config, load, parse_override
 from async_rlhf.run.config_keys import ELSEWHERE, KINDS, settings
 from async_rlhf.run.shipped import FILES, write_start
@@ -143,7 +143,7 @@ def test_a_setting_given_under_two_names_is_refused() -> None:
 
 
 def test_what_init_writes_is_a_good_configuration_and_nothing_is_overwritten(tmp_path: Path) -> None:
-    from async_rlhf.run.preflight import preflight
+    from async_rlhf.run.checks.preflight import preflight
 
     paths = write_start(tmp_path / "new")
     assert [path.name for path in paths] == list(FILES)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from async_rlhf.run.display import Display, beginning, line, sample_line
-from async_rlhf.run.notebook import NotebookDisplay
+from async_rlhf.run.display.console import Display, beginning, line, sample_line
+from async_rlhf.run.display.notebook import NotebookDisplay
 
 RECORD = {
     **dict.fromkeys(("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor"), 0),
@@ -54,7 +54,7 @@ def test_before_the_first_step_each_thing_that_is_waited_for_is_printed_once(pri
 def test_a_step_says_how_long_the_rest_will_take_at_the_pace_so_far(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     display, lines = printed
     clock = iter([0.0, 20.0, 40.0])
-    monkeypatch.setattr("async_rlhf.run.display.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("async_rlhf.run.display.console.time.monotonic", lambda: next(clock))
     for step in (1, 11, 100):
         display.step({**RECORD, "step": step}, 100)
     assert "left" not in lines()[0] and lines()[1].endswith("left 0:02:58") and "left" not in lines()[2]
@@ -67,7 +67,7 @@ def test_an_evaluation_says_how_far_it_is_where_it_takes_longer_than_a_moment(
     times = [0.0, 9.0, 10.0, 13.9, 14.0, 20.0, 21.0, 100.0, 104.0]
     percents = [0, 0, 3, 9, 10, 10, None, 0, 99]  # it loads its model for 9 s; the next one is quick
     clock = iter(times)
-    monkeypatch.setattr("async_rlhf.run.display.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("async_rlhf.run.display.console.time.monotonic", lambda: next(clock))
     for percent in percents:
         display.evaluating("step 20", percent)
     assert lines() == ["evaluation of step 20: 10%"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.queue.recovery import read_batches
-from async_rlhf.run.api import run
 from async_rlhf.run.run_dir import RunDir
 
 ENVIRONMENT = """

@@ -10,8 +10,8 @@ import pytest
 
 from async_rlhf import Score
 from async_rlhf.actors.environments import load as load_environment
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
-from async_rlhf.run.preflight import preflight
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_spec
 

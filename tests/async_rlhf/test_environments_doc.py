@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.episodes import Part, Trial, lines, with_specials
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
-from async_rlhf.run.preflight import preflight
 from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -15,24 +15,24 @@ from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
+from async_rlhf.api import run as api_run
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import GREEDY, Sampling
 from async_rlhf.cli.commands import app
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
-from async_rlhf.run.api import run as api_run
+from async_rlhf.preparation import as_rewards_want
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import dump, load
-from async_rlhf.run.display import held_out
-from async_rlhf.run.evaluation import evaluated_rows, forget_evaluations, record_evaluation, run_evaluation
-from async_rlhf.run.evaluator import Due, Evaluator, plan
-from async_rlhf.run.placing import placement_of
-from async_rlhf.run.preflight import preflight
-from async_rlhf.run.preparation import as_rewards_want
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.console import held_out
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.hosts.placement import placement_of
+from async_rlhf.run.processes.evaluation import evaluated_rows, forget_evaluations, record_evaluation, run_evaluation
+from async_rlhf.run.processes.tracking import rewind
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import figures
-from async_rlhf.run.tracking import rewind
+from async_rlhf.run.supervision.evaluator import Due, Evaluator, plan
 from async_rlhf.run.watching import EvaluationConfig
 
 EVERY_10 = EvaluationConfig(every=10)
@@ -314,7 +314,7 @@ def test_an_evaluation_that_cannot_be_is_refused_before_the_run(small: Callable[
 def test_a_model_is_evaluated_without_a_run(small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(**{"data.held_out": 6})
     (tmp_path / "alone.toml").write_text(dump(config))
-    monkeypatch.setattr("async_rlhf.run.display._LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("async_rlhf.run.display.console._LINE_EVERY_S", 0.0)
     result = CliRunner().invoke(app, ["evaluate", config.model, str(tmp_path / "alone.toml"), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

@@ -15,11 +15,12 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.lines import earlier
 from async_rlhf.learner.checkpoint.store import lead
-from async_rlhf.run.events import Events
-from async_rlhf.run.hooks import Hooks, check_hooks
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.checks.preflight import check_hooks
+from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
+from async_rlhf.run.supervision.events import Events
+from async_rlhf.run.supervision.hooks import Hooks
 from async_rlhf.run.watching import HooksConfig
 from tests.conftest import gone, kept_port, wait_for
 
@@ -60,8 +61,8 @@ def hooks(run: Path, **settings: Any) -> Hooks:
     return Hooks(HooksConfig(**settings), run, run / "hooks.log")
 
 
-def complaint(hooks: Hooks) -> str:
-    return wait_for(hooks.complaints, "a complaint")[0]
+def last_error(hooks: Hooks) -> str:
+    return wait_for(hooks.failures, "a last_error")[0]
 
 
 def test_a_command_reads_the_event_and_a_webhook_is_posted_the_same(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_a_command_reads_the_event_and_a_webhook_is_posted_the_same(tmp_path: Pa
         both.deliver(event("finished"))
         both.close()
     assert json.loads((tmp_path / "best").read_text()) == event(step=7)
-    assert posted == [event(step=7)] and both.complaints() == [] and not (tmp_path / "finished").exists()
+    assert posted == [event(step=7)] and both.failures() == [] and not (tmp_path / "finished").exists()
 
 
 def test_a_command_that_hangs_is_killed_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_a_command_that_hangs_is_killed_at_its_deadline_with_all_it_started(tmp_
         hanging = hooks(tmp_path, command=("/bin/sh", "-c", f"sleep 600 & echo $! > {pid}; wait"), timeout_s=timeout_s)
         hanging.deliver(event())
         killed = f"the hook for 'best' failed (1 so far): the command was killed after {timeout_s:g} s (hooks.timeout_s)"
-        assert complaint(hanging) == killed
+        assert last_error(hanging) == killed
         if pid.exists() and pid.read_text():
             break
     started = int(pid.read_text())
@@ -92,28 +93,28 @@ def test_what_fails_is_counted_and_the_next_event_is_delivered_all_the_same(tmp_
     failing.deliver(event())
     failing.deliver(event("failed"))
     failing.close()
-    assert failing.failed == 2 and "failed (2 so far): the command ended with code 3; see" in failing.complaints()[1]
+    assert failing.failed == 2 and "failed (2 so far): the command ended with code 3; see" in failing.failures()[1]
     assert (tmp_path / "hooks.log").read_text() == "no\nno\n"
     assert json.loads((tmp_path / "failed").read_text())["event"] == "failed"
 
     missing = hooks(tmp_path, command=("/no/such/program",))
     missing.deliver(event())
-    assert "the command cannot be started" in complaint(missing)
+    assert "the command cannot be started" in last_error(missing)
 
 
 def test_a_webhook_that_refuses_hangs_or_is_not_there_is_named_without_its_address(tmp_path: Path) -> None:
     with webhook(500) as (url, _):
         refusing = hooks(tmp_path, url=url)
         refusing.deliver(event())
-        assert complaint(refusing).endswith("the webhook answered 500")
+        assert last_error(refusing).endswith("the webhook answered 500")
     with webhook(threading.Event()) as (url, posted):
         hanging = hooks(tmp_path, url=url, timeout_s=5.0)
         hanging.deliver(event())
-        assert complaint(hanging).endswith("the webhook gave no answer within 5 s (hooks.timeout_s)") and posted
+        assert last_error(hanging).endswith("the webhook gave no answer within 5 s (hooks.timeout_s)") and posted
     with kept_port() as port:
         gone = hooks(tmp_path, url=f"http://127.0.0.1:{port}/token")
         gone.deliver(event())
-        found = complaint(gone)
+        found = last_error(gone)
     assert "the webhook cannot be reached: ConnectError" in found and "127.0.0.1" not in found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 import sys
 from contextlib import suppress
@@ -14,13 +13,12 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
-from async_rlhf.inspect.trace import export
 from async_rlhf.launch.program import role_of
-from async_rlhf.run.daemon import Supervisor
-from async_rlhf.run.launching import connect, found_by
-from async_rlhf.run.placing import inventory_of, placement_of
-from async_rlhf.run.preparation import prepare
+from async_rlhf.preparation import prepare
+from async_rlhf.run.hosts.connections import connect, found_by
+from async_rlhf.run.hosts.placement import inventory_of, placement_of
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_faults import trained_groups
 from tests.async_rlhf.test_supervisor import Heard
 from tests.async_rlhf.two_hosts import AHEAD_S, clock_ahead
@@ -128,14 +126,13 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
     assert not any("learner" in text for text in heard.events)
     assert "rank 1 of 2, which meet at 127.0.0.1:" in run.log("learner-rank-1").read_text()
     assert sorted(text for text in heard.events if "lost" in text) == [
-        f"{name} is lost: host 'localhost': its command ({sys.executable}) ended with code -9 and said: nothing; it is tried "
+        f"{name} is lost: host 'localhost': its command ({sys.executable}) ended with code -9: no output; it is tried "
         "again from 0.1 s on"
         for name in ("actor-0", "actor-1", "relay-1", "scorer-1")
     ]
     assert_nothing_lost(run, supervisor.num_records)
     for name in ("actor-0", "actor-2"):  # the other one may be starting still
         assert "ended: drained" in run.log(name).read_text() and run.spans(name).read_text()
-    assert_times_are_aligned(run, "actor-2")
     written = run.config()
     assert written.address.startswith("tcp://127.0.0.1:") and written.security.keys == str(run.path / "keys")
     secrets = [path.read_text().strip() for path in run.path.rglob("*.secret")]
@@ -151,21 +148,6 @@ def times_relayed(run: RunDir) -> int:
     """Lives of the relay in which both actors of its host came to it."""
     log = run.log("relay-1")
     return log.read_text().count("2 actors are relayed") if log.exists() else 0
-
-
-def assert_times_are_aligned(run: RunDir, actor: str) -> None:
-    """Its clock is ahead, and in a trace it works while the others do."""
-    ends = [record["time"] for record in run.read_metrics()]
-
-    def traced() -> list[float]:
-        export(run, run.path / "trace.json")
-        events = json.loads((run.path / "trace.json").read_text())["traceEvents"]
-        (pid,) = {event["pid"] for event in events if event["ph"] == "M" and event["args"]["name"] == actor}
-        return [event["ts"] / 1e6 for event in events if event["ph"] != "M" and event["pid"] == pid]
-
-    assert min(ends) - 60 < min(traced()) and max(traced()) < max(ends) + 60
-    run.clock(actor).unlink()
-    assert max(traced()) > max(ends) + AHEAD_S - 60, "its own clock says otherwise"
 
 
 def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_hosts: Any, tmp_path: Path) -> None:
@@ -192,7 +174,7 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
     ("overrides", "message"),
     [
         ({"launch.command": ["no-such-program", "{host}"]}, r"host 'localhost': .*no-such-program"),
-        ({"launch.command": [sys.executable, "-c", "exit('no route to {host}')"]}, "code 1 and said: no route to localhost"),
+        ({"launch.command": [sys.executable, "-c", "exit('no route to {host}')"]}, "code 1: no route to localhost"),
         (
             {"launch.command": [sys.executable, "-c", "print('Welcome to {host}')"]},
             "may pass on nothing.*It is b'Welcome to",

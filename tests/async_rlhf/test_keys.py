@@ -102,7 +102,7 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
     (there / "config.toml").write_text(written.replace(str(key_directory), str(key_directory / "for-far")))
     shutil.copytree(run / "data", there / "data")
     far = subprocess.Popen(
-        [sys.executable, "-m", "async_rlhf.run.roles", "actor", str(there), f"tcp://127.0.0.1:{port}", "far-0"],
+        [sys.executable, "-m", "async_rlhf.run.processes.roles", "actor", str(there), f"tcp://127.0.0.1:{port}", "far-0"],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

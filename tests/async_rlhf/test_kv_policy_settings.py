@@ -16,7 +16,7 @@ import pytest
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.evaluation import evaluating_engine
+from async_rlhf.run.processes.evaluation import evaluating_engine
 from tests.conftest import QUICK
 
 SINK: dict[str, Any] = {

@@ -19,10 +19,10 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import status
 from async_rlhf.launch.program import role_of
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
-from async_rlhf.run.daemon import Supervisor
 from async_rlhf.run.live import ask, changed_at, check_resumed, effective, inherit, present, undo
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
+from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_bad_input import invoke
 from tests.async_rlhf.test_faults import steps
 from tests.async_rlhf.test_same_bits import measured
@@ -193,7 +193,7 @@ def test_a_run_that_is_changed_and_loses_its_terminal_and_its_learner_ends_with_
 
 def undisturbed(config: Any, lines: list[Any]) -> tuple[Path, Supervisor]:
     """A run that is changed by these lines of its ledger from the beginning."""
-    from async_rlhf.run.preparation import prepare
+    from async_rlhf.preparation import prepare
 
     supervisor, run = prepare(config)
     Ledger(run.path).append(lambda history: lines)

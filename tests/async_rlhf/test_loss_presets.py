@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.run.api import TrainResult, train
+from async_rlhf.api import TrainResult, train
 from tests.conftest import QUICK, SMALL
 
 PRESETS = QUICK.parent

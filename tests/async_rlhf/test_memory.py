@@ -29,8 +29,8 @@ from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.objective.loss import LossInputs
 from async_rlhf.learner.objective.objective import objective
 from async_rlhf.learner.step.optimizer import make_adamw, parameter_groups
-from async_rlhf.run import memory
-from async_rlhf.run.memory import Shape
+from async_rlhf.run.checks import memory
+from async_rlhf.run.checks.memory import Shape
 
 LAYERS = 36
 ROWS, LENGTH, TOKENS = 4, 2048, 64

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from async_rlhf.actors.environments import resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
-from async_rlhf.run.model_checks import check_adapters
-from async_rlhf.run.preflight import preflight
+from async_rlhf.run.checks.model import check_adapters
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.scoring import evaluated
 from tests.conftest import QUICK
 

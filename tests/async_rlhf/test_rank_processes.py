@@ -43,7 +43,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def start(*scripts: str, room: int = 9) -> tuple[RankProcesses, Counting]:
         cases = [f'"learner_rank {rank}") {script} ;;' for rank, script in enumerate(scripts)][1:]
-        python = tmp_path / "python"  # called with -P -m async_rlhf.run.roles ROLE DIRECTORY ARGUMENTS
+        python = tmp_path / "python"  # called with -P -m async_rlhf.run.processes.roles ROLE DIRECTORY ARGUMENTS
         python.write_text("\n".join(["#!/bin/sh", 'case "$4 $6" in', *cases, f"*) {scripts[0]} ;;", "esac\n"]))
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setattr("sys.executable", str(python))
@@ -75,20 +75,20 @@ def test_one_ranks_end_is_the_end_of_all_and_it_is_named(
     process, launcher = start(*scripts)
     assert process.pid == launcher.started[0].pid and len(launcher.started) == len(scripts)
     wait_for(lambda: process.poll() is not None, "the learner's end")
-    assert (process.poll(), process.last_words()) == (code, words)
+    assert (process.poll(), process.failure_message()) == (code, words)
 
 
 def test_it_is_as_silent_as_its_most_silent_rank_which_is_named(
     start: Callable[..., tuple[RankProcesses, Counting]],
 ) -> None:
     process, _ = start(STAY, STAY)
-    wait_for(process.heard, "a beat of both")
+    wait_for(process.read_beats, "a beat of both")
     process.kill()
     process, _ = start(STAY, "exec sleep 1000", STAY)
-    wait_for(lambda: process.heard() or len(process._heard) == 2, "the beats of two")
-    assert not process.heard() and process.poll() is None
+    wait_for(lambda: process.read_beats() or len(process._heard) == 2, "the beats of two")
+    assert not process.read_beats() and process.poll() is None
     process.kill()
-    assert (process.poll(), process.last_words()) == (1, "rank 1 fell silent")
+    assert (process.poll(), process.failure_message()) == (1, "rank 1 sent no beats")
 
 
 def test_a_rank_that_cannot_be_started_leaves_none(start: Callable[..., tuple[RankProcesses, Counting]]) -> None:
@@ -120,10 +120,10 @@ def test_the_end_of_rank_0_waits_for_the_news_that_a_host_is_lost_and_is_its_own
         def poll(self) -> int | None:
             return self.code
 
-        def heard(self) -> bytes:
+        def read_beats(self) -> bytes:
             return b""
 
-        def last_words(self) -> str:
+        def failure_message(self) -> str:
             return "host 'b' is gone"
 
         def kill(self) -> None: ...
@@ -142,5 +142,5 @@ def test_the_end_of_rank_0_waits_for_the_news_that_a_host_is_lost_and_is_its_own
         far.code = HOST_LOST
     else:
         now[0] += 0.2
-    assert (process.poll(), process.last_words()) == (code, words)
+    assert (process.poll(), process.failure_message()) == (code, words)
     near.kill()

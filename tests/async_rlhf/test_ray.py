@@ -17,6 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 from typer.testing import CliRunner
 
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import Monkey, problems
@@ -25,11 +26,10 @@ from async_rlhf.launch.orders import Open
 from async_rlhf.launch.program import Process, actor_node, role_of
 from async_rlhf.launch.ray import RayAgent, RayHosts, join
 from async_rlhf.launch.remote import Connections, RemoteLauncher
-from async_rlhf.run.api import run
+from async_rlhf.preparation import prepare
 from async_rlhf.run.config import load
-from async_rlhf.run.launching import connect, found_by
-from async_rlhf.run.placing import inventory_of, placement_of, table
-from async_rlhf.run.preparation import prepare
+from async_rlhf.run.hosts.connections import connect, found_by
+from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import QUICK, SMALL, has_ended, toml, wait_for
 from tests.raylets import NODE, two_nodes
@@ -155,7 +155,7 @@ def test_actors_on_three_nodes_have_devices_of_their_own_and_check_shows_the_sam
             return node.host, f"sees {node.devices[0]}"  # type: ignore[index]
         process = launcher.start(tmp_path, node)
         wait_for(lambda: process.poll() is not None, f"the end of {node.name}")
-        return node.host, process.last_words()
+        return node.host, process.failure_message()
 
     assert {seen(number) for number in range(placement.num_actors)} == {
         (host.name, f"sees {device}") for host in hosts for device in range(8)

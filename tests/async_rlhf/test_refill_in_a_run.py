@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.run.api import run
 
 REFILL: dict[str, Any] = {"advantage.constant_groups": "refill"}
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from async_rlhf import Score, try_rewards
 from async_rlhf.actors.rewards.builtins.text import exact
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.cli.commands import app
-from async_rlhf.run.api import run
 from tests.conftest import QUICK
 
 JUDGES = """

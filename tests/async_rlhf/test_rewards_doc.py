@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.cli.commands import app
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
-from async_rlhf.run.preflight import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "docs" / "rewards.md").read_text()

@@ -12,9 +12,9 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
+from async_rlhf.preparation import as_rewards_want
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config, dump, load, override
-from async_rlhf.run.preflight import preflight
-from async_rlhf.run.preparation import as_rewards_want
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quick.toml"
 JUDGES = """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.api import run
 from async_rlhf.cli.commands import app
-from async_rlhf.run.api import run
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

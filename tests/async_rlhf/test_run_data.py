@@ -10,11 +10,11 @@ import pytest
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.prompts import Row, prompt_number
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.inspect.rollouts import records
-from async_rlhf.run.api import train
+from async_rlhf.preparation import prepare
 from async_rlhf.run.config import load
-from async_rlhf.run.preparation import prepare
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL

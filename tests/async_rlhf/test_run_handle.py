@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from async_rlhf import start, train
+from async_rlhf.api import Run, in_python
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.run.api import Run, in_python
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL
 

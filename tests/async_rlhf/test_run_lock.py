@@ -25,7 +25,7 @@ from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli.commands import app
 from async_rlhf.launch.exit_codes import INTERRUPTED, InterruptedRunError, exit_code
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
-from async_rlhf.run.preparation import prepare
+from async_rlhf.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import Command, wait_for
@@ -225,7 +225,7 @@ def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
 
 def test_a_replay_holds_the_directory_that_it_writes(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from async_rlhf.inspect import rollouts
-    from async_rlhf.run import learning
+    from async_rlhf.run.processes import learner as learning
 
     source, config = RunDir.create(small(name="source")), small(name="again")
     held: list[bool] = []

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.actors.scoring.graph import drawing
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
-from async_rlhf.run.api import run
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load, override
-from async_rlhf.run.preflight import preflight
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import graph_of
 from tests.conftest import QUICK, wait_for

@@ -18,9 +18,9 @@ from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.launch.program import rank_node
 from async_rlhf.run.config import Config, changed, differences, dump, load, override
 from async_rlhf.run.config_keys import masked, secret_keys
+from async_rlhf.run.hosts.node_files import pack
+from async_rlhf.run.processes.tracking import _WandB
 from async_rlhf.run.run_dir import RunDir, keep_config
-from async_rlhf.run.staging import pack
-from async_rlhf.run.tracking import _WandB
 from async_rlhf.serve.queue_dir import QueueDir
 
 KEY = "T0-SECRET"
@@ -80,8 +80,8 @@ def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_another_host_is_given_none(small: Any) -> None:
     config = small(**SECRETS)
-    parcel = pack(config, rank_node(1, "10.0.0.1:2222", config.run_dir / "log"), "/there", {})
-    assert KEY.encode() not in b"".join(parcel.inline.values())
+    given = pack(config, rank_node(1, "10.0.0.1:2222", config.run_dir / "log"), "/there", {})
+    assert KEY.encode() not in b"".join(given.inline.values())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.inspect.rollouts import records as inspected
 from async_rlhf.inspect.trials import _of_run
-from async_rlhf.run.display import group_lines
+from async_rlhf.run.display.console import group_lines
 from async_rlhf.run.run_dir import RunDir
 from tests import oracles
 

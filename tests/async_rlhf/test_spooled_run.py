@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.api import load
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.claims import Rejected
 from async_rlhf.buffers.spool.deposit import end, put
@@ -21,11 +22,10 @@ from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.learner.loop.budget import Budget, Spent
-from async_rlhf.run.api import load
-from async_rlhf.run.display import StepPace
-from async_rlhf.run.preflight import preflight
+from async_rlhf.run.checks.preflight import preflight
+from async_rlhf.run.checks.spool import RowCheck, check_spool
+from async_rlhf.run.display.console import StepPace
 from async_rlhf.run.run_dir import End, RunDir
-from async_rlhf.run.spooling import RowCheck, check_spool
 from tests.conftest import QUICK, has_ended, wait_for
 
 

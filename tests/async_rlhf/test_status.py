@@ -17,7 +17,6 @@ from rich.console import Console
 from async_rlhf.inspect.status import lines, read, watch
 from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
-from async_rlhf.run.restarts import Restarts
 from async_rlhf.run.run_dir import RunDir
 
 
@@ -87,15 +86,13 @@ def test_a_run_is_watched_until_it_ends(small: Callable[..., Any], terminal: boo
 
 def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(small: Callable[..., Any]) -> None:
     run = RunDir.create(small())
-    for roles in (("actor", "hub"), ("actor",)):
-        restarts = Restarts(run.restarts)  # of one start
-        for role in roles:
-            restarts.count(role)
+    for role in ("actor", "hub", "actor"):
+        run.count_restart(role)
     assert "started again: actor 2, hub 1" in lines(run, read(run))
     run.restarts.write_text('{"actor": "often"}')
     damaged = read(run)
     assert damaged["restarts"] == {} and "holds other things than counts" in damaged["problems"][0]
-    Restarts(run.restarts).count("hub")
+    run.count_restart("hub")
     assert read(run)["restarts"] == {"hub": 1}
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.launch import affinity
-from async_rlhf.launch.connection import Parcel
+from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.cpu_sets import PARTS, Part, Strategy, cpu_sets, shares
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.hosts import CommandHosts
@@ -32,9 +32,9 @@ from async_rlhf.launch.placement import Host, Placement, Wanted, place
 from async_rlhf.launch.program import Node, Process
 from async_rlhf.launch.remote import Connections, RemoteLauncher
 from async_rlhf.launch.sockets import ON_HOST
+from async_rlhf.preparation import prepare
 from async_rlhf.run.config import dump
-from async_rlhf.run.placing import placement_of, table, with_threads
-from async_rlhf.run.preparation import prepare
+from async_rlhf.run.hosts.placement import placement_of, table, with_threads
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
 
@@ -217,7 +217,7 @@ def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
         assert allowed(process.pid) == {min(before)} and os.sched_getaffinity(0) == before
     finally:
         process.kill()
-    assert affinity.told_threads(affinity.environment(7)) == 7 and affinity.told_threads({}) is None
+    assert affinity.assigned_threads(affinity.environment(7)) == 7 and affinity.assigned_threads({}) is None
     assert affinity.environment(7, {})["OMP_WAIT_POLICY"] == "PASSIVE", "threads that wait leave their CPU to other parts"
     assert affinity.environment(7, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
     assert affinity.environment(None) == {}
@@ -233,7 +233,7 @@ def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[...
         hosts,
         Open(directory=str(tmp_path / "there"), lost_after_s=60.0),
         60.0,
-        pack=lambda node, directory, found: Parcel({}, inline, {"hub.log": node.log}),
+        pack=lambda node, directory, found: NodeFiles({}, inline, {"hub.log": node.log}),
     )
     try:
         connections.check()
@@ -244,7 +244,7 @@ def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[...
         hub = launcher.start(tmp_path, node)
         wait_for(lambda: hub.pid, "the agent to start it")
         assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
-        assert affinity.told_threads(psutil.Process(hub.pid).environ()) == 3
+        assert affinity.assigned_threads(psutil.Process(hub.pid).environ()) == 3
         hub.kill()
     finally:
         connections.close()

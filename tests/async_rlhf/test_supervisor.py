@@ -23,12 +23,11 @@ from async_rlhf.launch.exit_codes import WORKER_LOST, WorkerLostError, ending
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import hub_address, socket_directory
-from async_rlhf.run.daemon import Supervisor
-from async_rlhf.run.evaluation import record_evaluation
-from async_rlhf.run.preparation import prepare
-from async_rlhf.run.progress import Progress
-from async_rlhf.run.restarts import read_restarts
+from async_rlhf.preparation import prepare
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_faults import assert_whole, steps
 from tests.conftest import Command, file_size_limit, wait_for
 
@@ -82,7 +81,7 @@ def test_a_hub_that_ends_with_code_0_is_started_again(
         asked.halt()
     code, output = started.finish()
     assert code == 0 and "hub ended with code 0; starting it again" in output, output
-    assert read_restarts(RunDir(run).restarts)["hub"] == 1
+    assert RunDir(run).read_restarts()["hub"] == 1
     assert_whole(run, 200)
 
 
@@ -210,7 +209,7 @@ def test_an_actor_started_by_hand_without_input_works_and_ends_in_order(
     """As with nohup or systemd. The hub knows of its end long before its lease is over: it said goodbye."""
     started = command(*small_arguments(**{"max_steps": 100_000, "queue.lease_s": 600.0}))
     run = tmp_path / "runs" / "quick"
-    arguments = [sys.executable, "-m", "async_rlhf.run.roles", "actor", str(run), told(run), "by-hand"]
+    arguments = [sys.executable, "-m", "async_rlhf.run.processes.roles", "actor", str(run), told(run), "by-hand"]
     actor = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         address = told(run)
@@ -305,12 +304,12 @@ def test_a_reason_is_read_from_the_present_life_only(tmp_path: Path) -> None:
     log.write_text("fatal: of an earlier life\n")
     process = LocalLauncher().start(tmp_path, Node("role", "hub", ("ipc:///nowhere",), log))
     wait_for(lambda: process.poll() is not None, "its end")
-    assert process.poll() == 3 and process.last_words() == f"{str(run.path)!r} is no run directory (it has no config.toml)"
+    assert process.poll() == 3 and process.failure_message() == f"{str(run.path)!r} is no run directory (it has no config.toml)"
     log.write_text("cut\n")
-    assert process.last_words() == "cut"
+    assert process.failure_message() == "cut"
     with log.open("a") as file:
         file.write("of before the start\nterminate called\n  what():  [Rank 1] Watchdog caught a timeout\nframe #9: clone3\n")
-    words = process.last_words()
+    words = process.failure_message()
     assert ending(-6, words) == "by signal 6 (SIGABRT) ([Rank 1] Watchdog caught a timeout)"
     assert [ending(code, words) for code in (-9, 0)] == ["by signal 9 (SIGKILL)", "with code 0"]
 

@@ -16,14 +16,14 @@ from async_rlhf.actors.engine import Completion
 from async_rlhf.actors.loop.worker import Work
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.api import run
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.objective.advantages import group_relative
 from async_rlhf.learner.step.controller import make_backend
-from async_rlhf.run.api import run
 from async_rlhf.run.config import Config
-from async_rlhf.run.roles import make_work
+from async_rlhf.run.processes.roles import make_work
 
 STEPS = 20
 

@@ -15,14 +15,14 @@ from typing import IO, cast
 import pytest
 from rich.console import Console
 
-from async_rlhf.run.display import Display
-from async_rlhf.run.terminal import Lasting
+from async_rlhf.run.display.console import Display
+from async_rlhf.run.display.terminal import Lasting
 from tests.conftest import REPOSITORY, wait_for
 
 PROGRAM = """
 import pathlib, signal, sys
-from async_rlhf.run.terminal import on_signals
-from async_rlhf.run.display import Display
+from async_rlhf.run.display.terminal import on_signals
+from async_rlhf.run.display.console import Display
 
 begun, closed, ended = map(pathlib.Path, sys.argv[1:])
 record = dict.fromkeys(("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor"), 0)

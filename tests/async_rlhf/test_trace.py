@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.graph import drawing, stages
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.stages import StageTime, pack
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.trace import export, overlap
-from async_rlhf.run.api import run
 from async_rlhf.run.run_dir import RunDir
 
 JUDGES = """

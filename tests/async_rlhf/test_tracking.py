@@ -14,10 +14,11 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.run.evaluation import record_evaluation
+from async_rlhf.run.checks.preflight import check_tracking
+from async_rlhf.run.processes.evaluation import record_evaluation
+from async_rlhf.run.processes.tracking import measures
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.tracker import Tracker, check_tracking
-from async_rlhf.run.tracking import measures
+from async_rlhf.run.supervision.tracker import Tracker
 from async_rlhf.run.watching import TrackingConfig
 from tests.conftest import wait_for
 
@@ -84,7 +85,7 @@ def test_a_tracker_that_always_fails_is_told_of_twice_and_stops_nothing(
     supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = supervised("tensorboard")
-    monkeypatch.setattr("async_rlhf.run.tracker._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("async_rlhf.run.supervision.tracker._FIRST_PAUSE_S", 0.0)
     (run.run.path / "tensorboard").write_text("in the way")
     run.steps(1)
     wait_for(lambda: not run.tracker.look(), "the tracker to be given up")
@@ -104,7 +105,7 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_
     run.steps(2, 3)
     assert run.tracker.look() and run.events == [], "nothing waits for it while the run goes on"
     with monkeypatch.context() as impatient:
-        impatient.setattr("async_rlhf.run.tracker._FINISH_S", 0.0)
+        impatient.setattr("async_rlhf.run.supervision.tracker._FINISH_S", 0.0)
         run.run.withdraw()
         run.tracker.finish(stop=lambda: False)
     assert process.poll() is not None and len(run.events) == 1 and "the tracker was not ready" in run.events[0]
@@ -114,8 +115,11 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_
     assert run.shown() == [(1, "reward", 0.1), (2, "reward", 0.2), (3, "reward", 0.3)] and len(run.events) == 1
 
 
-def test_weights_and_biases_writes_offline_without_a_network(supervised: Callable[..., Supervised]) -> None:
-    run = supervised("wandb", **{"tracking.mode": "offline"})
+def test_weights_and_biases_writes_offline_without_a_network(
+    supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = supervised("wandb")
     run.steps(1, 2)
     run.wait_until_sent(2)
     run.end()

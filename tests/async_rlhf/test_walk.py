@@ -15,7 +15,7 @@ from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.outbox import Outbox
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.run import roles
+from async_rlhf.run.processes import roles
 from async_rlhf.run.run_dir import RunDir
 
 

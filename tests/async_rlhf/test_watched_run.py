@@ -13,16 +13,16 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from typer.testing import CliRunner
 
+from async_rlhf.api import run as train
 from async_rlhf.cli.commands import app
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.learner.checkpoint.evaluated import best_step
-from async_rlhf.run.api import run as train
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.daemon import Supervisor
-from async_rlhf.run.progress import Progress
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.processes.tracking import measures
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.tracking import measures
+from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.conftest import QUICK, SMALL
 
 SETTINGS: dict[str, Any] = {

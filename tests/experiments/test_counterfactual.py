@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.__main__ import app, batches_for, check_memory
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
@@ -40,7 +41,6 @@ from async_rlhf.experiments.counterfactual.picture import draw
 from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections, plain, recorded, several
 from async_rlhf.experiments.statistics import Difference
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.run.api import run
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.api import run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.recorded import check_seeds
 from async_rlhf.experiments.staleness.replayed import Arm, app, recorded, report
-from async_rlhf.run.api import run
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 

@@ -10,8 +10,8 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
 from async_rlhf.experiments.staleness.sweep import state_of
+from async_rlhf.preparation import as_rewards_want
 from async_rlhf.run.config import dump, load
-from async_rlhf.run.preparation import as_rewards_want
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY
 from tests.experiments.written import Lines, ended_run

@@ -71,7 +71,7 @@ def test_everything_in_the_sample_carries_a_number_and_is_read(run: RunDir) -> N
 
 def test_a_learner_goes_on_from_the_checkpoint_of_the_sample_with_the_groups_of_its_journal(run: RunDir) -> None:
     from async_rlhf.learner.loop.source import ArchiveSource
-    from async_rlhf.run.learning import backend_of, make_trainer
+    from async_rlhf.run.processes.learner import backend_of, make_trainer
 
     def train_again(run: RunDir) -> list[dict[str, Any]]:
         config = run.config()

@@ -10,6 +10,7 @@ import pytest
 from making import make_group, weights
 from typer.testing import CliRunner
 
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.learner.batch.rows import make_rows
@@ -19,7 +20,6 @@ from async_rlhf.learner.objective.estimation import check_estimator, estimate_ad
 from async_rlhf.learner.objective.trial import check_loss, try_loss
 from async_rlhf.learner.registry import advantage_spec, advantages, load_loss, loss_spec, losses
 from async_rlhf.learner.step.controller import make_backend
-from async_rlhf.run.api import train
 
 MINE = """
 import torch

@@ -228,7 +228,7 @@ def test_so_many_refused_steps_in_a_row_end_the_run(live: Live) -> None:
     batches = make_batches(6)
     for step in (0, 2, 3, 4):
         batches[step] = [poisoned(group) for group in batches[step]]
-    life = live(batches, max_steps=6, max_nonfinite_steps=3)
+    life = live(batches, max_steps=6)
     with pytest.raises(NonFiniteError, match=r"3 steps in a row .* \[8, 9\]. Lower learner.learning_rate"):
         life.trainer.run()
     assert applied(life) == [False, True, False, False]

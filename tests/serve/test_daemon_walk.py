@@ -157,7 +157,7 @@ def assert_both_are_shown(page: str) -> None:
         assert screen.ask(names) == ["first", "second"]
         screen.open(f"{page}#first")
         assert screen.text("#tiles b") == "3"
-        assert screen.complaints() == []
+        assert screen.failures() == []
 
 
 def assert_each_row_is_used_once(run: Path, words: list[str]) -> None:

@@ -85,5 +85,5 @@ def test_a_hook_that_fails_and_a_configuration_that_cannot_be_read_are_named_and
         assert daemon.look()
         return any("the hook for 'failed' failed" in line for line in said)
 
-    wait_for(has_complained, "the complaint")
+    wait_for(has_complained, "the last_error")
     assert any(line.startswith("damaged has failed, and its hooks cannot run: ") for line in said)

@@ -73,7 +73,6 @@ class HubRole:
             progress_timeout_s=pace.progress_timeout_s,
             max_attempts=max_attempts,
             fsync=fsync,
-            fsync_interval_s=INTERVAL_S,
             max_bytes=max_bytes,
         )
         self._segment_bytes = segment_bytes

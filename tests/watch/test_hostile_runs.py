@@ -28,7 +28,7 @@ LEAVES = [
 ]  # fmt: skip
 NAMES = [
     "config.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "events.jsonl", "changes.jsonl", "quarantine.jsonl",
-    "spans/actor-0.jsonl", "clocks/actor-0.jsonl", "ledger.json", "restarts.json", "placement.json", "manifest.json",
+    "spans/actor-0.jsonl", "ledger.json", "restarts.json", "placement.json", "manifest.json",
 ]  # fmt: skip
 
 
@@ -38,8 +38,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("watched")
     made_run(directory / "runs" / "good", 4)
     pattern = made_run(directory / "pattern", 4)
-    (pattern / "clocks").mkdir()
-    (pattern / "clocks" / "actor-0.jsonl").write_text('{"there": 1.0, "offset_s": 0.5, "error_s": 0.1}\n')
     (pattern / "quarantine.jsonl").write_text('{"group": 3, "prompt": 1, "attempts": 3, "reasons": ["lost"]}\n')
     (pattern / "events.jsonl").write_text('{"time": 1.0, "event": "best", "run_dir": "x", "text": "better"}\n')
     (pattern / "placement.json").write_text('{"slots": {}}')

@@ -5,22 +5,32 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import groupby
+from heapq import heapreplace
+from itertools import groupby, product
 
-from async_rlhf.plan.generation import generate
-from async_rlhf.plan.lengths import LengthsConfig
-from async_rlhf.plan.model_costs import ModelCosts, Recompute
-from async_rlhf.plan.spec import EfficiencyConfig
-from async_rlhf.plan.stages import Efficiency, Place, decode_step_s, inference_s, optimizer_s, prefill_s, training_s
+from async_rlhf.experiments.planning.model.generation import generate
+from async_rlhf.experiments.planning.model.model_costs import ModelCosts, Recompute
+from async_rlhf.experiments.planning.model.stages import (
+    Efficiency,
+    Place,
+    decode_step_s,
+    inference_s,
+    optimizer_s,
+    prefill_s,
+    training_s,
+)
+from async_rlhf.experiments.planning.placement.lengths import LengthsConfig
+from async_rlhf.experiments.planning.placement.spec import EfficiencyConfig
 
 NODE = 8
 DEFAULTS = EfficiencyConfig()
 """The planner's own efficiencies, where a row fits none."""
 _SLOTS = 256  # rows that vLLM decodes at once unless told otherwise
 _MICRO_TOKENS = 4096  # of one pass forward and back on a data-parallel part; a pipeline is filled by as many
+_POINTS = _ROUNDS = 7  # of the grid of a fit
 _MEMORY_SHARE = 0.85  # of a device's memory, for weights and what a call works with
 
 
@@ -161,3 +171,42 @@ def best_scoring_s(place: Place, devices: int, rows: int, tokens: int, *, head: 
 def device_bytes(model: ModelCosts, devices: int, *, trained: bool) -> float:
     """Of each device, where the model is divided over all of them."""
     return (model.training_bytes(3, devices) if trained else model.weight_bytes / devices) if devices else math.inf
+
+
+def fit(ratios: Callable[[Sequence[float]], Iterable[float]], bounds: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Constants of a system with which predictions meet published figures: the least squares of logarithms.
+
+    ratios: predicted over published, for given constants; bounds: of each constant, above 0. A grid of logarithms is laid ever
+    closer around its best point: each round has half of the last one's width.
+    """
+
+    def loss(point: Iterable[float]) -> float:
+        return sum(math.log(ratio) ** 2 for ratio in ratios(constants(point)))
+
+    def constants(point: Iterable[float]) -> tuple[float, ...]:
+        # The exponential of a logarithm may lie a last bit beyond the bound.
+        return tuple(min(max(math.exp(value), low), high) for value, (low, high) in zip(point, bounds, strict=True))
+
+    edges = [(math.log(low), math.log(high)) for low, high in bounds]
+    spans, best = list(edges), [(low + high) / 2 for low, high in edges]
+    for _ in range(_ROUNDS):
+        axes = [[low + (high - low) * step / (_POINTS - 1) for step in range(_POINTS)] for low, high in spans]
+        best = list(min(product(*axes), key=loss))
+        spans = [
+            (max(least, value - (high - low) / 4), min(most, value + (high - low) / 4))
+            for value, (low, high), (least, most) in zip(best, spans, edges, strict=True)
+        ]
+    return constants(best)
+
+
+def most_loaded(costs: Iterable[float], ranks: int) -> float:
+    """What the most loaded of several ranks gets where each row, the most expensive first, goes to the rank with the least so
+    far.
+
+    At most 4/3 of what the best way to share gives (Graham, Bounds on multiprocessing timing anomalies, 1969), and never less
+    than the most expensive row: a long completion keeps all other ranks waiting.
+    """
+    loads = [0.0] * ranks
+    for cost in sorted(costs, reverse=True):
+        heapreplace(loads, loads[0] + cost)
+    return max(loads)

@@ -11,55 +11,57 @@ as heads. V3 gives seconds for three cells of V4, and they agree with that count
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
-from async_rlhf.experiments.planning.validation import calls, data
-from async_rlhf.experiments.planning.validation.fitting import fit
-from async_rlhf.experiments.planning.validation.rows import Figure, How, Row, rank_correlation, within
+from async_rlhf.experiments.planning.model.devices import device
+from async_rlhf.experiments.planning.model.stages import Place
+from async_rlhf.experiments.planning.validation import calls
+from async_rlhf.experiments.planning.validation.rows import (
+    Figure,
+    Row,
+    edges,
+    model,
+    published,
+    rank_correlation,
+    row,
+    within,
+)
 from async_rlhf.experiments.planning.validation.zero import Batch, groups_s, one_group_s
-from async_rlhf.plan.devices import device
-from async_rlhf.plan.model_costs import ModelCosts
-from async_rlhf.plan.stages import Place
 
 Sizes = tuple[str, str]
 """Actor and reference; critic and reward model."""
 _FIRST = 8
 
 
-def _named(system: str) -> str:
-    name: str = data.published(4)["names"][system]
-    return name
-
-
 def _place(name: str, constants: Sequence[float]) -> Place:
-    model = data.model(name)
-    efficiency = calls.efficiency(constants[0], launch_s=constants[1] * model.layers)
-    return Place(model=model, device=device("H100"), efficiency=efficiency)
+    efficiency = calls.efficiency(constants[0], launch_s=constants[1] * model(name).layers)
+    return Place(model=model(name), device=device("H100"), efficiency=efficiency)
 
 
 @cache
 def _batch(answer: int) -> Batch:
-    table = data.published(4)
+    table = published(4)
     rows = table["batch_tokens"] // (table["prompt"] + answer)
     return Batch(rows=rows, prompt=table["prompt"], answer=answer, updates=table["updates"])
 
 
-def step_s(system: str, sizes: Sizes, devices: int, answer: int, constants: Sequence[float], share: float = 0.25) -> float:
+def _step_s(system: str, sizes: Sizes, devices: int, answer: int, constants: Sequence[float], share: float = 0.25) -> float:
     """share: of OpenRLHF's devices that generate; actor, critic, and frozen models divide the rest evenly."""
-    actor, critic, batch = _place(sizes[0], constants), _place(sizes[1], constants), _batch(answer)
-    if system == "dschat":
-        return one_group_s(actor, critic, devices, batch)
-    if system == "openrlhf":
-        return groups_s(actor, critic, devices, batch, share)
-    return {"heuristic": _one_layout, "real": _best_layouts}[system](actor, critic, devices, batch)
+    actor, critic = (_place(name, constants) for name in sizes)
+    takes = {
+        "dschat": one_group_s,
+        "openrlhf": partial(groups_s, share=share),
+        "heuristic": _one_layout_s,
+        "real": _best_layouts_s,
+    }[system]
+    return takes(actor, critic, devices, _batch(answer))
 
 
-def _best_layouts(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
+def _best_layouts_s(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
     """ReaL: each call on all devices in its own best layout."""
-    kept = calls.device_bytes(actor.model, devices, trained=True) + calls.device_bytes(critic.model, devices, trained=True)
+    kept = sum(calls.device_bytes(each.model, devices, trained=True) for each in (actor, critic))
     return (
         calls.best_generation_s(actor, devices, batch.answers, batch.prompt, kept_bytes=kept)
         + calls.best_scoring_s(actor, devices, batch.rows, batch.tokens)
@@ -69,7 +71,7 @@ def _best_layouts(actor: Place, critic: Place, devices: int, batch: Batch) -> fl
     )
 
 
-def _one_layout(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
+def _one_layout_s(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
     """The heuristic: tensor groups of a node, the shortest pipeline that fits, one layout for all calls of a model."""
     own, other = _node_layout(actor, devices), _node_layout(critic, devices)
     return (
@@ -83,99 +85,76 @@ def _one_layout(actor: Place, critic: Place, devices: int, batch: Batch) -> floa
 
 def _node_layout(place: Place, devices: int) -> Place:
     for pipeline in (1, 2, 4, 8, 16):
-        data_parallel = devices // (calls.NODE * pipeline)
-        if data_parallel and place.model.training_bytes(1, data_parallel) / (calls.NODE * pipeline) < 0.4 * 80e9:
-            return calls.placed(place, calls.NODE, pipeline, data_parallel)
+        data = devices // (calls.NODE * pipeline)
+        if data and place.model.training_bytes(1, data) / (calls.NODE * pipeline) < 0.4 * 80e9:
+            return calls.placed(place, calls.NODE, pipeline, data)
     return calls.placed(place, calls.NODE, devices // calls.NODE, 1)
 
 
-def counted_flops(sizes: Sizes, answer: int) -> float:
-    """Of one step, as the published throughput counts them."""
-    batch = _batch(answer)
-    # Of the actor: generation, reference, training with recomputation; of the critic: values, the reward model, training.
-    return 6 * batch.rows * sum(_every_head(data.model(name)).sequence_flops(batch.tokens) for name in sizes)
-
-
-def _every_head(model: ModelCosts) -> ModelCosts:
-    return replace(model, kv_heads=model.heads)
+def _pflops(system: str, sizes: Sizes, devices: int, answer: int, constants: Sequence[float], share: float = 0.25) -> float:
+    """By the published count of FLOPs: of the actor generation, reference, training with recomputation; of the critic values,
+    the reward model, training."""
+    every_head = [replace(model(name), kv_heads=model(name).heads) for name in sizes]
+    flops = 6 * _batch(answer).rows * sum(each.sequence_flops(_batch(answer).tokens) for each in every_head)
+    return flops / _step_s(system, sizes, devices, answer, constants, share) / 1e15
 
 
 @cache
 def constants(system: str) -> tuple[float, ...]:
     """Fitted to the cells of 8 devices."""
-    table = data.published(4)
-    column = table["systems"].index(system)
-    first = ("llama-7b", "llama-7b")
+    table = published(4)
+    column, first = table["systems"].index(system), ("llama-7b", "llama-7b")
 
     def ratios(trial: Sequence[float]) -> list[float]:
         return [
-            counted_flops(first, answer) / step_s(system, first, _FIRST, answer, trial) / (cells[0][column] * 1e15)
+            _pflops(system, first, _FIRST, answer, trial) / cells[0][column]
             for answer, cells in zip(table["answers"], table["actor"]["pflops"], strict=True)
         ]
 
-    return fit(ratios, [(0.01, 1.0), (1e-5, 2e-2)])
+    return calls.fit(ratios, [(0.01, 1.0), (1e-5, 2e-2)])
 
 
 def weak_scaling() -> Row:
     """V4."""
-    figures = [figure for system in data.published(4)["systems"] for figure in _cells(system)]
-    held = [figure for figure in figures if figure.how == "held out"]
-    overall = rank_correlation([(figure.published or 0.0, figure.predicted) for figure in held])
-    each = {
-        system: rank_correlation([(f.published or 0.0, f.predicted) for f in held if f.group == _named(system)])
-        for system in data.published(4)["systems"]
+    names: dict[str, str] = published(4)["names"]
+    by_name = {names[system]: sorted(_cells(system), key=lambda figure: figure.how) for system in published(4)["systems"]}
+    held = {
+        name: [(each.published or 0.0, each.predicted) for each in found if each.how == "held out"]
+        for name, found in by_name.items()
     }
-    falls = _falls(figures)
+    figures = [each for found in by_name.values() for each in found]
+    pairs = [pair for found in held.values() for pair in found]
+    overall, falls = rank_correlation(pairs), _falls(figures)
     finding = (
-        f"rank correlation {overall:.2f} over {len(held)} cells ("
-        + ", ".join(f"{_named(system)} {value:.2f}" for system, value in each.items())
+        f"rank correlation {overall:.2f} over {len(pairs)} cells ("
+        + ", ".join(f"{name} {rank_correlation(found):.2f}" for name, found in held.items())
         + f"); longer generation gives less in {'all' if falls else 'not all'} predicted cells"
     )
-    return data.row(4, figures, holds=overall >= 0.9 and falls, finding=finding, fitted=_stated())
+    stated = ", ".join(f"{names[each]} {constants(each)[0]:.2g}, {constants(each)[1]:.1e}" for each in published(4)["systems"])
+    fitted = f"arithmetic, seconds of a layer: {stated}"
+    return row(4, figures, holds=overall >= 0.9 and falls, finding=finding, fitted=fitted)
 
 
-def _stated() -> str:
-    each = ((system, constants(system)) for system in data.published(4)["systems"])
-    return "arithmetic, seconds of a layer: " + ", ".join(
-        f"{_named(system)} {flops:.2g}, {layer:.1e}" for system, (flops, layer) in each
-    )
-
-
-def _cells(system: str) -> list[Figure]:
-    table, found = data.published(4), []
-    column, trial = table["systems"].index(system), constants(system)
+def _cells(system: str) -> Iterator[Figure]:
+    table = published(4)
+    column, group, trial = table["systems"].index(system), table["names"][system], constants(system)
+    shares = edges(4, "generator_share") if system == "openrlhf" else ()
     for scaled in ("actor", "critic", "all"):
-        part: Mapping[str, Any] = table[scaled]
+        part = table[scaled]
         for answer, cells in zip(table["answers"], part["pflops"], strict=True):
             for devices, name, values in zip(part["devices"], table["models"], cells, strict=True):
-                if values[column] and not (scaled == "critic" and devices == _FIRST):
-                    sizes = (name if scaled != "critic" else "llama-7b", name if scaled != "actor" else "llama-7b")
-                    predicted = _pflops(system, sizes, devices, answer, trial)
-                    how: How = "fitted" if devices == _FIRST else "held out"
-                    label = f"{scaled} {name.removeprefix('llama-')}, {devices} devices, answer {answer}"
-                    span = _pflops_span(system, sizes, devices, answer, trial)
-                    found.append(
-                        Figure(
-                            group=_named(system),
-                            label=label,
-                            unit="PFLOP/s",
-                            published=values[column],
-                            predicted=predicted,
-                            how=how,
-                            span=span,
-                        )
-                    )
-    return sorted(found, key=lambda figure: figure.how)
-
-
-def _pflops(system: str, sizes: Sizes, devices: int, answer: int, trial: Sequence[float], share: float = 0.25) -> float:
-    return counted_flops(sizes, answer) / step_s(system, sizes, devices, answer, trial, share) / 1e15
-
-
-def _pflops_span(system: str, sizes: Sizes, devices: int, answer: int, trial: Sequence[float]) -> tuple[float, ...]:
-    if system != "openrlhf":
-        return ()
-    return tuple(_pflops(system, sizes, devices, answer, trial, share) for share in data.assumed(4, "generator_share").range)
+                if not values[column] or (scaled == "critic" and devices == _FIRST):
+                    continue
+                sizes = (name if scaled != "critic" else "llama-7b", name if scaled != "actor" else "llama-7b")
+                yield Figure(
+                    group,
+                    f"{scaled} {name.removeprefix('llama-')}, {devices} devices, answer {answer}",
+                    "PFLOP/s",
+                    values[column],
+                    _pflops(system, sizes, devices, answer, trial),
+                    "fitted" if devices == _FIRST else "held out",
+                    tuple(_pflops(system, sizes, devices, answer, trial, share) for share in shares),
+                )
 
 
 def _falls(figures: Sequence[Figure]) -> bool:
@@ -188,27 +167,13 @@ def _falls(figures: Sequence[Figure]) -> bool:
 
 def seventy_billion() -> Row:
     """V3."""
-    published: Mapping[str, float] = data.published(3)["step_s"]
+    given: dict[str, float] = published(3)["step_s"]
     sizes = ("llama-70b", "llama-70b")
-    figures = [
-        Figure(
-            group="step",
-            label=_named(system),
-            unit="s",
-            published=seconds,
-            predicted=step_s(system, sizes, 128, 128, constants(system)),
-        )
-        for system, seconds in published.items()
-    ]
-    named = dict(zip(published, figures, strict=True))
-    lead = Figure(
-        group="lead of ReaL",
-        label="over DeepSpeed-Chat",
-        unit="",
-        published=published["dschat"] / published["real"],
-        predicted=named["dschat"].predicted / named["real"].predicted,
-    )
-    order = sorted(published, key=published.__getitem__) == sorted(named, key=lambda name: named[name].predicted)
-    holds = order and within([named["real"]], 0.3) and within([lead], 0.4)
+    steps = {system: _step_s(system, sizes, 128, 128, constants(system)) for system in given}
+    figures = {name: Figure("step", published(4)["names"][name], "s", given[name], step) for name, step in steps.items()}
+    leads = [each["dschat"] / each["real"] for each in (given, steps)]
+    lead = Figure("lead of ReaL", "over DeepSpeed-Chat", "", *leads)
+    order = sorted(given, key=given.__getitem__) == sorted(steps, key=steps.__getitem__)
     finding = f"the order is {'as' if order else 'not as'} published; ReaL leads by {lead.predicted:.1f} times (8.3 published)"
-    return data.row(3, [*figures, lead], holds=holds, finding=finding, fitted="as V4: on 8 devices with 7B")
+    holds = order and within([figures["real"]], 0.3) and within([lead], 0.4)
+    return row(3, [*figures.values(), lead], holds=holds, finding=finding, fitted="as V4: on 8 devices with 7B")

@@ -1,23 +1,32 @@
-"""One row of the validation: a published claim, its figures with predictions, and whether its check holds."""
+"""One row of the validation: a published claim, its figures beside predictions, and whether its check holds.
+
+`published.toml` has what was published, and what is assumed where a source is silent.
+"""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from statistics import median
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from async_rlhf.experiments.planning.model.model_costs import ModelCosts, read
 
 How = Literal["held out", "fitted", "exact"]
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
     """published None: the source gives `claim`, and no number. how: `fitted` where a constant was chosen to meet it, `held out`
     where none was, `exact` where no constant is involved.
 
-    span: predictions over the plausible range of what the source does not state; empty where it states all.
+    span: least and largest prediction over the plausible range of what the source does not state; empty where it states all.
     """
 
     group: str
@@ -33,6 +42,13 @@ class Figure:
     def ratio(self) -> float:
         """Predicted over published; nan without a published number."""
         return self.predicted / self.published if self.published is not None else math.nan
+
+
+def spanned(
+    group: str, label: str, unit: str, published: float | None, found: Sequence[float], how: How = "held out", claim: str = ""
+) -> Figure:
+    """found: the prediction, then those at the edges of what is assumed."""
+    return Figure(group, label, unit, published, found[0], how, (min(found), max(found)), claim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,39 +74,65 @@ class Row:
     def verdict(self) -> str:
         return "holds" if self.holds else f"misses: {self.reason}"
 
-    def groups(self) -> list[Figures]:
-        """Figures of one kind, in their order."""
-        return [Figures(tuple(found)) for _, found in groupby(self.figures, key=_kind)]
+
+@cache
+def _content() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("published.toml").read_text())
 
 
-def _kind(figure: Figure) -> tuple[str, How, bool]:
-    return figure.group, figure.how, figure.published is None
+def published(number: int) -> dict[str, Any]:
+    """The table of a row."""
+    found: dict[str, Any] = _content()[f"V{number}"]
+    return found
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Several of a kind, as one line of the table."""
+def edges(number: int, name: str) -> tuple[float, float]:
+    """The plausible range of a fact that the source does not state."""
+    fact = published(number)["assumed"][name]
+    return fact["low"], fact["high"]
 
-    each: tuple[Figure, ...]
 
-    @property
-    def label(self) -> str:
-        first = self.each[0]
-        return (
-            ", ".join(filter(None, (first.group, first.label))) if len(self.each) == 1 else f"{first.group} ({len(self.each)})"
-        )
+def trials(number: int, *names: str) -> list[tuple[float, ...]]:
+    """The values of these assumptions, then their edges, one of them at a time."""
+    facts = [published(number)["assumed"][name] for name in names]
+    first = tuple(fact["value"] for fact in facts)
+    away = [
+        (*first[:at], edge, *first[at + 1 :])
+        for at, fact in enumerate(facts)
+        for edge in (fact["low"], fact["high"])
+        if edge != fact["value"]
+    ]
+    return [first, *away]
 
-    @property
-    def how(self) -> How:
-        return self.each[0].how
 
-    @property
-    def unit(self) -> str:
-        return self.each[0].unit
+@cache
+def model(name: str) -> ModelCosts:
+    """Raises KeyError for one that the table lacks."""
+    sizes = dict(zip(_SIZES, _content()["models"][name], strict=True))
+    return read({"model_type": "llama", "tie_word_embeddings": name.startswith("opt"), **sizes})
 
-    @property
-    def ratio(self) -> float:
-        return median(figure.ratio for figure in self.each)
+
+def row(number: int, figures: Iterable[Figure], *, holds: bool, finding: str, fitted: str = "") -> Row:
+    """The row with its source, check, assumptions and, where it misses, the reason."""
+    table = published(number)
+    facts = [
+        f"{name.replace('_', ' ')} {each['value']:g}"
+        + (f" ({each['low']:g} to {each['high']:g})" if each["low"] < each["high"] else "")
+        + f": {each['why']}"
+        for name, each in table.get("assumed", {}).items()
+    ]
+    return Row(
+        number=number,
+        system=table["system"],
+        source=table["source"],
+        check=table["check"],
+        figures=tuple(figures),
+        holds=holds,
+        finding=finding,
+        fitted=fitted,
+        assumed="; ".join(facts),
+        reason="" if holds else table.get("reason", ""),
+    )
 
 
 def within(figures: Iterable[Figure], share: float) -> bool:

@@ -1,27 +1,17 @@
-"""All rows, and the tables that `docs/planning.md` shows of them."""
+"""All rows of the validation as tables: verdicts, figures, constants with what is assumed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from statistics import median
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.experiments import page
-from async_rlhf.experiments.planning.validation import (
-    areal,
-    fused,
-    hybridflow,
-    llamarl,
-    mila,
-    nemo,
-    openrlhf_deepspeed,
-    real,
-    rlhfuse,
-    verl,
-)
-from async_rlhf.experiments.planning.validation.rows import Figures, Row
+from async_rlhf.experiments.planning.validation import areal, deepspeed, fused, hybridflow, more_systems, real, rlhfuse, verl
+from async_rlhf.experiments.planning.validation.rows import Figure, Row
 
 ROWS: dict[str, Callable[[], Row]] = {
     "V1": fused.row,
@@ -35,11 +25,11 @@ ROWS: dict[str, Callable[[], Row]] = {
     "V9": verl.thresholds,
     "V10": areal.throughput,
     "V11": areal.end_to_end,
-    "V12": llamarl.row,
-    "V13": mila.row,
-    "V14": openrlhf_deepspeed.openrlhf,
-    "V15": openrlhf_deepspeed.epochs,
-    "V16": nemo.row,
+    "V12": more_systems.llamarl,
+    "V13": more_systems.mila,
+    "V14": deepspeed.openrlhf,
+    "V15": deepspeed.epochs,
+    "V16": more_systems.nemo,
     "V17": rlhfuse.row,
 }
 _MOST_LINES = 4  # of single figures of a kind; more are one line
@@ -80,21 +70,23 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _lines(row: Row) -> Iterable[list[str]]:
-    for figures in row.groups():
-        if len(figures.each) <= _MOST_LINES:
-            yield from (_line(Figures((figure,))) for figure in figures.each)
+    for _, found in groupby(row.figures, key=lambda each: (each.group, each.how, each.published is None)):
+        figures = list(found)
+        if len(figures) > _MOST_LINES:
+            yield _line(f"{figures[0].group} ({len(figures)})", figures)
         else:
-            yield _line(figures)
+            yield from (_line(", ".join(filter(None, (each.group, each.label))), [each]) for each in figures)
 
 
-def _line(figures: Figures) -> list[str]:
-    each = figures.each
-    unit = f" {figures.unit}" if figures.unit else ""
-    published = each[0].claim if each[0].published is None else _range([f.published or 0.0 for f in each]) + unit
-    ratios = [figure.ratio for figure in each if figure.published is not None]
-    ratio = _number(figures.ratio) + (f" ({_range(ratios)})" if len(ratios) > 1 else "") if ratios else ""
-    span = _range([edge for figure in each for edge in figure.span]) + unit if each[0].span else ""
-    return [figures.label, published, _range([f.predicted for f in each]) + unit, span, ratio, figures.how]
+def _line(label: str, figures: Sequence[Figure]) -> list[str]:
+    """One figure, or several of a kind."""
+    first = figures[0]
+    unit = f" {first.unit}" if first.unit else ""
+    given = first.claim if first.published is None else _range([each.published or 0.0 for each in figures]) + unit
+    ratios = [each.ratio for each in figures if each.published is not None]
+    ratio = _number(median(ratios)) + (f" ({_range(ratios)})" if len(ratios) > 1 else "") if ratios else ""
+    span = _range([edge for each in figures for edge in each.span]) + unit if first.span else ""
+    return [label, given, _range([each.predicted for each in figures]) + unit, span, ratio, first.how]
 
 
 def _range(values: Sequence[float]) -> str:

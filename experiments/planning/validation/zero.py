@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from async_rlhf.experiments.planning.model.stages import Place, decode_step_s, prefill_s
 from async_rlhf.experiments.planning.validation import calls
-from async_rlhf.plan.stages import Place, decode_step_s, prefill_s
 
 _ALONE_BYTES = 30e9  # weights up to which one device generates by itself
 
@@ -31,17 +31,10 @@ class Batch:
 
 def one_group_s(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
     """DeepSpeed-Chat: ZeRO-3 over all devices, weights gathered into tensor groups of a node to generate."""
-    own, other = (calls.placed(each, 1, 1, devices) for each in (actor, critic))
-    return (
-        own.far.gather_s(actor.model.weight_bytes, devices)
-        + gathered_generation_s(actor, devices, batch)
-        + _scored_s(own, batch)
-        + 2 * _scored_s(other, batch)
-        + sum(calls.trained_s(each, batch.rows, batch.tokens, updates=batch.updates, zero_stage=3) for each in (own, other))
-    )
+    return _gather_s(actor, devices) + _gathered_generation_s(actor, devices, batch) + _rest_s(actor, critic, devices, batch)
 
 
-def gathered_generation_s(actor: Place, devices: int, batch: Batch) -> float:
+def _gathered_generation_s(actor: Place, devices: int, batch: Batch) -> float:
     """In the smallest tensor groups that hold the weights, beside ZeRO-3's shards of training."""
     kept = calls.device_bytes(actor.model, devices, trained=True)
     for tensor in (1, 2, 4, 8):
@@ -53,15 +46,20 @@ def gathered_generation_s(actor: Place, devices: int, batch: Batch) -> float:
 
 def streamed_s(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
     """DeepSpeed-Chat without its hybrid engine: ZeRO-3 gathers the weights anew for every decode step."""
-    own, other = (calls.placed(each, 1, 1, devices) for each in (actor, critic))
-    rows = math.ceil(batch.rows / devices)
-    gather = own.far.gather_s(actor.model.weight_bytes, devices)
+    own, rows, gather = calls.placed(actor, 1, 1, devices), math.ceil(batch.rows / devices), _gather_s(actor, devices)
     step = gather + decode_step_s(own, rows, batch.prompt + (batch.answer + 1) / 2)
+    return gather + prefill_s(own, rows, batch.prompt) + batch.answer * step + _rest_s(actor, critic, devices, batch)
+
+
+def _gather_s(actor: Place, devices: int) -> float:
+    return calls.placed(actor, 1, 1, devices).far.gather_s(actor.model.weight_bytes, devices)
+
+
+def _rest_s(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
+    """Of a step behind generation: reference, values, reward model, both trainings, each by ZeRO-3 over all devices."""
+    own, other = (calls.placed(each, 1, 1, devices) for each in (actor, critic))
     return (
-        gather
-        + prefill_s(own, rows, batch.prompt)
-        + batch.answer * step
-        + _scored_s(own, batch)
+        _scored_s(own, batch)
         + 2 * _scored_s(other, batch)
         + sum(calls.trained_s(each, batch.rows, batch.tokens, updates=batch.updates, zero_stage=3) for each in (own, other))
     )

@@ -18,8 +18,8 @@ import typer
 
 from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.run.checks.spool import RowCheck
 from async_rlhf.run.config import load
-from async_rlhf.run.spooling import RowCheck
 
 
 def main(count: int, place: str | None = None) -> None:

@@ -1,1 +1,0 @@
-"""Measures what `plan` predicts with: this machine, or a run that has ended."""

@@ -1,0 +1,271 @@
+"""Everything about a run that can be found wrong before it begins: its data, rewards, packages, devices, the model's files.
+
+Without torch, but where a setting asks for a device other than the CPU or for episodes of chat messages. Nothing is written
+and no process is started.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from async_rlhf.actors.data.rows import epoch_of, load_rows
+from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
+from async_rlhf.actors.environments import EnvironmentSpec
+from async_rlhf.actors.environments.rendering import Renderer
+from async_rlhf.actors.prompts import Row, of_prompt
+from async_rlhf.buffers.config import check_installed
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
+from async_rlhf.learner.check import remarks
+from async_rlhf.run.checks.inherited import check_inherited
+from async_rlhf.run.checks.model import check_adapters, check_model_files, longest_prompt, names_end, no_room
+from async_rlhf.run.checks.spool import check_spool
+from async_rlhf.run.config import Config
+from async_rlhf.run.run_data import Rows
+from async_rlhf.run.scoring import (
+    OF_EPISODES,
+    check_judging,
+    environment_spec,
+    evaluated,
+    score_names,
+    stage_specs,
+    stop_strings,
+)
+from async_rlhf.run.watching import HooksConfig, TrackingConfig
+
+_SHOWN = 10
+_OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones. num_prompts: of one epoch.
+    environment: what answers the model between its turns; None: nothing. remarks: what a person should know, and what stops
+    nothing."""
+
+    rows: Rows
+    num_prompts: int
+    environment: EnvironmentSpec | None = None
+    dropped: int = 0
+    remarks: list[str] = field(default_factory=list)
+
+
+def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
+    """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
+    it needs none of its packages and devices. Raises ConfigError."""
+    if is_here:
+        check_inherited()
+        _check_packages(config)
+        _check_devices(config)
+    environment = environment_spec(config)
+    rows = rows or load_rows(config.data, read=environment.usable if environment else None)
+    check_tracking(config.tracking)
+    check_hooks(config.hooks)
+    spool = config.data.spool
+    of_spool = check_spool(spool) if spool is not None and is_here else []
+    if spool is not None:
+        stage_specs(config)  # what they and the environment want of a row is looked at when it comes
+    else:
+        _check_columns(config, [*rows[0], *rows[1]], environment)
+        config.rewards.check_sources(row.columns for row in rows[0])
+    _check_judged(config, environment)
+    names = score_names(config, environment)
+    config.rewards.composition.check(names)
+    judges = {"data.curriculum.reward": config.data.curriculum.reward, "evaluation.solved_by": config.evaluation.solved_by}
+    for setting, judge in judges.items():
+        if judge and judge not in names:
+            raise ConfigError(f"{setting} = {judge!r} is no reward of this run; {did_you_mean(judge, names)}")
+    # A file is converted when the run starts, and looked into then.
+    converted = Path(config.model).is_dir()
+    if converted:
+        prepared = check_model(config, rows, environment)
+    else:
+        prepared = Prepared(rows, len(epoch_of(config.data, rows[0])), environment, remarks=list(remarks(config.learner)))
+    check_stop_strings(stop_strings(config), Path(config.model))
+    _check_evaluation(config, rows[1], environment, converted)
+    config.bound(prepared.num_prompts).check()
+    is_evaluated = rows[1] or config.evaluation.source is not None
+    of_evaluation = check_judging(config, names) if is_evaluated else ()
+    return replace(prepared, remarks=[*of_spool, *prepared.remarks, *of_evaluation])
+
+
+def _check_evaluation(config: Config, held_out: Sequence[Row], environment: EnvironmentSpec | None, converted: bool) -> None:
+    """Whether there is something to evaluate on, and it can be. converted: the model is there to look into."""
+    evaluation = config.evaluation
+    if (own := evaluation.data(config.data)) is not None:
+        try:
+            if own.spool is not None:
+                raise ConfigError("an evaluation has the same prompts every time, and a spool's are used up; name a file")
+            rows, _ = load_rows(own)
+            _check_columns(config, rows, environment)
+            if converted:
+                check_model(config.model_copy(update={"data": own}), (rows, []), environment)
+        except ConfigError as error:
+            message = _OF_SOURCE.sub("evaluation.", str(error))  # which speaks of the settings of a run's own prompts
+            raise ConfigError(f"evaluation.source: {message}") from error
+    elif evaluation.every and config.data.spool is not None:
+        raise ConfigError(
+            f"evaluation.every = {evaluation.every} with data.source = {config.data.source!r}, of which none are held out; "
+            "set evaluation.source"
+        )
+    elif evaluation.every and not held_out:
+        raise ConfigError(
+            f"evaluation.every = {evaluation.every} with data.held_out = 0: there are no prompts to evaluate on; "
+            "set data.held_out, or evaluation.source"
+        )
+    elif converted and held_out and evaluation.chat_template_kwargs is not None:
+        check_model(evaluated(config), (list(held_out), []), environment)
+
+
+def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None) -> Prepared:
+    """The model directory by its files, and whether it can take the prompts. Raises ConfigError."""
+    check_model_files(Path(config.model))
+    check_adapters(config)
+    _check_rendering(config, environment)
+    limit, setting = longest_prompt(config)
+    tokenizer = PromptTokenizer(Path(config.model))
+    everyone = [*rows[0], *rows[1]]
+    template = config.data.row_template
+    texts = [of_prompt(n, row, partial(tokenizer.text, template=template)) for n, row in enumerate(everyone)]
+    are_chats = [template.is_chat(row) for row in everyone] or [template.chat]
+    found = tokenizer.lengths(texts, are_chats[: len(texts)], limit)
+    _check_lengths(config, texts, found, limit, setting)
+    first_held_out = len(rows[0])
+    held_out = set() if environment is not None else set(map(tokenizer.normal, texts[first_held_out:]))
+    repeated = {n for n in range(first_held_out) if held_out and tokenizer.normal(texts[n]) in held_out} - found.too_long.keys()
+    left_out = found.too_long.keys() | repeated
+    kept = (
+        [row for number, row in enumerate(rows[0]) if number not in left_out],
+        [row for number, row in enumerate(rows[1], first_held_out) if number not in found.too_long],
+    )
+    if not kept[0] and config.data.spool is None:
+        raise ConfigError(
+            f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
+        )
+    known = [*remarks(config.learner), *_of_prompts(config, found, len(repeated)), *tokenizer.remarks(texts, are_chats)]
+    return Prepared(kept, len(epoch_of(config.data, kept[0])), environment, len(left_out), known)
+
+
+def _of_prompts(config: Config, found: PromptLengths, num_repeated: int) -> Iterator[str]:
+    """Remarks: which prompts are left out, what the model does not see of the others, and whether it ends its answers."""
+    if found.too_long:
+        yield f"{len(found.too_long)} prompts are left out: they are too long (data.on_overlong = 'drop')."
+    if num_repeated:
+        yield f"{num_repeated} training prompts are left out: the model reads the same as of held-out ones."
+    if found.num_unknown:
+        shown = " ".join(found.unknown[:_SHOWN]) + (" ..." if len(found.unknown) > _SHOWN else "")
+        yield f"{found.num_unknown} prompts have characters that the model has no token for, and does not see: {shown}"
+    if not stop_strings(config) and not names_end(Path(config.model)):
+        yield (
+            "the model's files name no end token (eos_token_id, eos_token): completions end only where they are cut, at "
+            "generation.max_completion_length; name the token, or set generation.stop."
+        )
+
+
+def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> None:
+    """Whether observations can be appended to what the model's chat template wrote. Raises ConfigError."""
+    if environment is not None and (config.data.chat or environment.tools):
+        from transformers import AutoTokenizer
+
+        tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
+        variables = config.data.chat_template_kwargs
+        Renderer(tokenizer, config.data.chat, config.environment.render, environment.tools, variables).check()
+
+
+def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:
+    if found.empty:
+        number = found.empty[0]
+        raise ConfigError(
+            f"prompt {number} has no tokens ({len(found.empty)} such prompts), its text is {texts[number][:60]!r}; remove the "
+            "row or write a data.template around it"
+        )
+    if limit < 1:
+        raise no_room(config, limit, max(found.too_long.values(), default=1))
+    if found.too_long and config.data.on_overlong == "error":
+        number, num_tokens = next(iter(found.too_long.items()))
+        raise ConfigError(
+            f"prompt {number} has {num_tokens} tokens ({len(found.too_long)} prompts are too long), the limit is {setting}; "
+            f"longest: {max(found.too_long.values())}. Raise the limit, shorten the prompt, which begins "
+            f"{texts[number][:60]!r}, or leave such prompts out: data.on_overlong = 'drop'"
+        )
+
+
+def common_columns(rows: Iterable[Row]) -> set[str]:
+    """The columns that every row has."""
+    kinds = {frozenset(row.columns) for row in rows}
+    return set(frozenset.intersection(*kinds)) if kinds else set()
+
+
+def _check_columns(config: Config, rows: Sequence[Row], environment: EnvironmentSpec | None) -> None:
+    """Whether these rows have what rewards and environment ask for. Raises ConfigError."""
+    common = common_columns(rows)
+    try:
+        stage_specs(config, common if environment is None else common | OF_EPISODES)
+        if environment is not None:
+            environment.check(common)
+    except ConfigError as error:
+        lacking = sorted({name for row in rows for name in row.columns if name not in common and repr(name) in str(error)})
+        if not lacking:
+            raise
+        number = next(number for number, row in enumerate(rows) if lacking[0] not in row.columns)
+        raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
+
+
+def _check_judged(config: Config, environment: EnvironmentSpec | None) -> None:
+    if environment is not None and not environment.judges and not config.rewards.functions:
+        raise ConfigError(
+            f"environment {environment.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
+            "get_reward method"
+        )
+
+
+def _check_packages(config: Config) -> None:
+    learner = config.learner
+    if learner.backend == "deepspeed":
+        check_installed("deepspeed", "learner.backend", learner.backend, "deepspeed", "'torch'")
+    if learner.lora.rank:
+        check_installed("peft", "learner.lora.rank", learner.lora.rank, "lora", "0")
+    if config.engine.kind == "vllm":
+        check_installed("vllm", "engine.kind", "vllm", "vllm", "'torch'")
+    if Path(config.model).suffix == ".gguf":
+        for package in ("gguf", "accelerate"):
+            check_installed(package, "model", config.model, "gguf", "a Hugging Face directory")
+
+
+def _check_devices(config: Config) -> None:
+    """Raises ConfigError for a device that this torch does not have. Only a setting other than the CPU costs its import. How
+    many there are is for the placement; other hosts, and those that are listed, are not looked at from here."""
+    if config.placement.hosts:
+        return
+    asked, is_here = [("learner.device", config.learner.device)], config.launch.kind == "local"
+    if is_here:
+        asked.append(("engine.device", config.engine.device))
+    if is_here and config.scoring.reference_is_stage:
+        asked.append(("scoring.reference.device", config.scoring.reference.device))
+    if asked := [each for each in asked if each[1] != "cpu"]:
+        from async_rlhf.actors.torch_engine.devices import check_device
+
+        for setting, device in asked:
+            check_device(setting, device)
+
+
+def check_tracking(config: TrackingConfig) -> None:
+    """Raises ConfigError when the library is not installed."""
+    if config.kind != "none":
+        check_installed(config.kind, "tracking.kind", config.kind, config.kind, "'none'")
+
+
+def check_hooks(config: HooksConfig) -> None:
+    """Raises ConfigError for a program that is not there, and for an address that the environment does not have."""
+    if config.argv and shutil.which(config.argv[0]) is None:
+        raise ConfigError("hooks.command: its first word is no program that can be started from here; give its whole path")
+    if config.url is not None and not config.address:
+        raise ConfigError(
+            f"hooks.url = {config.url.get_secret_value()!r}: there is no such environment variable; set it, or give the "
+            "address itself"
+        )

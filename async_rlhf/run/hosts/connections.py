@@ -1,0 +1,153 @@
+"""From the configuration to the launcher: which hosts there are, the hub's and the learner's address for them, their keys."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from async_rlhf.actors.environments.stand_in import STAND_IN
+from async_rlhf.actors.rewards import CALLER
+from async_rlhf.buffers.config import check_installed
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.transport import keys, link
+from async_rlhf.launch.connection import Hosts
+from async_rlhf.launch.hosts import CommandHosts
+from async_rlhf.launch.network import LOOPBACK, free_port, own_address
+from async_rlhf.launch.orders import Open
+from async_rlhf.launch.placement import Inventory, Placement
+from async_rlhf.launch.program import Launcher
+from async_rlhf.launch.ranks import RankLauncher
+from async_rlhf.launch.remote import Connections, RemoteLauncher
+from async_rlhf.run.config import Config
+from async_rlhf.run.hosts.node_files import pack, places
+from async_rlhf.run.hosts.placement import on_cuda
+from async_rlhf.run.run_dir import RunDir
+
+
+def connect(config: Config) -> tuple[Config, Connections | None]:
+    """The configuration as hosts need it, and connections to all of them; none where all runs on this machine.
+
+    Raises ConfigError when they cannot be had, or a host is not fit.
+    """
+    if config.launch.kind == "local":
+        return config, None
+    _check_rewards(config)
+    link.check_curve()
+    hosts = _hosts(config)
+    try:
+        config = _networked(config, hosts)
+        launch = config.launch
+        opening = Open(directory=launch.directory, lost_after_s=launch.lost_after_s, accelerators=on_cuda(config))
+        connections = Connections(hosts, opening, launch.start_timeout_s, places(config), partial(pack, config))
+    except ConfigError:
+        hosts.close()
+        raise
+    try:
+        connections.check()
+    except ConfigError:
+        connections.close()
+        raise
+    return config, connections
+
+
+def found_by(connections: Connections | None) -> tuple[Inventory, list[str]]:
+    """What the launcher's hosts have, and what is to be said about them."""
+    if connections is None:
+        return (), []
+    remarks = [f"hosts that answer: {', '.join(connections.present)}"]
+    if awaited := connections.awaited:
+        remarks.append(f"not there yet, and taken to be like {connections.present[0]}: {', '.join(awaited)}")
+    return connections.inventory(), remarks
+
+
+def launcher_of(config: Config, run: RunDir, connections: Connections | None, placement: Placement) -> Launcher:
+    """Of a run whose directory is there; makes the keys that are lacking. Raises ConfigError.
+
+    A relay has one that lets it be a relay; the actors behind it need none.
+    """
+    if connections is None:
+        return run.launcher
+    assert config.security.directory is not None
+    relays = {slot.host: name for name, slot in placement.slots.items() if name.startswith("relay-")}
+    alone = [name for name, slot in placement.slots.items() if name.startswith("actor-") and slot.host not in ("", *relays)]
+    try:
+        keys.provide(config.security.directory, [*alone, *(f"{name}:relay" for name in relays.values())], link.new_pair)
+    except ConfigError:
+        run.retire()
+        raise
+    return RemoteLauncher(run.launcher, connections)
+
+
+def with_ranks(launcher: Launcher, config: Config, placement: Placement, run: RunDir) -> Launcher:
+    """It starts the learner with all its ranks. Raises ConfigError."""
+    return RankLauncher(launcher, config.learner.ranks, meeting_address(config, placement), placement.placed, run.log)
+
+
+def meeting_address(config: Config, placement: Placement) -> str:
+    """The address of this machine at which the learner's ranks meet. Raises ConfigError.
+
+    What ranks send is neither encrypted nor let in by keys: a network that they may use is one that the configuration names.
+    """
+    ranks = [name for name in placement.slots if name.startswith("learner")]
+    if host := placement.slots["learner"].host:
+        raise ConfigError(
+            f"the learner's rank 0 is placed on {host}: it runs where the command does, which has the run directory; let "
+            "placement.learner_hosts begin with the first host, on CUDA with a device of it"
+        )
+    away = next((name for name in ranks if placement.slots[name].host), None)
+    if away is None:
+        return LOOPBACK
+    if config.launch.interface is None:
+        raise ConfigError(
+            f"{away} is placed on {placement.slots[away].host}, and launch.interface names no network: what ranks send "
+            "(weights, gradients, rollouts) has no keys, so name the interface of this machine in a network that you trust"
+        )
+    return own_address((), config.launch.interface)
+
+
+def _hosts(config: Config) -> Hosts:
+    launch = config.launch
+    if launch.kind == "hosts":
+        return CommandHosts(launch.hosts, launch.command)
+    check_ray("launch.kind", "ray", "'local' or 'hosts'")
+    from async_rlhf.launch.ray import RayHosts
+
+    on_gpus = not config.engine.device.startswith("cpu")
+    num_actors = None if config.actors.count == "fill" else config.actors.count
+    return RayHosts(launch.address, launch.nodes, num_actors, launch.start_timeout_s, on_gpus=on_gpus)
+
+
+def check_ray(key: str, value: str, without: str) -> None:
+    """To be called before a module is imported that imports Ray. Raises ConfigError where it is not installed."""
+    # Ray would print the death of a node among the run's own lines, which say it too.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "has been marked dead|Raylet is terminated")
+    check_installed("ray", key, value, "ray", without)
+
+
+def _networked(config: Config, hosts: Hosts) -> Config:
+    """With an address that the hosts reach, and a place for keys."""
+    if not config.address:
+        address = own_address(hosts.addresses, config.launch.interface)
+        config = config.model_copy(update={"address": f"tcp://{address}:{free_port(address)}"})
+    elif not config.address.startswith("tcp://") or config.address.startswith(("tcp://*:", "tcp://0.0.0.0:")):
+        raise ConfigError(f"address = {config.address!r}: hosts need one they can connect to, tcp://IP:PORT; or leave it empty")
+    if config.security.keys is None:
+        own = config.security.model_copy(update={"keys": str(config.run_dir.absolute() / "keys")})
+        config = config.model_copy(update={"security": own})
+    return config
+
+
+def _check_rewards(config: Config) -> None:
+    """Raises ConfigError for a reward, or an environment, that only processes of this machine can ask."""
+    if config.environment.function.endswith(STAND_IN):
+        raise ConfigError(
+            f"environment.function = {config.environment.function!r} with launch.kind = {config.launch.kind!r}: it is served "
+            "on this machine only. Write the environment into a file"
+        )
+    for name, options in config.rewards.options.items():
+        address = options.get("address")
+        if address == CALLER or str(address).startswith("ipc://"):
+            raise ConfigError(
+                f"rewards.options.{name}.address = {address!r} with launch.kind = {config.launch.kind!r}: it is served on this "
+                "machine only. Write the reward into a file, or serve it over the network (async-rlhf serve reward)"
+            )

@@ -1,0 +1,154 @@
+"""What a process on another host is given: the configuration as it is there, and what its role needs beside.
+
+    actor           its keys where it reaches the hub itself, the rows, the files of rewards, the model
+    scorer          the files of rewards, the model
+    relay           its keys
+    learner rank    the model, the file of a loss, DeepSpeed's settings; a checkpoint comes from rank 0
+
+Pure but for reading the names of files: `launch.connection` sends what is missing there. A model, and what an option `path` of
+a reward names, is used where the host has it with the same digests (a snapshot of the Hugging Face Hub in its own cache), and
+else sent into the agent's directory.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from async_rlhf.actors.config import RewardsConfig
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.connection import NodeFiles, Place
+from async_rlhf.launch.orders import HUB_CACHE
+from async_rlhf.launch.program import Node
+from async_rlhf.run.config import Config, dump
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import own_file
+
+_MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
+
+
+def places(config: Config) -> tuple[Place, ...]:
+    """What a host may have already: the model, and what rewards read. Raises ConfigError."""
+    named = (config.model, *_read_by_rewards(config).values())
+    for path in config.launch.paths:
+        if not any(PurePosixPath(each).is_relative_to(path) for each in named):
+            raise ConfigError(f"launch.paths: {path!r} is no folder of what hosts need: {', '.join(map(repr, named))}")
+    return tuple(_place(config, each) for each in named)
+
+
+def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str]) -> NodeFiles:
+    """See `connection.Pack`. Raises OSError for a file that cannot be read."""
+    run, contents = RunDir(config.run_dir), _Contents(config, directory, found)
+    reaches_hub = node.role in ("actor", "relay") and node.arguments[0] == config.address
+    own_keys = f"{directory}/keys" if reaches_hub else None
+    changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": own_keys})}
+    changed["hooks"] = type(config.hooks)()  # they run here, and may hold keys
+    inline, returns = dict[str, bytes](), {f"logs/{node.name}.log": node.log}
+    if reaches_hub:
+        assert config.security.directory is not None
+        keys = config.security.directory / f"for-{node.name}"
+        inline |= {f"keys/{name}": (keys / name).read_bytes() for name in ("hub.public", "peer.secret")}
+    if node.role != "relay":
+        changed["model"] = contents.there(config.model, "model")
+    if node.role == "learner_rank":
+        changed["loss"] = config.loss.model_copy(update={"kind": contents.code(config.loss.kind, "loss")})
+        if (own := config.learner.deepspeed_config) is not None:
+            settings = {"deepspeed_config": contents.there(own, "deepspeed")}
+            changed["learner"] = config.learner.model_copy(update=settings)
+    if node.role in ("actor", "scorer"):
+        changed["rewards"] = contents.rewards()
+    if node.role == "actor":
+        function = contents.code(config.environment.function, "environment")
+        changed["environment"] = config.environment.model_copy(update={"function": function})
+        contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}
+        returns[f"spans/{node.name}.jsonl"] = run.spans(node.name)
+        changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew
+    inline["config.toml"] = dump(config.model_copy(update=changed)).encode()
+    return NodeFiles(contents.files, inline, returns)
+
+
+_NEVER = 1 << 62
+
+
+class _Contents:
+    """files: name below the node's directory there -> file here, of what is sent. Each method returns what is called how
+    there."""
+
+    def __init__(self, config: Config, directory: str, found: Mapping[Place, str]) -> None:
+        self.files: dict[str, Path] = {}
+        self._config, self._directory, self._found = config, directory, found
+        self._folders: dict[Path, str] = {}
+
+    def there(self, path: str, name: str) -> str:
+        """A file or folder, under its own name; it is sent when it was not found."""
+        place = _place(self._config, path)
+        is_file = place.here != Path(path)
+        if place not in self._found:
+            self.files |= {f"{name}/{each}": place.here / each for each in place.names}
+        base = self._found.get(place, f"{self._directory}/{name}")
+        return f"{base}/{place.names[0]}" if is_file else base
+
+    def code(self, target: str, name: str) -> str:
+        """`path.py:function`, with the neighbours that it imports; a target that names no file stays as it is."""
+        if (file := own_file(target)) is None:
+            return target
+        folder = self._folders.setdefault(file.parent, f"{name}/{len(self._folders)}")
+        self.files |= {f"{folder}/{each.name}": each for each in with_neighbours(file)}
+        return target.replace(str(file), f"{self._directory}/{folder}/{file.name}")
+
+    def rewards(self) -> RewardsConfig:
+        own = self._config.rewards
+        options = {
+            name: {**own.options[name], "path": self.there(path, f"options/{name}/{Path(path).name}")}
+            for name, path in _read_by_rewards(self._config).items()
+        }
+        functions = tuple(self.code(target, "rewards") for target in own.functions)
+        return own.model_copy(update={"functions": functions, "options": own.options | options})
+
+
+def with_neighbours(file: Path) -> Iterator[Path]:
+    """A Python file, and those of its folder that it imports, and so on. Raises OSError."""
+    seen, waiting = set[Path](), [file]
+    while waiting:
+        if (each := waiting.pop()) in seen:
+            continue
+        seen.add(each)
+        yield each
+        for statement in ast.walk(ast.parse(each.read_bytes())):
+            modules = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+            if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+                modules.append(statement.module)
+            neighbours = (file.parent / f"{module.partition('.')[0]}.py" for module in modules)
+            waiting += [neighbour for neighbour in neighbours if neighbour.is_file()]
+
+
+def _read_by_rewards(config: Config) -> dict[str, str]:
+    """By the name of a reward: its option `path`, where it names something."""
+    chosen = {name: options.get("path") for name, options in config.rewards.options.items()}
+    return {name: path for name, path in chosen.items() if isinstance(path, str) and Path(path).exists()}
+
+
+def _place(config: Config, path: str) -> Place:
+    here = Path(path)
+    there, is_mapped = _mapped(config.launch.paths, path)
+    if not is_mapped and here.is_relative_to(HF_HUB_CACHE):
+        there = f"{HUB_CACHE}/{here.relative_to(HF_HUB_CACHE)}"  # of a snapshot: it names the commit
+    if PurePosixPath(there).name != here.name and path != config.model:
+        raise ConfigError(f"launch.paths: {path!r} is {there!r} there; it must keep its last name, which all actors compare")
+    if not here.is_dir():
+        return Place(here.parent, (here.name,), str(PurePosixPath(there).parent), is_mapped)
+    files = sorted(each.name for each in here.iterdir() if each.suffix in _MODEL_FILES and each.is_file())
+    return Place(here, tuple(files), there, is_mapped)
+
+
+def _mapped(paths: Mapping[str, str], path: str) -> tuple[str, bool]:
+    """Where a path is on the hosts, and whether `launch.paths` names it; of several entries the longest counts."""
+    fitting = [here for here in paths if PurePosixPath(path).is_relative_to(here)]
+    if not fitting:
+        return path, False
+    here = max(fitting, key=len)
+    return str(PurePosixPath(paths[here]) / PurePosixPath(path).relative_to(here)), True

@@ -1,0 +1,95 @@
+"""What the hub and every actor of a run must have in common, by name, and what every group of it looks like. No torch.
+
+Digests are of contents and never of paths, so an actor on another machine may keep its files elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.files import content_digest
+from async_rlhf.buffers.model_directory import from_pretrained
+from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.wire import PROTOCOL
+from async_rlhf.run.config import Config
+from async_rlhf.run.run_data import RunData
+from async_rlhf.run.scoring import environment_spec, own_file, score_names, stage_specs
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+# Of a model's config.json: where it came from.
+_ORIGIN = ("_name_or_path", "transformers_version")
+
+
+def shared(config: Config, data: RunData) -> dict[str, str]:
+    """Digests by name. data: the rows of the run. Raises ConfigError when a file cannot be read."""
+    model = Path(config.model)
+    rewards = [file for spec in config.rewards.functions if (file := own_file(spec)) is not None]
+    environments = [file for file in [own_file(config.environment.function)] if file is not None]
+    try:
+        described = {key: value for key, value in _model(config).items() if key not in _ORIGIN}
+        return {
+            "record": _digest(PROTOCOL),
+            "model": _digest(described),
+            "tokenizer": _digest(*((name, content_digest(model / name)) for name in _TOKENIZER if (model / name).is_file())),
+            "data": _digest(data.digest, vars(config.data.row_template), [source.weight for source in config.data.sources]),
+            "rewards": _digest(portable(config.rewards.model_dump()), *map(content_digest, rewards)),
+            "environment": _digest(portable(config.environment.model_dump()), *map(content_digest, environments)),
+            "generation": _digest(config.seed, config.generation.model_dump()),
+        }
+    except OSError as error:
+        raise ConfigError(f"a file that all of a run must share cannot be read: {error}") from error
+
+
+def schema(config: Config) -> GroupSchema:
+    """What a group must be to be of any use to this run's learner."""
+    generation, scores = config.generation, score_names(config, environment_spec(config))
+    return GroupSchema(
+        group_size=generation.group_size,
+        vocabulary=_vocabulary(config),
+        max_prompt_length=generation.max_prompt_length,
+        max_completion_length=generation.longest_completion,
+        rewards=frozenset(spec.name for spec in stage_specs(config)).union(scores),
+        environment=bool(config.environment.function),
+        splits=config.environment.render == "split",
+        sampling=generation.sampling,
+    )
+
+
+def _vocabulary(config: Config) -> int:
+    """Rows of the embedding. What a config.json leaves out is its family's default, which transformers knows."""
+    described = _model(config)
+    size = described.get("text_config", described).get("vocab_size")
+    if isinstance(size, int):
+        return size
+    from transformers import AutoConfig
+
+    found = from_pretrained(AutoConfig, Path(config.model))
+    return int(found.get_text_config().vocab_size)
+
+
+def _model(config: Config) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(config.model) / "config.json").read_text())
+    return found
+
+
+def portable(value: Any) -> Any:
+    """Without the folders of absolute paths."""
+    if isinstance(value, dict):
+        return {key: portable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(each) for each in value]
+    if isinstance(value, str) and "/" in value:
+        return value.rpartition("/")[2]
+    return value
+
+
+def _digest(*values: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())

@@ -1,0 +1,166 @@
+"""One evaluation: a model directory, the prompts, the rewards; its result is a line in `evaluations.jsonl`.
+
+A process of its own makes it, beside a run (`evaluator`) or alone (`evaluate_alone`). Each line has a `label`, which is
+`start`, `step`, `end` or `alone`, and the `step` whose weights were evaluated: the number of steps they had been trained for.
+An evaluation that could not be made has a line with `missing`, the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.data.config import HELD_OUT_SEED
+from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.prompts import Row, Template, encode
+from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.lines import LineFile
+from async_rlhf.buffers.model_directory import from_pretrained
+from async_rlhf.buffers.sampling import GREEDY
+from async_rlhf.launch.program import evaluation_node
+from async_rlhf.launch.tether import PERCENT
+from async_rlhf.run.checks.preflight import Prepared
+from async_rlhf.run.config import Config
+from async_rlhf.run.run_data import RunData
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import evaluated, group_rewards, reward_specs, score_names, solved_by
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.1
+
+
+def run_evaluation(
+    run: RunDir,
+    config: Config,
+    model: str,
+    label: str,
+    step: str,
+    *,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> None:
+    """Evaluate the weights in a model directory; a line in `evaluations.jsonl`. progress: as for `evaluate`."""
+    import_models()
+    from transformers import AutoTokenizer
+
+    from async_rlhf.actors.engine import RolloutKey
+    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.loop.evaluation import Judging, evaluate
+    from async_rlhf.actors.scoring.pool import ScoringPool
+    from async_rlhf.run.processes.environment import environment_of
+
+    config = evaluated(config)
+    rows, template = evaluated_rows(run, config)
+    tokenizer = from_pretrained(AutoTokenizer, Path(model))
+    asked = config.evaluation
+    scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
+    engine = load_engine(model, evaluating_engine(config), version=int(step))
+    try:
+        with environment_of(config, tokenizer) as play:
+            in_groups = bool(group_rewards(config))
+            judging = Judging(
+                max_completion_length=config.generation.max_completion_length,
+                composition=config.rewards.composition,
+                stop=config.generation.stop,
+                group_size=config.generation.group_size if in_groups else None,
+                group_sampling=config.generation.sampling if in_groups else GREEDY,
+                solved_by=solved_by(config, score_names(config, play)),
+                solved_at=asked.solved_at,
+                num_sampled=asked.samples,
+                sampling=config.generation.sampling.model_copy(update={"temperature": asked.temperature}),
+                seed=HELD_OUT_SEED,
+            )
+            result = evaluate(
+                engine,
+                scoring,
+                rows,
+                partial(encode, tokenizer=tokenizer, template=template, max_length=config.generation.max_prompt_length),
+                partial(tokenizer.decode, skip_special_tokens=True),
+                judging,
+                progress,
+                play=play,
+                template=template,
+            )
+    finally:
+        scoring.close()
+        engine.close()
+    record_evaluation(run, {"label": label, "step": int(step), "time": time.time(), "model": model, **vars(result)})
+
+
+def evaluating_engine(config: Config) -> EngineConfig:
+    """The run's, with all keys and values unless it says otherwise."""
+    served = config.served_engine
+    return served.model_copy(update={"kv_policy": "full"}) if config.evaluation.full_attention else served
+
+
+def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:
+    """The prompts of an evaluation, and their template. Raises ConfigError, DamagedError."""
+    own = config.evaluation.data(config.data)
+    if own is None:
+        return RunData(run.path, config.data).rows[1], config.data.row_template
+    return load_rows(own)[0], own.row_template
+
+
+def record_evaluation(run: RunDir, record: dict[str, Any]) -> None:
+    """Append a line; one that finds no room is lost and logged."""
+    file = LineFile(run.evaluations)
+    try:
+        file.cut()
+        file.write(json.dumps(record))
+    except OSError as error:
+        _log.warning("the evaluation %s is lost: %s cannot be written: %s", record["label"], run.evaluations, error)
+    finally:
+        file.close()
+
+
+def forget_evaluations(run: RunDir, after: int) -> None:
+    """Cut off the lines of steps after this: the run goes back to it, and those steps are to be done again."""
+    LineFile(run.evaluations).cut(lambda line: not (isinstance(line.get("step"), int) and line["step"] > after))
+
+
+def evaluate_alone(
+    config: Config, model: str, prepared: Prepared, evaluating: Callable[[str, int], object] = lambda what, percent: None
+) -> dict[str, Any]:
+    """The evaluation of a model without a run: the same process, in a run directory that is gone afterwards.
+
+    prepared: of the configuration. evaluating: called several times a second with the percentage that is done. Raises
+    ConfigError, and AsyncRLHFError with the last words of the process when it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="async-rlhf-") as folder:
+        alone = config.model_copy(update={"output_dir": folder, "name": "evaluation"})
+        run = RunDir.create(alone, prepared.rows, prepared.dropped)
+        try:
+            process = run.launcher.start(run.path, evaluation_node(model, "alone", 0, run.log("evaluation")))
+            percent = 0
+            try:
+                while (code := process.poll()) is None:
+                    percent += process.read_beats().count(PERCENT)
+                    evaluating("the model", percent)
+                    time.sleep(_LOOK_S)
+            finally:
+                process.kill()
+            records = run.read_evaluations()
+            if code != 0 or not records:
+                raise AsyncRLHFError(f"the evaluation of {model} ended with code {code}: {process.failure_message()}")
+            return {key: value for key, value in records[0].items() if key != "step"}
+        finally:
+            run.retire()
+
+
+def import_models() -> None:
+    """What these import stays for good, a million objects: the garbage collector looks at none of them, then or later.
+
+    That is a fifth of the time of the import.
+    """
+    gc.disable()
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both, for these import the rest
+
+    gc.freeze()
+    gc.enable()

@@ -1,0 +1,247 @@
+"""Evaluations beside a run, as its supervisor sees them: which is due, one process at a time, what becomes of it.
+
+    owns        at most one process, and the link `checkpoints/best`
+    waits for   nothing but in `finish`; a process that is silent for `watchdog_s`, or scores nothing for `stall_timeout_s`, is
+                killed
+    woken by    the supervisor's poll
+    on close    the process is killed; what it was about has no line then, and is due again when the run is continued
+
+Weights are pinned by their checkpoint, which is kept until the evaluation has a line (`learner.checkpoint.evaluated`). No
+evaluation is absent in silence: a process that was killed is started again, twice; one that fails, and one that was skipped
+because another took longer than the steps between them, get a line with the reason. The run goes on whatever happens here.
+
+A step that was evaluated may turn out to be the last, where a budget or `patience` ends the run: its line is then written again
+as that of the end, and nothing is evaluated twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.launch.placement import Placement
+from async_rlhf.launch.program import Launcher, evaluation_node
+from async_rlhf.launch.tether import PERCENT
+from async_rlhf.learner.checkpoint.evaluated import Cadence, is_evaluation, link_best
+from async_rlhf.learner.checkpoint.store import complete, step_of
+from async_rlhf.learner.loop.changes import Ledger
+from async_rlhf.run.config import Config
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.live import cadence
+from async_rlhf.run.processes.evaluation import record_evaluation
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import Tail
+from async_rlhf.run.supervision.child import Child
+from async_rlhf.run.watching import EvaluationConfig
+
+_LOOK_S = 0.1
+_PLAN_EVERY_S = 1.0
+_MAX_KILLED = 3
+
+
+@dataclass(frozen=True)
+class Due:
+    """An evaluation to be made. label: `start`, `step`, or `end`. step: after which the weights are as they are evaluated."""
+
+    label: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step}" if self.label == "step" else f"the {self.label}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is evaluated next, and what never will be, with the reasons."""
+
+    due: Due | None
+    missing: Sequence[tuple[Due, str]]
+
+
+def plan(
+    config: EvaluationConfig,
+    records: Iterable[dict[str, Any]],
+    checkpoints: Sequence[int],
+    last_step: int | None,
+    *,
+    finished: bool = False,
+    given_up: Set[Due] = frozenset(),
+    due_at: Cadence | None = None,
+) -> Plan:
+    """records: the lines of `evaluations.jsonl`. checkpoints: steps of those that are whole, ascending. last_step: `max_steps`,
+    None where it is not known. finished: no step follows. given_up: what has failed in this life of the supervisor. due_at:
+    where `every` was changed.
+
+    The initial model comes first, then the newest checkpoint that is due, then the end. What is due and older is skipped.
+    """
+    records = [record for record in records if is_evaluation(record)]
+    done = given_up | {Due(str(record.get("label")), record["step"]) for record in records if "missing" not in record}
+    newest, start = (checkpoints[-1] if checkpoints else 0), Due("start", 0)
+    end = Due("end", newest) if config.at_end and newest else None
+    known = {record["step"] for record in records} | {due.step for due in given_up}
+    of_end = {newest} if finished and end else {last_step} if config.at_end else set[int | None]()
+    steps = (due_at or Cadence([(1, config.every)])).steps(newest)
+    waiting = [Due("step", step) for step in steps if step not in known | of_end]
+    there = [due for due in waiting if due.step in checkpoints]
+    skipped, lost = "skipped: evaluations take longer than the steps between them", "there is no checkpoint of this step"
+    missing = [(due, skipped if due in there else lost) for due in waiting if due not in there[-1:]]
+    if config.at_start and start not in done:
+        return Plan(start, missing)
+    if there:
+        return Plan(there[-1], missing)
+    return Plan(end if finished and end and end not in done else None, missing)
+
+
+class Evaluator:
+    """See the module docstring. placement: where an evaluation runs; one that waits begins when no step follows and the run's
+    processes have ended."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        launcher: Launcher,
+        placement: Placement,
+        progress: Progress,
+        now: Callable[[], float],
+    ) -> None:
+        self._config, self._run, self._launcher, self._now = config, run, launcher, now
+        self._placement, self._progress = placement, progress
+        self._due: Due | None = None
+        self._child: Child | None = None
+        self._percent = 0
+        self._planned_at = -_PLAN_EVERY_S
+        self._killed: Counter[Due] = Counter()
+        self._given_up: set[Due] = set()
+        self._ledger = Ledger(run.path)
+        self._lines, self._known = Tail(run.evaluations), list[dict[str, Any]]()
+        self.plateau = ""
+        """Why no further step is wanted; empty while one is."""
+
+    def look(self, *, finished: bool = False) -> bool:
+        """Whether anything is being evaluated; begins what is due and looks after it. Never waits."""
+        if self._child is not None:
+            self._look_after(self._child)
+        may_begin = finished or (not self._placement.evaluation_waits and self._now() - self._planned_at >= _PLAN_EVERY_S)
+        if self._child is None and may_begin:
+            self._planned_at = self._now()
+            self._begin(finished=finished)
+        return self._child is not None
+
+    def finish(self, stop: Callable[[], bool]) -> None:
+        """Evaluate all that is due when no step follows, until `stop` is true."""
+        while not stop() and self.look(finished=True):
+            time.sleep(_LOOK_S)
+        self.close()
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+    def _begin(self, *, finished: bool) -> None:
+        checkpoints = [step_of(path) for path in complete(self._run.path / "checkpoints")]
+        try:
+            due_at = cadence(self._ledger, self._config)  # read after the checkpoints: what held for them stands in it
+        except DamagedError as error:
+            self._progress.event(str(error))
+            return
+        found = plan(
+            self._config.evaluation,
+            self._records(),
+            checkpoints,
+            self._config.max_steps,
+            finished=finished,
+            given_up=self._given_up,
+            due_at=due_at,
+        )
+        for missing, reason in found.missing:
+            self._miss(missing, reason)
+        if (due := found.due) is None or self._is_known(due):
+            return
+        checkpoint = self._run.path / "checkpoints" / f"step_{due.step:06d}"
+        model = self._config.model if due.label == "start" else str(checkpoint / "model")
+        node = self._placement.placed(evaluation_node(model, due.label, due.step, self._run.log("evaluation")))
+        child = Child(node)
+        try:
+            child.started(self._launcher.start(self._run.path, node), self._now())
+        except OSError as error:
+            self._miss(due, f"it cannot be started: {error}")
+            return
+        self._child, self._due, self._percent = child, due, 0
+        self._progress.evaluating(str(due), 0)
+
+    def _is_known(self, due: Due) -> bool:
+        """Whether it is the end, of a step that was evaluated: that line is then written again as the end's."""
+
+        def same(line: Mapping[str, Any]) -> bool:
+            return due == Due("end", line.get("step", 0)) and line.get("label") == "step" and "missing" not in line
+
+        if not any(map(same, self._records())):
+            return False
+        try:
+            whole = next(filter(same, self._run.read_evaluations()), None)
+        except DamagedError:
+            return False
+        if whole is None:
+            return False
+        record: dict[str, Any] = {**whole, "label": "end", "time": time.time()}
+        record_evaluation(self._run, record)
+        self._progress.evaluation(record)
+        return True
+
+    def _look_after(self, child: Child) -> None:
+        due, now = self._due, self._now()
+        assert due is not None
+        if (end := child.end()) is not None:
+            self._child = None
+            self._ended(due, *end)
+            return
+        if beats := child.beats(now):
+            self._percent += beats.count(PERCENT)
+            self._progress.evaluating(str(due), self._percent)
+        if child.silent_s(now) > self._config.watchdog_s or child.idle_s(now) > self._config.stall_timeout_s:
+            child.kill()
+
+    def _ended(self, due: Due, code: int, reason: str) -> None:
+        self._progress.evaluating(str(due), None)
+        records = self._records()
+        record = next((r for r in reversed(records) if (r.get("label"), r.get("step")) == (due.label, due.step)), None)
+        if code == 0 and record is not None and "missing" not in record:
+            self.judge()
+            self._progress.evaluation(record)
+            return
+        self._killed[due] += code < 0
+        if code < 0 and self._killed[due] < _MAX_KILLED:
+            self._progress.event(f"the evaluation of {due} ended by signal {-code}; it is made again")
+            return
+        self._miss(due, f"it failed with code {code}: {reason or 'see logs/evaluation.log'}")
+
+    def _miss(self, due: Due, reason: str) -> None:
+        """It is not tried again in this life of the supervisor."""
+        self._given_up.add(due)
+        record_evaluation(self._run, {"label": due.label, "step": due.step, "time": time.time(), "missing": reason[:1000]})
+        self._progress.event(f"no evaluation of {due}: {reason}")
+
+    def judge(self) -> None:
+        """Set `checkpoints/best` to what the lines say, and `plateau`."""
+        records = self._records()
+        self.plateau = self._config.evaluation.plateau(records)
+        try:
+            link_best(self._run.path / "checkpoints", records)
+        except OSError as error:
+            self._progress.event(f"checkpoints/best cannot be set: {error}")
+
+    def _records(self) -> list[dict[str, Any]]:
+        """All lines, without the answers that they quote: each is read once, for a run of weeks has many."""
+        try:
+            for line in self._lines.rest():
+                line.pop("samples", None)
+                self._known.append(line)
+        except DamagedError as error:
+            self._progress.event(str(error))
+        return self._known

@@ -1,0 +1,100 @@
+"""Tells the hub what it must know until it has confirmed it: that it drains, and which actors' processes have ended.
+
+owns        a thread, and a short-lived connection for each round
+waits for   the hub's answers, `_PATIENCE_S` each; then the round is made again, also to a hub that was started again meanwhile
+woken by    `drain`, `gone`
+on close    the thread ends with its round; what is not confirmed then is dropped
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from async_rlhf.buffers.clients.control import Control
+from async_rlhf.buffers.errors import AsyncRLHFError
+
+_PATIENCE_S = 2.0
+_AGAIN_S = 0.5
+_GOES_ON = ("running", "paused", "disk full")
+
+
+class HubNotifier:
+    """See the module docstring. control: a connection to the hub with this patience in seconds."""
+
+    def __init__(self, control: Callable[[float], AbstractContextManager[Control]]) -> None:
+        self._control = control
+        self._news = threading.Condition()
+        self._closing = False
+        self._drains = self._drained = 0
+        self._gone: list[str] = []
+        self._hub_goes_on = True
+        self._last_error = ""
+        self._thread = threading.Thread(target=self._run, name="notifier", daemon=True)
+        self._thread.start()
+
+    def drain(self) -> None:
+        """To be called again for a hub that was started again: it remembers nothing of it."""
+        with self._news:
+            self._drains += 1
+            self._news.notify()
+
+    def gone(self, actor: str) -> None:
+        """The process of this actor has ended. It may be started again once the hub has confirmed it."""
+        with self._news:
+            self._gone.append(actor)
+            self._news.notify()
+
+    def is_unconfirmed(self, actor: str) -> bool:
+        """Whether the hub has not confirmed yet that this actor is gone."""
+        with self._news:
+            return actor in self._gone
+
+    @property
+    def hub_goes_on(self) -> bool:
+        """Whether the hub still gave work when it last confirmed something."""
+        with self._news:
+            return self._hub_goes_on
+
+    def last_error(self) -> str:
+        """Why the hub has confirmed nothing, once for each outage."""
+        with self._news:
+            last_error, self._last_error = self._last_error, ""
+            return last_error
+
+    def close(self) -> None:
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        self._thread.join(2 * _PATIENCE_S)
+
+    def _run(self) -> None:
+        confirmed = True
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._closing or self._drains > self._drained or self._gone)
+                if self._closing:
+                    return
+                drains, gone = self._drains, list(self._gone)
+            try:
+                self._tell(drains, gone)
+                confirmed = True
+            except AsyncRLHFError as error:
+                with self._news:
+                    if confirmed:
+                        self._last_error = str(error)
+                    self._news.wait_for(lambda: self._closing, _AGAIN_S)
+                confirmed = False
+
+    def _tell(self, drains: int, gone: list[str]) -> None:
+        with self._control(_PATIENCE_S) as hub:
+            if drains > self._drained:  # only this thread changes it
+                hub.drain()
+                self._drained = drains
+            for actor in gone:
+                hub.gone(actor)
+                goes_on = hub.status().get("state") in _GOES_ON
+                with self._news:
+                    self._hub_goes_on = goes_on
+                    self._gone.remove(actor)

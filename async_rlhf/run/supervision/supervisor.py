@@ -1,0 +1,382 @@
+"""The supervisor: starts the processes of a run, watches them, starts again what died, drains, ends.
+
+owns        the child processes, the run directory's lock and `run.json`, the sockets' directory, a notifier to the hub
+waits for   the learner to end; polls every 0.1 s, and ends the run when no step is finished for too long, unless nothing
+            is missing but what an operator brings (`resources`)
+woken by    signals: the first drains (no new credits, finish, checkpoint), the second forces
+on close    no process is left: each gets the command to end, then is killed; its input closes when this process ends
+
+who dies      what happens
+actor         reported to the hub until it confirms; its groups go to others; started again with back-off
+hub           started again with back-off: it reads its journal, the others say hello again
+scorer        started again with back-off; actors ask it again what it had not answered
+relay         started again with back-off; its actors go on with what they have, and say hello through the next
+evaluation    started again by the evaluator; tracker: started again, or given up, and the run goes on
+learner       started again, with all its ranks, from its newest checkpoint; actors go on until credits run out
+host          its roles are started there again, with back-off and for ever; they are given up with the run, when that stalls
+supervisor    every process ends; `--resume` continues
+
+An end that the supervisor did not request is a death, whatever its code; so is silence longer than `watchdog_s`, after which
+the frozen process is killed. When a role is given up is for `child` to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.buffers.clients.control import Control, control
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError, RewardError
+from async_rlhf.buffers.transport.link import connector
+from async_rlhf.launch.exit_codes import (
+    CONFIGURATION,
+    DAMAGED,
+    FATAL,
+    HOST_LOST,
+    REFUSED_TO_TRAIN,
+    REWARDS_FAILED,
+    InterruptedRunError,
+    RefusedToTrainError,
+    StalledError,
+    WorkerLostError,
+    ending,
+    exit_code,
+)
+from async_rlhf.launch.placement import Placement
+from async_rlhf.launch.program import Launcher, Process
+from async_rlhf.launch.run_lock import holder
+from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
+from async_rlhf.launch.tether import PROGRESS
+from async_rlhf.learner.loop.budget import Spent
+from async_rlhf.run.config import Config
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display.terminal import Signals, on_signals
+from async_rlhf.run.hosts.connections import with_ranks
+from async_rlhf.run.hosts.placement import nodes_of, placement_of
+from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_files import Tail, is_step, line_of_step
+from async_rlhf.run.supervision.child import MAX_DEATHS, Child, SupervisedTime
+from async_rlhf.run.supervision.evaluator import Evaluator
+from async_rlhf.run.supervision.events import Events
+from async_rlhf.run.supervision.hub_notifier import HubNotifier
+from async_rlhf.run.supervision.resources import OperatorWait, RunDisk
+from async_rlhf.run.supervision.tracker import Tracker
+
+_LOOK_S = 0.1
+_CLOSE_S = 15.0
+
+
+class Supervisor:
+    """See the module docstring. `run` returns when the run has ended as it should.
+
+    placement: where its processes run; as the configuration and this machine have it when it is left out. on_step: called with
+    the record of each step; what it raises ends the run. max_deaths: lives in a row in which a role did
+    not work, after which it is given up. done: there is nothing left to do, and no process is started. Raises what ended the
+    run otherwise: StalledError, WorkerLostError, RefusedToTrainError, RewardError, ConfigError, DamagedError,
+    InterruptedRunError.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        launcher: Launcher,
+        progress: Progress | None = None,
+        *,
+        placement: Placement | None = None,
+        on_step: Callable[[dict[str, Any]], object] | None = None,
+        max_deaths: int = MAX_DEATHS,
+        done: bool = False,
+    ) -> None:
+        self._config, self._run = config, run
+        self._progress = self.events = Events(config, run, progress or Progress())
+        self._on_step, self._max_deaths, self._done = on_step, max_deaths, done
+        self.agents = launcher.agents
+        self._signals = Signals()
+        self._draining, self._plateau = False, ""
+        self._step = self._highest = self._num_records = 0
+        self._spent = Spent()
+        self._tail, self._samples = Tail(run.metrics), Tail(run.samples)
+        self._now = SupervisedTime()
+        self._last_step_at = self._now()
+        self._children: dict[str, Child] = {}
+        self._sockets, self._address = Path(), ""
+        self._connect = connector(config.security.directory)
+        self._placement = placement or placement_of(config)
+        self._launcher = with_ranks(launcher, config, self._placement, run)
+        self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
+        self._operator_wait = OperatorWait(run, self._progress.event, self._now)
+        self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
+        self._disk = RunDisk(
+            run.path, config.max_log_bytes, config.disk_pause_bytes, self._progress.event, self._now, self.events.disk_low
+        )
+
+    def run(self) -> bool:
+        """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
+        try:
+            if self._done:
+                with on_signals(self._signals), self._beside():
+                    self._evaluator.finish(stop=self._is_forced)
+                return True
+            with on_signals(self._signals), self._listening(), self._beside():
+                self._tail.skip()  # lines are of earlier starts, and may be gigabytes
+                self._samples.skip()
+                last = line_of_step(self._run.metrics)
+                self._spent = Spent() if last is None else Spent.until(last)
+                self._step = self._highest = self._spent.steps
+                self._notifier = HubNotifier(self._ask_for)
+                try:
+                    self._start_all()
+                    self._watch()
+                except BaseException:  # an interrupt too: no process may be left
+                    self._close(failed=True)
+                    raise
+                self._close()
+                ended = self._config.budget.ended(self._spent) or self._plateau
+                finished = not self._draining or bool(ended)
+                if finished:
+                    self._evaluator.finish(stop=self._is_forced)
+                reason = ended or ("all data used" if finished else "drained")
+                self._record_end(End(code=0, reason=reason, finished=finished))
+                return finished
+        except BaseException as error:
+            self._record_end(End(code=exit_code(error), reason=str(error) or type(error).__name__, finished=False))
+            raise
+        finally:
+            self._launcher.close()
+            self.events.close(at_once=self._is_forced())
+            self._run.retire()
+
+    def _record_end(self, end: End) -> None:
+        self._run.record_end(end)
+        self.events.ended(end)
+
+    def drain(self) -> None:
+        """As a first signal does; may be called by any thread."""
+        self._signals.count = self._signals.count or 1
+
+    def interrupt(self) -> None:
+        """As a signal does: the first drains, the second forces."""
+        self._signals.count += 1
+
+    def processes(self) -> dict[str, Process]:
+        """What runs now, by name."""
+        running = {name: child.process for name, child in self._children.items()}
+        return {name: process for name, process in running.items() if process is not None and process.poll() is None}
+
+    @property
+    def num_records(self) -> int:
+        """Steps recorded since the start, those that were done again included."""
+        return self._num_records
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """A private directory for the sockets of this machine's processes, and its name in the run directory."""
+        check_free(self._config.address)
+        with ExitStack() as stack:
+            with _refused_when_full():
+                self._sockets = stack.enter_context(socket_directory())
+                self._run.announce(self._sockets)
+            self._address = hub_address(self._sockets)
+            yield
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """The evaluator and the tracker, which end after everything else."""
+        try:
+            yield
+        finally:
+            self._evaluator.close()
+            self._run.withdraw()
+            self._tracker.finish(stop=self._is_forced)
+
+    def _is_forced(self) -> bool:
+        return self._signals.count > 1
+
+    def _ask_for(self, timeout_s: float) -> AbstractContextManager[Control]:
+        return control(self._address, timeout_s=timeout_s, connect=self._connect)
+
+    def _start_all(self) -> None:
+        nodes = nodes_of(self._config, self._placement, self._run, self._sockets)
+        self._children = {node.name: Child(node, has_worked=self._step > 0) for node in nodes}
+        with _refused_when_full():
+            self._run.keep_placement(self._placement)
+            self._report_beginning()  # the first role waits for the fork server's imports
+            for child in self._children.values():
+                self._start(child)
+        self._evaluator.judge()
+
+    def _start(self, child: Child) -> None:
+        child.started(self._launcher.start(self._run.path, child.node), self._now())
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until the learner has ended well."""
+        while self._children["learner"].wanted:
+            time.sleep(_LOOK_S)
+            self._report_steps()
+            self._report_beginning()
+            for child in self._children.values():
+                self._look_after(child)
+            self._evaluator.look()
+            self._tracker.look()
+            self._disk.look()
+            self.events.look()
+            if last_error := self._notifier.last_error():
+                self._progress.event(f"the hub did not answer: {last_error}")
+            if not self._draining and (self._signals.count or self._evaluator.plateau):
+                self._draining, self._plateau = True, self._evaluator.plateau
+                why = f"{self._plateau}; " if self._plateau else ""
+                self._progress.event(f"{why}draining: no new work, finishing what has begun (again to force)")
+                self._notifier.drain()
+            if self._run.is_lost():
+                for process in self.processes().values():
+                    process.kill()
+                raise InterruptedRunError(
+                    f"{holder(self._run.lock_file)} has taken {self._run.path}, and this process leaves it"
+                )
+            if self._is_forced():
+                raise InterruptedRunError(f"forced to end at step {self._step}; continue with --resume")
+            if self._operator_wait.waits():
+                self._last_step_at = self._now()
+            if self._now() - self._last_step_at > self._config.stall_timeout_s:
+                raise StalledError(self._stall_report())
+
+    def _look_after(self, child: Child) -> None:
+        """Notice that a process has ended or is frozen; start it again when it should be running and its time has come."""
+        now, name = self._now(), child.node.name
+        if child.process is not None:
+            if (end := child.end()) is not None:
+                self._ended(child, *end)
+            elif beats := child.beats(now):
+                self._worked(child.node.role, PROGRESS in beats)
+            elif child.silent_s(now) > self._config.watchdog_s:
+                self._progress.event(f"{name} is frozen: no beat for {child.silent_s(now):.0f} s (watchdog_s); ending it")
+                child.kill()
+        elif child.wanted and now >= child.start_at and not self._notifier.is_unconfirmed(name):
+            if child.ended_well and not self._notifier.hub_goes_on:
+                child.wanted = False  # the hub has stopped it
+            elif child.ended_well:
+                self._died(child, "with code 0, and the run goes on")
+            else:
+                self._start_again(child)
+
+    def _worked(self, role: str, progressed: bool = True) -> None:
+        for each in self._children.values():
+            each.has_worked |= progressed and each.node.role == role
+
+    def _ended(self, child: Child, code: int, reason: str) -> None:
+        role = child.node.role
+        if role == "learner" and code == 0:
+            child.process, child.wanted = None, False
+            return
+        error = reason if code > 0 else ""
+        if code in FATAL:
+            kinds: dict[int, type[AsyncRLHFError]] = {
+                CONFIGURATION: ConfigError,
+                DAMAGED: DamagedError,
+                REWARDS_FAILED: RewardError,
+                REFUSED_TO_TRAIN: RefusedToTrainError,
+            }
+            raise kinds.get(code, WorkerLostError)(error or f"{child.node.name} ended with code {code}; see {child.node.log}")
+        if role == "actor":
+            self._notifier.gone(child.node.name)
+        if code == HOST_LOST:
+            self._lost(child, reason)
+        elif role == "actor" and code == 0:
+            child.ends_well(self._now())  # perhaps at the hub's request: its state shows
+        else:
+            self._died(child, ending(code, reason), error)
+
+    def _died(self, child: Child, how: str, error: str = "") -> None:
+        name, pause_s = child.node.name, child.died(self._now(), self._config.actors.restart_backoff_s, error)
+        if child.given_up(self._max_deaths):
+            raise WorkerLostError(
+                f"{name} ended {child.deaths} times without having worked in between: the last time {how}; see {child.node.log}"
+            )
+        self._progress.event(f"{name} ended {how}; starting it again in {pause_s:.1f} s")
+
+    def _lost(self, child: Child, reason: str) -> None:
+        pause_s, is_news = child.lost(self._now(), self._config.actors.restart_backoff_s, reason)
+        if is_news:
+            self._progress.event(f"{child.node.name} is lost: {reason}; it is tried again from {pause_s:.1f} s on")
+
+    def _start_again(self, child: Child) -> None:
+        try:
+            self._start(child)
+        except OSError as error:
+            self._died(child, f"before it began: {error}")
+            return
+        self._run.count_restart(child.node.role)
+        if child.node.role == "hub" and self._draining:
+            self._notifier.drain()
+
+    def _report_steps(self) -> None:
+        for record in filter(is_step, self._tail.read()):
+            self._num_records += 1
+            self._last_step_at = self._now()
+            self._step, self._spent = record["step"], Spent.until(record)
+            if self._step > self._highest:  # a step that is done again is no progress
+                self._highest = self._step
+                for name in ("hub", "learner"):
+                    self._children[name].progressed()
+                    self._worked(name)
+            self._progress.step(record, self._config.budget.num_steps(self._spent))
+            if (call := self._on_step) is not None:
+                self._on_step = None  # when it raises, the run ends, and it is not called again
+                call(record)
+                self._on_step = call
+        for sample in self._samples.read():
+            self._progress.sample(sample)
+
+    def _report_beginning(self) -> None:
+        if self._num_records == 0:
+            with suppress(DamagedError):
+                self._progress.waiting(self._run.read_ledger(), self._config.groups_per_batch)
+
+    def _stall_report(self) -> str:
+        """What each process waits for."""
+        try:
+            with self._ask_for(5.0) as hub:
+                status = hub.status()
+            waits = f"learner waits for: {status['waiting_for'] or 'nothing'}; ledger {status['ledger']}; {status['actors']}"
+        except AsyncRLHFError as error:
+            waits = f"the hub does not answer: {error}"
+        running = [name for name, child in self._children.items() if child.process is not None]
+        return (
+            f"no step was finished for {self._config.stall_timeout_s:.0f} s (done: {self._step}). {waits}. "
+            f"Running: {', '.join(running)}. Logs: {self._run.path / 'logs'}"
+        )
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def _close(self, *, failed: bool = False) -> None:
+        """The hub halts. Of a run that has ended well actors have it from the hub and end by themselves; the rest is
+        killed."""
+        with suppress(DamagedError):
+            self._report_steps()
+        self._notifier.close()
+        hub = self._children.get("hub")
+        if hub is not None and hub.process is not None and hub.process.poll() is None:
+            with suppress(AsyncRLHFError), self._ask_for(5.0) as hub_control:  # a silent hub is killed below
+                hub_control.halt()
+        deadline = self._now() + (_CLOSE_S if self._signals.count < 2 else 0.0)
+        for child in self._children.values():
+            # A scorer and a relay only ever answer; of a run that has failed only the hub was sent a request to end.
+            ends_itself = child.node.role == "hub" if failed else child.node.role not in ("scorer", "relay")
+            while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
+                time.sleep(_LOOK_S)
+            child.kill()
+
+
+@contextmanager
+def _refused_when_full() -> Iterator[None]:
+    """What cannot be made before the run has begun (no room, no right) is a matter of the machine: it is refused."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"the run cannot be started: {error}") from error

@@ -1,0 +1,160 @@
+"""Every candidate of every strategy, those that fit, the fastest of each, and the trade of speed against staleness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.experiments.planning.placement.evaluation import Evaluation, Plan
+from async_rlhf.experiments.planning.placement.on_virtual_time import best_queued_groups
+from async_rlhf.experiments.planning.placement.roles import Roles, no_fit
+from async_rlhf.experiments.planning.placement.settings import settings_of
+from async_rlhf.experiments.planning.placement.spec import Spec
+from async_rlhf.experiments.planning.placement.strategies import STRATEGIES, Ask
+
+_MOST_REFUSED = 200
+# Slower by less than this is as fast: the model of times is no finer.
+_AS_FAST = 1.02
+
+
+@dataclass(frozen=True)
+class Found:
+    """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then says why.
+    queued_groups: with which it is fastest on virtual time. cheaper: of the same strategy, as fast within 2 % on the fewest
+    devices; None where all of them are needed.
+
+    by_strategy: the fastest of each, None where none fits. by_bound: the fastest of any strategy with that bound, by bound,
+    those alone that are faster than all smaller bounds. tried: candidates of each strategy; none where the spec lacks what it
+    places. fitting: of all candidates, how many fit.
+    """
+
+    roles: Roles
+    best: Plan | None
+    cheaper: Plan | None
+    settings: Mapping[str, Mapping[str, Any]]
+    refusal: str
+    queued_groups: int
+    by_strategy: Mapping[str, Plan | None]
+    by_bound: Mapping[float, Plan]
+    here_by_bound: Mapping[float, Plan]
+    tried: Mapping[str, int]
+    fitting: int
+
+    @property
+    def candidates(self) -> int:
+        return sum(self.tried.values())
+
+    @property
+    def plan(self) -> Plan:
+        """The best that runs here, or else the fastest."""
+        return self.best or self.fastest
+
+    @property
+    def fastest(self) -> Plan:
+        """Of all, run here or not, within the bounds of the spec."""
+        return min(self.by_bound.values(), key=_seconds)
+
+
+def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name, done, of: None) -> Found:
+    """Raises ConfigError where nothing fits. progress: the strategy that is looked at, and how many are done of how many."""
+    names = spec.search.strategies or tuple(STRATEGIES)
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"search.strategies: {name!r}; {did_you_mean(name, STRATEGIES)}")
+    roles = Roles.of(spec)
+    plans: list[Plan] = []
+    tried = dict.fromkeys(names, 0)
+    for number, name in enumerate(names):
+        progress(name, number, len(names))
+        fitting, tried[name] = _fitting(name, roles)
+        plans += fitting
+    progress("", len(names), len(names))
+    if not plans:
+        raise ConfigError(f"no placement fits: {no_fit(roles)}")
+    plans.sort(key=_seconds)
+    bounded = _bounded(plans, spec)
+    best, settings, refusal = _first_that_runs(bounded, roles)
+    queued_groups = 0
+    if best is not None:
+        queued_groups = best_queued_groups(best, roles)
+        settings = settings_of(best, roles, queued_groups)
+    return Found(
+        roles=roles,
+        best=best,
+        cheaper=None if best is None else _cheaper(best, spec),
+        settings=settings,
+        refusal=refusal,
+        queued_groups=queued_groups,
+        by_strategy={name: next((plan for plan in plans if plan.candidate.strategy == name), None) for name in names},
+        by_bound=_front(bounded or plans),
+        here_by_bound=_front([plan for plan in bounded if plan.candidate.here]),
+        tried=tried,
+        fitting=len(plans),
+    )
+
+
+def _fitting(name: str, roles: Roles) -> tuple[list[Plan], int]:
+    """Plans of this strategy that fit, and how many were tried."""
+    spec, evaluation = roles.spec, Evaluation(roles)
+    ask = Ask(tuple(roles.models), spec.cluster.size, spec.cluster.devices_per_node, spec.search.max_staleness)
+    candidates = list(STRATEGIES[name].candidates(ask))
+    return [plan for each in candidates if (plan := evaluation.plan(each)) is not None], len(candidates)
+
+
+def _bounded(plans: list[Plan], spec: Spec) -> list[Plan]:
+    return [plan for plan in plans if plan.candidate.max_staleness in set(spec.search.max_staleness)]
+
+
+def _cheaper(best: Plan, spec: Spec) -> Plan | None:
+    """See `Found`."""
+    cluster = spec.cluster
+    ask = Ask((), cluster.size, cluster.devices_per_node, ())
+    for count in ask.counts():
+        nodes, per_node = max(1, count // cluster.devices_per_node), min(count, cluster.devices_per_node)
+        if nodes * per_node != count:
+            continue
+        smaller = cluster.model_copy(update={"nodes": nodes, "devices_per_node": per_node})
+        roles = Roles.of(spec.model_copy(update={"cluster": smaller}))
+        plans = sorted(_bounded(_fitting(best.candidate.strategy, roles)[0], spec), key=_seconds)
+        as_fast = [plan for plan in plans if plan.step.seconds <= _AS_FAST * best.step.seconds]
+        if (plan := _first_that_runs(as_fast, roles)[0]) is not None:
+            return plan
+    return None
+
+
+def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, Mapping[str, Mapping[str, Any]], str]:
+    """In the order of `plans`; the first refusal where all are refused."""
+    if roles.models.get("train_critic", roles.policy) != roles.policy:
+        return None, {}, "models.critic differs from models.policy; this learner's critic begins as a copy of the policy"
+    refusal = f"no placement that it runs fits: {no_fit(roles, 'here')}"
+    tried = 0
+    for plan in plans:
+        if not plan.candidate.here:
+            continue
+        try:
+            return plan, settings_of(plan, roles), ""
+        except ConfigError as error:
+            tried += 1
+            refusal = str(error) if tried == 1 else refusal
+        if tried == _MOST_REFUSED:
+            break
+    return None, {}, refusal
+
+
+def _front(plans: list[Plan]) -> dict[float, Plan]:
+    """plans: the fastest first."""
+    found: dict[float, Plan] = {}
+    least = math.inf
+    for bound in sorted({plan.candidate.max_staleness for plan in plans}):
+        plan = next(each for each in plans if each.candidate.max_staleness == bound)
+        if plan.step.seconds < least:
+            found[bound], least = plan, plan.step.seconds
+    return found
+
+
+def _seconds(plan: Plan) -> tuple[float, float, int]:
+    """Of equally fast ones the less stale, then that of fewer sets."""
+    return plan.step.seconds, plan.candidate.max_staleness, len(plan.candidate.sets)

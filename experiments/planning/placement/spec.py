@@ -1,0 +1,234 @@
+"""What is asked of a plan: models, cluster, lengths, batch, loss, reward, and what the search may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.parsing import json_value, toml_table
+from async_rlhf.experiments.planning.model import devices, model_costs
+from async_rlhf.experiments.planning.model.devices import Device
+from async_rlhf.experiments.planning.model.model_costs import ModelCosts
+from async_rlhf.experiments.planning.model.stages import Efficiency
+from async_rlhf.experiments.planning.placement.lengths import LengthsConfig
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.registry import loss_spec
+from async_rlhf.run.config_keys import explain
+
+ModelName = str | dict[str, Any]
+_MAX_SPEC_BYTES = 1 << 20
+
+
+class ModelsConfig(Section):
+    """Each a directory with a `config.json`, such a file, or its content as a table. Files are found beside the spec."""
+
+    policy: ModelName
+    """The model that is trained and generates."""
+    critic: ModelName | None = None
+    """A model of values, trained beside the policy (PPO)."""
+    reward: ModelName | None = None
+    """A reward model, which judges every completion."""
+
+
+class ClusterConfig(Section):
+    """Equal devices in equal nodes."""
+
+    device: str = "H100"
+    """A name of the catalogue (`async-rlhf plan --devices`), or `own`."""
+    devices_per_node: int = Field(default=8, ge=1, le=72)
+    nodes: int = Field(default=1, ge=1, le=1024)
+    own: Device | None = None
+    """With `device = "own"`: its peaks and links, by the keys of the catalogue."""
+    calibration: str | None = None
+    """File of `async-rlhf try machine`: with `device = "own"`, in place of `own`."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> ClusterConfig:
+        known = devices.catalogue()
+        if self.device != "own" and self.device not in known:
+            raise ValueError(f"device {self.device!r} is not in the catalogue; {did_you_mean(self.device, known)}")
+        if (self.own is not None) + (self.calibration is not None) != (self.device == "own"):
+            raise ValueError('device = "own" needs cluster.own or cluster.calibration, one of them, and only it takes them')
+        return self
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+class BatchConfig(Section):
+    """What one step trains on."""
+
+    groups: int = Field(default=64, ge=1)
+    group_size: int = Field(default=8, ge=1)
+    updates_per_step: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _whole_updates(self) -> BatchConfig:
+        if self.groups % self.updates_per_step:
+            near = max(number for number in range(1, self.updates_per_step + 1) if self.groups % number == 0)
+            raise ValueError(
+                f"updates_per_step = {self.updates_per_step} must divide groups = {self.groups}: an update takes whole "
+                f"groups; nearest: {near}"
+            )
+        return self
+
+    @property
+    def rows(self) -> int:
+        return self.groups * self.group_size
+
+
+class RewardCostConfig(Section):
+    """What a reward takes beside models."""
+
+    seconds: float = Field(default=0.0, ge=0)
+    """Of one completion, from its end to its score: a verifier, a sandbox, a judge over the network."""
+    concurrency: int = Field(default=256, ge=1)
+    """Completions judged at once."""
+
+
+class EnvironmentCostConfig(Section):
+    """What stands between the turns of an episode: tools, a sandbox, a game."""
+
+    turns: int = Field(default=1, ge=1)
+    """Of an episode, in the mean; the completion tokens of `lengths` are those of all its turns."""
+    seconds: float = Field(default=0.0, ge=0)
+    """From the end of a turn to the answer of the environment. The engine's slot serves other rows meanwhile."""
+    observation_tokens: int = Field(default=0, ge=0)
+    """Of each answer: they are read, and not trained on."""
+
+    @property
+    def read_tokens(self) -> int:
+        """Of a whole episode."""
+        return (self.turns - 1) * self.observation_tokens
+
+    @property
+    def waits_s(self) -> float:
+        """Of a whole episode."""
+        return (self.turns - 1) * self.seconds
+
+
+class EfficiencyConfig(Section):
+    """Shares of the device's peaks that are reached. Measured ones are better: `async-rlhf try machine`, or a run of yours."""
+
+    training: float = Field(default=0.4, gt=0, le=1)
+    """Of the arithmetic peak, in training."""
+    inference: float = Field(default=0.5, gt=0, le=1)
+    """The same in prefill and in passes of reference, reward and value models."""
+    decode: float = Field(default=0.6, gt=0, le=1)
+    """Of the memory bandwidth, in decoding."""
+    links: float = Field(default=0.7, gt=0, le=1)
+    """Of the links."""
+    launch_s: float = Field(default=0.004, ge=0)
+    """Seconds that a decode step takes besides."""
+    weights_bytes_per_s: float = Field(default=0.57e9, gt=0)
+    """Of this system's weight channel, from the learner's memory until an actor can adopt: measured on two cores, over loopback
+    (docs/weights.md). Other systems are taken to send by their devices' links."""
+
+    @property
+    def of_training(self) -> Efficiency:
+        return Efficiency(flops=self.training, memory=self.decode, links=self.links)
+
+    @property
+    def of_inference(self) -> Efficiency:
+        return Efficiency(flops=self.inference, memory=self.decode, links=self.links, launch_s=self.launch_s)
+
+
+class SearchConfig(Section):
+    """What may be chosen."""
+
+    max_staleness: tuple[int, ...] = (0, 1, 2, 4, 8)
+    """Bounds that may be used, in steps."""
+    strategies: tuple[str, ...] = ()
+    """Placements that are compared, by name; none: all."""
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Of a device's memory that a plan may fill."""
+    slots: int = Field(default=256, ge=1)
+    """Most completions that one engine decodes at once."""
+
+    @field_validator("max_staleness")
+    @classmethod
+    def _bounds(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if not values or any(not 0 <= value <= 1024 for value in values):
+            raise ValueError(f"max_staleness = {list(values)}: one or more of 0 to 1024")
+        return tuple(sorted(set(values)))
+
+
+class Spec(Section):
+    """A file for `async-rlhf plan`."""
+
+    models: ModelsConfig
+    cluster: ClusterConfig = ClusterConfig()
+    lengths: LengthsConfig
+    batch: BatchConfig = BatchConfig()
+    loss: LossConfig = LossConfig()
+    """As in a configuration: it decides whether a reference is wanted, and whether the policy at the start of a step."""
+    reward: RewardCostConfig = RewardCostConfig()
+    environment: EnvironmentCostConfig = EnvironmentCostConfig()
+    efficiency: EfficiencyConfig = EfficiencyConfig()
+    search: SearchConfig = SearchConfig()
+
+    @property
+    def row_tokens(self) -> int:
+        """The most that a row may have."""
+        return self.lengths.prompt + self.environment.read_tokens + self.lengths.longest
+
+    @property
+    def proximal_pass(self) -> bool:
+        """Whether a step computes log-probabilities before its first update in a pass of its own."""
+        needs = "proximal" in loss_spec(self.loss.kind).needs
+        return needs and self.loss.proximal == "recompute" and self.batch.updates_per_step > 1
+
+
+def read(path: Path) -> Spec:
+    """Raises ConfigError: the file, the key, its value, the limit and the nearest valid choice."""
+    try:
+        if path.stat().st_size > _MAX_SPEC_BYTES:
+            raise ConfigError(f"{str(path)!r} has {path.stat().st_size} bytes; a spec has at most {_MAX_SPEC_BYTES}")
+        values = toml_table(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"no spec can be read from {str(path)!r}: {error.strerror or error}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is no TOML: {error}") from None
+    return parse(values, path.resolve().parent)
+
+
+def parse(values: Mapping[str, Any], directory: Path) -> Spec:
+    """directory: where relative paths begin. Raises ConfigError."""
+    found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in values.items()}
+    files = {"models": ("policy", "critic", "reward"), "lengths": ("rollouts",), "cluster": ("calibration",)}
+    for section, key in ((section, key) for section, keys in files.items() for key in keys):
+        table = found.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = str(directory / table[key])
+    try:
+        return Spec.model_validate(found)
+    except ValidationError as error:
+        raise ConfigError("; ".join(explain(problem, Spec) for problem in error.errors())) from None
+
+
+def costs_of(model: ModelName) -> ModelCosts:
+    """Raises ConfigError for a file that is missing or no configuration of a known family."""
+    if not isinstance(model, str):
+        return model_costs.read(model)
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json_value(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"no model configuration at {str(path)!r} ({error.strerror or error}): name a directory with a config.json, or "
+            "give its content as a table"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{str(path)!r} holds no object; a config.json does")
+    return model_costs.read(values)

@@ -1,0 +1,111 @@
+"""Constants that let simulations of several runs come as near to their measured speeds as can be: then others are predicted.
+
+Stages that were measured alone are off by what is not modelled (caches that roles share, interpreters, other processes). A
+factor for each kind of stage takes that up: it is one for all runs, so it can be right for those that it was not fitted on only
+where the model is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.planning.model.costs import Costs, Terms
+from async_rlhf.experiments.planning.simulation.run import simulate
+from async_rlhf.experiments.planning.simulation.workload import Workload
+
+KINDS = ("generation", "completion", "training", "publication", "scoring")
+_DIFFERENCE, _FARTHEST = 0.03, 1.0  # of logarithms of factors: for a slope, and in one step
+_DAMPING, _HIGHEST = 0.01, 100.0
+_SMALL, _ENOUGH = 1e-10, 0.99  # a sum of squares that is none, and one that is hardly less than the one before
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run that was made: its completions a second, and the share of its time in which the learner waited.
+
+    Without the second a run that waits for its actors cannot be told from one that waits for its learner.
+    """
+
+    workload: Workload
+    samples_per_s: float
+    learner_idle: float
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """factors: by kind of stage, what its constants were multiplied by. errors: of each run, predicted over measured less 1."""
+
+    costs: Costs
+    factors: Mapping[str, float]
+    errors: tuple[float, ...]
+
+
+def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40, seed: int = 0) -> Refitted:
+    """The factors with the least sum of log²(simulated / measured) of speeds and of squared differences of idle shares.
+
+    By Levenberg and Marquardt (Marquardt, An Algorithm for Least-Squares Estimation of Nonlinear Parameters, SIAM 11(2), 1963)
+    in logarithms of the factors, with differences over a few per cent: where another role begins to bound a run, its speed has
+    no derivative. steps: that each simulation makes.
+
+    Raises ConfigError where nothing was observed, or a speed is not above 0.
+    """
+    if not observed or not min(each.samples_per_s for each in observed) > 0:
+        raise ConfigError(f"nothing to refit to: {len(observed)} runs, each with a speed above 0 samples/s")
+
+    def errors(at: Array) -> Array:
+        """Of each run: logarithm of simulated over measured speed; then the differences of the idle shares."""
+        factors = dict(zip(KINDS, np.exp(at).tolist(), strict=True))
+        scaled = scale(costs, factors)
+        found = [simulate(slowed(each.workload, factors), scaled, steps=steps, seed=seed) for each in observed]
+        pairs = list(zip(found, observed, strict=True))
+        speeds = [math.log(run.samples_per_s / each.samples_per_s) for run, each in pairs]
+        return np.array(speeds + [run.roles["learner"].idle - each.learner_idle for run, each in pairs])
+
+    best, damping, enough = np.zeros(len(KINDS)), _DAMPING, False
+    left = errors(best)
+    while not enough and damping < _HIGHEST:
+        slopes = np.stack([(errors(best + move) - left) / _DIFFERENCE for move in _DIFFERENCE * np.eye(len(KINDS))], axis=1)
+        found, tried = left, best
+        while damping < _HIGHEST and found @ found >= left @ left > _SMALL:
+            step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(KINDS)), -slopes.T @ left)
+            tried = best + np.clip(step, -_FARTHEST, _FARTHEST)
+            found, damping = errors(tried), damping * 4
+        enough = bool(found @ found > _ENOUGH * (left @ left) or found @ found <= _SMALL)
+        if found @ found < left @ left:
+            best, left, damping = tried, found, damping / 16
+    factors = dict(zip(KINDS, np.exp(best).tolist(), strict=True))
+    return Refitted(scale(costs, factors), factors, tuple(np.expm1(left[: len(observed)]).tolist()))
+
+
+def scale(costs: Costs, factors: Mapping[str, float]) -> Costs:
+    """The constants of each kind of stage times its factor; those of scoring are the workload's (`slowed`)."""
+    generation, completion, training, publication = (factors[kind] for kind in KINDS[:4])
+    return Costs(
+        decode=_times(costs.decode, generation),
+        prefill=_times(costs.prefill, generation),
+        completion_s=costs.completion_s * completion,
+        training=_times(costs.training, training),
+        copy_s=costs.copy_s * publication,
+        travel_s=costs.travel_s * publication,
+        adopt_s=costs.adopt_s * publication,
+    )
+
+
+def slowed(workload: Workload, factors: Mapping[str, float]) -> Workload:
+    """With rewards that take their factor more. One that waits for another machine takes what it takes."""
+    if not workload.reward_cores:
+        return workload
+    return replace(workload, reward_s=tuple(seconds * factors["scoring"] for seconds in workload.reward_s))
+
+
+def _times(terms: Terms, factor: float) -> Terms:
+    first, second, third = terms
+    return first * factor, second * factor, third * factor

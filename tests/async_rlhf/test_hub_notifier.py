@@ -1,0 +1,88 @@
+"""What the hub must know reaches it, when it is away and when it was started again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.config import QueueConfig
+from async_rlhf.buffers.hub.hub import Hub
+from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.run.supervision.hub_notifier import HubNotifier
+from tests.conftest import wait_for
+
+
+@pytest.fixture
+def address(socket_dir: Path) -> str:
+    return f"ipc://{socket_dir}/hub"
+
+
+@pytest.fixture
+def hub(address: str, tmp_path: Path) -> Callable[[], Any]:
+    """`with hub():` one that lives so long, at the address, with the same journal each time."""
+
+    @contextmanager
+    def run() -> Iterator[None]:
+        made = Hub(address, tmp_path, QueueConfig(), Bound(4, 1, 8))
+        thread = threading.Thread(target=made.run)
+        thread.start()
+        try:
+            yield
+        finally:
+            with control(address, timeout_s=60) as asked:
+                asked.halt()
+            thread.join(60)
+            assert not thread.is_alive()
+
+    return run
+
+
+@pytest.fixture
+def notifier(address: str) -> Iterator[HubNotifier]:
+    made = HubNotifier(lambda timeout_s: control(address, timeout_s=timeout_s))
+    yield made
+    made.close()
+
+
+def state(address: str) -> str:
+    with control(address, timeout_s=60) as asked:
+        return str(asked.status()["state"])
+
+
+def test_a_drain_told_to_a_hub_that_is_away_reaches_it_when_it_comes(
+    notifier: HubNotifier, hub: Callable[[], Any], address: str
+) -> None:
+    notifier.drain()
+    last_error = wait_for(notifier.last_error, "the hub's silence to be noticed")
+    assert "waited 2 s for the answer to 'drain'" in last_error
+    with hub():
+        wait_for(lambda: state(address) == "draining", "the drain")
+    assert notifier.last_error() == "", "said once"
+
+
+def test_a_hub_that_was_started_again_is_told_again(notifier: HubNotifier, hub: Callable[[], Any], address: str) -> None:
+    with hub():
+        notifier.drain()
+        wait_for(lambda: state(address) == "draining", "the drain")
+    with hub():
+        notifier.drain()
+        wait_for(lambda: state(address) == "draining", "the drain of the second hub")
+
+
+def test_an_actor_is_owed_until_the_hub_knows_of_its_end(notifier: HubNotifier, hub: Callable[[], Any]) -> None:
+    notifier.gone("actor-0")
+    wait_for(notifier.last_error, "the hub's silence to be noticed")
+    assert notifier.is_unconfirmed("actor-0") and not notifier.is_unconfirmed("actor-1")
+    with hub():
+        wait_for(lambda: not notifier.is_unconfirmed("actor-0"), "the hub to confirm")
+        assert notifier.hub_goes_on
+        notifier.drain()
+        notifier.gone("actor-1")
+        wait_for(lambda: not notifier.is_unconfirmed("actor-1"), "the hub to confirm")
+        assert not notifier.hub_goes_on, "a hub that drains has told actors to stop, or will"

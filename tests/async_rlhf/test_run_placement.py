@@ -1,0 +1,343 @@
+"""A configuration's processes on pretended machines: what children see, what `check` prints, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.cli.commands import app
+from async_rlhf.launch.inventory import parse, this_machine, visible
+from async_rlhf.launch.local import LocalLauncher, LocalProcess
+from async_rlhf.launch.placement import Host
+from async_rlhf.launch.program import Node
+from async_rlhf.launch.ranks import rank_nodes
+from async_rlhf.preparation import prepare
+from async_rlhf.run.checks.memory_fit import check_memory
+from async_rlhf.run.config import load
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.hosts.connections import meeting_address
+from async_rlhf.run.hosts.placement import nodes_of, placement_of
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.supervision.evaluator import Evaluator
+from tests.conftest import QUICK, toml, wait_for
+
+GIB = 1 << 30
+BOX = {"devices": 8, "device_memory": 80 * GIB, "cpus": 64}
+TWO = [BOX, {**BOX, "name": "b"}]
+CUDA: dict[str, Any] = {"learner.device": "cuda", "engine.device": "cuda", "actors.count": "fill"}
+
+
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], str]:
+    """Starts a node by the real launcher as a real process, which only writes down its devices; returns them."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "sees ${CUDA_VISIBLE_DEVICES-all}"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", "off")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def start(node: Node) -> str:
+        process = LocalLauncher().start(tmp_path, node)
+        wait_for(lambda: process.poll() is not None, f"the end of {node.name}")
+        return process.failure_message().removeprefix("sees ")
+
+    return start
+
+
+def node(name: str, folder: Path) -> Node:
+    return Node(name, name.partition("-")[0], (), folder / f"{name}.log")
+
+
+def test_processes_on_two_boxes_see_their_own_devices_and_no_other(
+    small: Any, shown: Callable[[Node], str], tmp_path: Path
+) -> None:
+    config = small(**CUDA, **{"learner.ranks": 2, "placement.hosts": TWO, "evaluation.at_end": True})
+    placement = placement_of(config)
+    seen: dict[str, list[str]] = {"": [], "b": []}
+    for name in placement.slots:
+        placed = placement.placed(node(name, tmp_path))
+        found = shown(placed)
+        if name.startswith(("learner", "actor")):
+            seen[placed.host].append(found)
+        else:
+            assert found == ("0" if name == "evaluation" else "")
+    assert seen == {"": list("01234567"), "b": list("01234567")}
+    assert shown(placement.placed(node("tracker", tmp_path))) == "all"
+
+
+def test_numbers_count_what_is_shown_to_the_supervisor(
+    small: Any, shown: Callable[[Node], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-5e,MIG-7")
+    config = small(**CUDA, **{"learner.ranks": 2})
+    placement = placement_of(config, (Host(devices=3, cpus=8),))
+    (rank,) = rank_nodes(2, "127.0.0.1:1", lambda name: tmp_path / name)
+    found = [shown(placement.placed(each)) for each in (node("learner", tmp_path), rank, node("actor-0", tmp_path))]
+    assert found == ["3", "GPU-5e", "MIG-7"]
+
+
+def test_devices_beyond_those_that_are_shown_are_refused_before_anything_starts(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with pytest.raises(ConfigError, match=r"device 2 of this machine .* CUDA_VISIBLE_DEVICES = '3,5' shows 2 devices"):
+        prepare(small(**CUDA, **{"placement.hosts": [BOX]}))
+
+
+@pytest.mark.parametrize(
+    ("listed", "shown", "found"),
+    [
+        ("0, GPU-a1, H200, 143771\n1, GPU-b2, L4, 23034\n", None, [("H200", 143771 << 20), ("L4", 23034 << 20)]),
+        ("0, GPU-a1, H200, 143771\n1, GPU-b2, L4, 23034\n", "1", [("L4", 23034 << 20)]),
+        ("0, GPU-a1, H200, 143771\n1, GPU-b2, L4, 23034\n", "GPU-b,0", [("L4", 23034 << 20), ("H200", 143771 << 20)]),
+        ("0, GPU-a1, H200, 143771\n", "MIG-77", [("", None)]),
+        ("0, GPU-a1, H200, [N/A]\n", "0,9,0", [("H200", None)]),
+        ("0, GPU-a1, H200, 143771\n", "", []),
+        ("0, GPU-a1, H200, 143771\n", "-1", []),
+        ("", "0", []),
+        ("", None, []),
+    ],
+)
+def test_the_drivers_list_is_read_as_cuda_shows_it(listed: str, shown: str | None, found: list[Any]) -> None:
+    assert parse(listed, shown) == found
+
+
+def test_this_machine_is_looked_at_through_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho '0, GPU-a, NVIDIA H200, 143771'\necho '1, GPU-b, NVIDIA H200, 143771'\n")
+    driver.chmod(driver.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    host = this_machine({})
+    assert (host.devices, host.device_memory, host.device_name) == (2, 143771 << 20, "NVIDIA H200")
+    assert host.cpus >= 1 and host.memory and host.memory > GIB
+    assert this_machine({"CUDA_VISIBLE_DEVICES": "1"}).devices == 1
+    assert this_machine({}, look_for_devices=False).devices == 0
+    driver.write_text("#!/bin/sh\nexit 9\n")
+    assert this_machine({}).devices == 0
+
+
+@pytest.mark.parametrize("preset", ["quick", "zero3", "ppo_rlhf"])
+def test_a_cpu_preset_stays_on_the_cpu_of_a_machine_with_devices(preset: str, tmp_path: Path) -> None:
+    placement = placement_of(load(QUICK.parent / f"{preset}.toml"), (Host(devices=8, cpus=8),))
+    assert {slot.devices for slot in placement.slots.values()} == {()}
+    assert visible((), {"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_model_that_judges_on_a_device_brings_the_actor_or_the_scorer_there(small: Any) -> None:
+    own: dict[str, Any] = {
+        "rewards.functions": ["reward_model"],
+        "rewards.options": {"reward_model": {"path": str(QUICK.parent / "models/tiny-judge"), "device": "cuda"}},
+    }
+    box = (Host(devices=4, device_memory=80 * GIB, cpus=8),)
+    beside = placement_of(small(**own), box)
+    assert beside.slots["actor-0"].devices == (0,) and beside.slots["learner"].devices == ()
+    config = small(**own, **{"scoring.placement": "process"})
+    alone = placement_of(config, box)
+    assert alone.slots["actor-0"].devices == () and alone.slots["scorer"].devices == (0,)
+    device = next(line for line in check_memory(config, box, alone) if "device 0" in line)
+    assert "scorer" in device and "reward_model weights" in device
+
+
+def test_a_device_is_chosen_once(small: Any) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.device = 'cuda:1': which device .* set 'cuda'"):
+        placement_of(small(**{"engine.device": "cuda:1"}), (Host(devices=2),))
+
+
+def check(*overrides: str, **settings: Any) -> tuple[int, str]:
+    sets = [*overrides, *(f"{key}={toml(value)}" for key, value in settings.items())]
+    result = CliRunner().invoke(app, ["check", str(QUICK), *(word for each in sets for word in ("--set", each))])
+    return result.exit_code, result.output
+
+
+def test_check_prints_the_place_and_the_memory_of_each_process() -> None:
+    code, output = check(**CUDA, **{"placement.hosts": [{**BOX, "devices": 3}, {**TWO[1], "devices": 2}], "learner.ranks": 2,
+                                    "scoring.placement": "process"})  # fmt: skip
+    assert code == 0, output
+    lines = [line.split() for line in output.splitlines()]
+    assert ["learner-rank-1", "this", "machine", "1"] in lines and ["actor-1", "b", "0"] in lines
+    assert ["relay-1", "b", "none"] in lines and ["scorer-1", "b", "none"] in lines
+    assert ["actor-0", "this", "machine", "2"] in lines
+    assert "evaluation      this machine  0 (when the run's processes have ended)" in output
+    assert "memory of this machine, device 0: about" in output and "of 80.0 GiB: learner" in output and "1 more alike" in output
+
+
+def test_on_each_host_actors_have_a_scorer_and_where_they_are_several_a_relay(small: Any, tmp_path: Path) -> None:
+    hosts = [{"cpus": 3}, {"name": "b", "cpus": 2}, {"name": "c", "cpus": 1}]
+    settings = {"scoring.placement": "process", "address": "tcp://127.0.0.1:5555"}
+    config = small(**settings, **{"placement.hosts": hosts, "actors.count": 4})
+    run = RunDir(tmp_path)
+    nodes = {node.name: node for node in nodes_of(config, placement_of(config), run, Path("/s"))}
+    assert {name: (node.host, node.arguments) for name, node in nodes.items() if node.role not in ("hub", "learner")} == {
+        "scorer": ("", ("ipc:///s/scorer",)),
+        "scorer-1": ("b", ("ipc://{sockets}/scorer",)),
+        "scorer-2": ("c", ("ipc://{sockets}/scorer",)),
+        "actor-0": ("", ("ipc:///s/hub", "actor-0", "ipc:///s/scorer")),
+        "actor-1": ("b", ("ipc://{sockets}/relay", "actor-1", "ipc://{sockets}/scorer")),
+        "actor-2": ("b", ("ipc://{sockets}/relay", "actor-2", "ipc://{sockets}/scorer")),
+        "actor-3": ("c", ("tcp://127.0.0.1:5555", "actor-3", "ipc://{sockets}/scorer")),
+        "relay-1": ("b", ("tcp://127.0.0.1:5555", "ipc://{sockets}/relay")),
+    }
+
+
+def test_check_says_of_a_cpu_run_what_it_takes_of_the_machine() -> None:
+    code, output = check(**{"actors.count": 2})
+    assert code == 0, output
+    (line,) = [line for line in output.splitlines() if line.startswith("memory of")]
+    assert line.startswith("memory of this machine: about ") and "actor 2 x " in line and "learner " in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"placement.hosts": [{"devices": 1, "device_memory": 1 * GIB}, {"name": "b", "devices": 1}]},
+            r"learner needs about learner .*weights .* of device 0 of this machine \(1\.0 GiB\), where 1\.0 GiB are left; ",
+        ),
+        (
+            {"placement.hosts": [{"devices": 2, "device_memory": 2 * GIB}], "engine.slots": 4096},
+            r"actor-0 needs about actor .*keys and values .* of device 1 .*; nearest that fits: engine\.kv_bytes = \d+",
+        ),
+        (
+            {"placement.hosts": [{"devices": 1, "device_memory": 80 * GIB}]},
+            r"actors\.count = 'fill': actors need a device each; .* 0 free of 1 on this machine; not one .*colocate = true",
+        ),
+        (
+            {"placement.hosts": [{"devices": 1}, {"name": "b", "devices": 1}, {"name": "b"}]},
+            "placement.hosts.*two hosts are called 'b'",
+        ),
+        ({"placement.hosts": [{"devices": 1}, {"devices": 1}]}, "host 2 has no name; only the first may go without"),
+        ({"actors.count": "all"}, "actors.count = 'all': it is a whole number from 1 to 1024, or \"fill\""),
+    ],
+)
+def test_what_collides_or_does_not_fit_is_refused_with_what_does(settings: dict[str, Any], message: str) -> None:
+    code, output = check(**{**CUDA, **settings})
+    assert code == 3 and re.search(message, " ".join(output.split())), output
+
+
+def test_vllm_gets_the_share_of_a_device_that_it_has_beside_the_learner(small: Any) -> None:
+    shares = {"engine.kind": "vllm", "placement.colocate": True, "placement.actor_share": 0.4}
+    box = (Host(devices=1, device_memory=80 * GIB, cpus=8),)
+    config = small(**{**CUDA, **shares})
+    assert config.served_engine.vllm.arguments == {"gpu_memory_utilization": 0.4}
+    (line,) = [line for line in check_memory(config, box, placement_of(config, box)) if "device 0" in line]
+    assert "actor 32.0 GiB" in line and "learner" in line
+    config = small(**{**CUDA, **shares, "engine.vllm.arguments": {"gpu_memory_utilization": 0.6}})
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0\.6 is more than placement\.actor_share = 0\.4"):
+        check_memory(config, box, placement_of(config, box))
+
+
+def test_an_engine_that_does_not_fit_is_offered_what_does(small: Any, tmp_path: Path) -> None:
+    """By the headers of a model of 8 billion numbers: a file with a hole holds no byte of them."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [8_000_000, 1000], "data_offsets": [0, 16_000_000_000]}}).encode()
+    shutil.copytree(QUICK.parent / "models/tiny-speller", model := tmp_path / "model")
+    with (model / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 16_000_000_000)
+    own = {"model": str(model), "engine.device": "cuda", "engine.kind": "vllm", "engine.dtype": "bfloat16"}
+    config = small(**own)
+
+    def refusal(gib: int) -> str:
+        box = (Host(devices=4, device_memory=gib * GIB, cpus=8, memory=512 * GIB),)
+        with pytest.raises(ConfigError) as raised:
+            check_memory(config, box, placement_of(config, box))
+        return str(raised.value)
+
+    assert "actor-0 needs about actor 15.4 GiB" in (found := refusal(12)), found
+    assert found.endswith("nearest that fits: engine.vllm.tensor_parallel_size = 2")
+    small_machine = (Host(devices=1, device_memory=80 * GIB, cpus=8, memory=64 * GIB),)
+    with pytest.raises(
+        ConfigError, match=r"weights, gradients and optimizers on this machine need 119\.2 GiB, it has 64\.0 GiB"
+    ):
+        check_memory(config, small_machine, placement_of(config, small_machine))
+    config = small(
+        **{**own, "engine.device": "cpu", "engine.kind": "torch", "learner.device": "cuda", "learner.dtype": "bfloat16"}
+    )
+    found = refusal(80)
+    assert found.startswith("learner needs about learner 1") and "where 80.0 GiB are left; nearest that fits: " in found
+    assert 'learner.backend = "deepspeed", learner.zero_stage = 3, learner.ranks = 2' in found
+
+
+def test_with_an_environment_its_processes_are_counted_and_what_is_held_between_turns(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "say.py").write_text("def say(prompt):\n    yield prompt\n")
+    own = {"environment.function": str(tmp_path / "say.py:say"), "environment.workers": 2, "actors.count": 2}
+    config = small(**own)
+    (line,) = check_memory(config, box := (Host(cpus=8, memory=8 * GIB),), placement_of(config, box))
+    assert "environment 4 x 27 MiB (each at most 4.0 GiB)" in line
+    config = small(**own, **{"environment.worker_memory_mb": "none", "evaluation.every": 5})
+    (line,) = check_memory(config, box, placement_of(config, box))
+    assert "environment 6 x 27 MiB" in line and "at most" not in line
+    on_device = {**own, "engine.device": "cuda", "engine.slots": 4096, "actors.count": 1}
+    box = (Host(devices=1, device_memory=2 * GIB, cpus=8, memory=8 * GIB),)
+    with pytest.raises(
+        ConfigError, match=r"actor-0 needs .*held between turns .*; nearest that fits: engine\.kv_bytes"
+    ) as raised:
+        check_memory(config := small(**on_device), box, placement_of(config, box))
+    fitting = int(str(raised.value).rpartition(" = ")[2])
+    check_memory(small(**on_device, **{"engine.kv_bytes": fitting}), box, placement_of(config, box))
+    with pytest.raises(ConfigError, match="held between turns"):
+        check_memory(small(**on_device, **{"engine.kv_bytes": fitting + 1}), box, placement_of(config, box))
+
+
+def test_an_evaluation_that_waits_begins_when_the_runs_processes_have_ended(small: Any) -> None:
+    """At the first look after them, on devices that were theirs."""
+    started: list[Node] = []
+
+    class Heard(Progress):
+        def __init__(self) -> None:
+            self.events: list[str] = []
+
+        def event(self, text: str) -> None:
+            self.events.append(text)
+
+    class Full(LocalLauncher):
+        def start(self, run_dir: Path, node: Node) -> LocalProcess:
+            started.append(node)
+            raise OSError("no room")
+
+    config = small(**{**CUDA, "placement.hosts": [{**BOX, "devices": 2}], "evaluation.at_start": True})
+    run, progress = RunDir.create(config), Heard()
+    placement = placement_of(config)
+    evaluator = Evaluator(config, run, Full(), placement, progress, lambda: 0.0)
+    assert not evaluator.look() and not started
+    evaluator.look(finished=True)
+    assert [(node.name, node.devices) for node in started] == [("evaluation", (0,))]
+    assert progress.events == ["no evaluation of the start: it cannot be started: no room"]
+    run.keep_placement(placement)
+    kept = json.loads((run.path / "placement.json").read_text())
+    assert kept["slots"]["evaluation"] == {"host": "", "devices": [0], "cpus": None, "threads": None}
+    assert kept["evaluation_waits"]
+    run.retire()
+
+
+def test_a_run_on_another_host_is_refused_where_nothing_can_start_it(small: Any) -> None:
+    with pytest.raises(ConfigError, match=r"\[\[placement.hosts\]\] names b, where processes are to run"):
+        prepare(small(**{"placement.hosts": [{"cpus": 2}, {"name": "b", "cpus": 4}], "actors.count": "fill"}))
+
+
+@pytest.mark.parametrize(
+    ("on", "interface", "message"),
+    [
+        (["", "b"], None, "learner-rank-1 is placed on b, and launch.interface names no network: .* has no keys"),
+        (["b", ""], "lo", "the learner's rank 0 is placed on b: .* let placement.learner_hosts begin with the first host"),
+    ],
+)
+def test_ranks_leave_this_machine_for_a_network_that_is_named_and_rank_0_never(
+    small: Any, on: list[str], interface: str | None, message: str
+) -> None:
+    hosts = [{"cpus": 4}, {"name": "b", "cpus": 4}]
+    config = small(
+        **{"placement.hosts": hosts, "placement.learner_hosts": on, "learner.ranks": 2, "launch.interface": interface}
+    )
+    with pytest.raises(ConfigError, match=message):
+        meeting_address(config, placement_of(config))

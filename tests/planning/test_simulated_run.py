@@ -1,0 +1,210 @@
+"""A run on virtual time with the real admission, held against closed forms and against what the queue promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.planning.model.costs import Costs
+from async_rlhf.experiments.planning.model.generation import generate
+from async_rlhf.experiments.planning.simulation.account import Simulated
+from async_rlhf.experiments.planning.simulation.run import simulate
+from async_rlhf.experiments.planning.simulation.workload import ActorJoined, ActorLost, Event, Pool, Workload
+
+COSTS = Costs(
+    decode=(2e-3, 1e-4, 1e-6), prefill=(1e-3, 5e-4, 1e-5), training=(0.05, 0.01, 1e-5), completion_s=2e-4, copy_s=0.01,
+    travel_s=0.03, adopt_s=0.004,
+)  # fmt: skip
+EVEN = Workload(
+    groups_per_batch=4, group_size=2, lengths=(20,), prompt_tokens=6, max_staleness=0, slots=8, reward_s=(0.06,), judges=None
+)
+GENERATED_S = 1e-3 + 4 * (5e-4 + 6e-5) + 20 * (2e-3 + 8 * (1e-4 + 1e-6 * (6 + 10.5))) + 8 * 2e-4
+TRAINED_S = 0.05 + 0.01 + 1e-5 * (4 * 6 + 8 * 20)
+POOLS: list[tuple[Pool, ...]] = [
+    (), (Pool(2, ("actor", "scoring", "learner")),), (Pool(1, ("actor", "learner"), (1, 2)),)
+]  # fmt: skip
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    groups, window, every = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    exact = draw(st.booleans()) and window == every == 1
+    return Workload(
+        groups_per_batch=groups,
+        group_size=draw(st.integers(1, 4)),
+        lengths=draw(st.lists(st.integers(1, 60), min_size=1, max_size=5)),
+        prompt_tokens=draw(st.integers(0, 20)),
+        max_staleness=every - 1 - (1 - window) // groups + draw(st.integers(0, 4)),
+        exact=exact,
+        window=window,
+        publish_every=every,
+        updates_per_step=draw(st.integers(1, 3)),
+        actors=draw(st.integers(1, 3)),
+        slots=draw(st.integers(1, 12)),
+        queued_groups=draw(st.integers(0, 4)),
+        reward_s=draw(st.lists(st.sampled_from([0.0, 0.01, 0.2, 1.0]), min_size=1, max_size=3)),
+        judges=draw(st.sampled_from([None, 1, 3])),
+        shared_judges=draw(st.booleans()),
+        on_update=draw(st.sampled_from(["keep", "interrupt", "finish"])),
+        turns=draw(st.integers(1, 3)),
+        environment_s=draw(st.sampled_from([(0.0,), (0.05, 0.5)])),
+        observation_tokens=draw(st.integers(0, 9)),
+        pools=draw(
+            st.sampled_from([(), (Pool(2, ("actor", "scoring", "learner")),), (Pool(1, ("actor", "learner"), (1, 2)),)])
+        ),
+    )
+
+
+comings: st.SearchStrategy[list[Event]] = st.sampled_from(
+    [
+        [],
+        [ActorLost(0.3, "actor-0"), ActorJoined(0.5, "actor-0")],
+        [event for at in range(3) for event in (ActorLost(0.3 + at / 8, "actor-0"), ActorJoined(0.35 + at / 8, "actor-0"))],
+        [ActorJoined(0.2, "late"), ActorLost(0.7, "actor-0"), ActorLost(0.9, "late"), ActorJoined(1.1, "last")],
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), comings, st.integers(0, 3))
+def test_the_ledger_closes_no_token_is_too_old_and_the_same_seed_says_the_same(
+    workload: Workload, events: list[Event], seed: int
+) -> None:
+    found = simulate(workload, COSTS, steps=6, seed=seed, events=events, warm_up=0)
+    assert found.ledger.closes and found.ledger.trained == 6 * workload.groups_per_batch
+    assert max(found.staleness) <= workload.max_staleness
+    assert sum(found.staleness.values()) == found.ledger.tokens_trained
+    assert found.samples_per_s == pytest.approx(6 * workload.samples / found.total_s)
+    for time in found.roles.values():
+        assert sum(time.shares.values()) == pytest.approx(1)
+    assert simulate(workload, COSTS, steps=6, seed=seed, events=events, warm_up=0) == found
+
+
+def test_without_staleness_a_step_generates_scores_trains_and_publishes_one_after_the_other() -> None:
+    found = simulate(EVEN, COSTS, steps=8)
+    assert found.seconds_per_step == pytest.approx(GENERATED_S + 0.06 + TRAINED_S + 0.01 + 0.03 + 0.004)
+    assert set(found.staleness) == {0} and found.bound_by == "max_staleness"
+    decodes = [each for each in found.timeline if each.doing == "decode"]
+    trains = [each for each in found.timeline if each.doing == "train"]
+    assert decodes and trains
+    assert not [1 for a in decodes for b in trains if a.began_s < b.ended_s - 1e-9 and b.began_s < a.ended_s - 1e-9]
+
+
+def test_generation_is_that_of_the_closed_model_of_continuous_batching() -> None:
+    costs = COSTS.model_copy(update={"prefill": (0.0, 0.0, 0.0), "completion_s": 0.0})
+    few = replace(EVEN, slots=3, reward_s=(0.0,))
+    alone = generate(
+        [20] * 8, prompt_tokens=6, slots=3, room_tokens=10_000, longest=20, step_s=costs.decode_s, prefill_s=lambda rows: 0.0
+    )
+    found = simulate(few, costs, steps=8)
+    assert found.seconds_per_step == pytest.approx(alone.total_s + TRAINED_S + 0.01 + 0.03 + 0.004)
+
+
+def test_with_much_staleness_a_slow_learner_never_waits() -> None:
+    slow = COSTS.model_copy(update={"training": (1.0, 0.0, 0.0)})
+    found = simulate(replace(EVEN, max_staleness=8), slow, steps=30)
+    assert found.seconds_per_step == pytest.approx(1.0 + 0.01)
+    assert found.roles["learner"].idle == 0 and found.bound_by == "learner"
+    assert found.roles["actor-0"].waits_for == "weights"
+    assert set(found.staleness) == {8} and found.queue_depth_max == 8 * 4
+
+
+def test_with_much_staleness_slow_actors_never_wait() -> None:
+    slow = COSTS.model_copy(update={"decode": (0.05, 0.0, 0.0)})
+    found = simulate(replace(EVEN, max_staleness=8), slow, steps=30)
+    prefill_s, finishing_s, adopt_s = 1e-3 + 4 * (5e-4 + 6e-5), 8 * 2e-4, 0.004
+    assert found.seconds_per_step == pytest.approx(20 * 0.05 + prefill_s + finishing_s + adopt_s)
+    assert found.roles["actor-0"].idle == 0 and found.bound_by == "actors"
+    assert found.roles["learner"].waits_for == "batch"
+
+
+def test_slow_judges_bound_the_step_when_there_are_few_of_them() -> None:
+    found = simulate(replace(EVEN, max_staleness=8, reward_s=(0.5,), judges=1), COSTS, steps=30)
+    assert found.seconds_per_step == pytest.approx(8 * 0.5)
+    assert found.bound_by == "scoring"
+
+
+@pytest.mark.parametrize("decode_s", [1e-3, 5e-3, 2e-2])
+@pytest.mark.parametrize("train_s", [0.02, 0.5])
+@pytest.mark.parametrize(("slots", "reward_s"), [(4, (0.0,)), (16, (0.0, 0.5))])
+def test_more_staleness_makes_no_run_longer(decode_s: float, train_s: float, slots: int, reward_s: tuple[float, ...]) -> None:
+    """But for a hundredth: what begins earlier shares decode steps, and so the end, of what the learner waits for."""
+    costs = COSTS.model_copy(update={"decode": (decode_s, 1e-4, 1e-6), "training": (train_s, 0.0, 0.0)})
+    load = replace(EVEN, lengths=(5, 20, 80), slots=slots, reward_s=reward_s)
+    times = [simulate(replace(load, max_staleness=bound), costs, steps=40).total_s for bound in (0, 1, 2, 4)]
+    assert all(later <= earlier * 1.01 for earlier, later in pairwise(times))
+    assert times[-1] < times[0]
+
+
+def test_in_exact_mode_every_group_is_made_by_the_one_version_that_its_number_names() -> None:
+    found = simulate(replace(EVEN, max_staleness=2, exact=True, actors=2, slots=3, lengths=(5, 40)), COSTS, steps=12)
+    assert set(found.staleness) == {2}
+
+
+def test_an_actor_that_is_lost_delays_the_run_and_loses_nothing() -> None:
+    two = replace(EVEN, actors=2, max_staleness=1, lengths=(20, 200), slots=4, queued_groups=0)
+    whole = simulate(two, COSTS, steps=12)
+    at_s = whole.total_s / 3
+    lost = simulate(two, COSTS, steps=12, events=[ActorLost(at_s, "actor-1")])
+    back = simulate(two, COSTS, steps=12, events=[ActorLost(at_s, "actor-1"), ActorJoined(at_s, "actor-2")])
+    assert lost.total_s > back.total_s >= whole.total_s
+    for found in (lost, back):
+        assert found.ledger.failed > 0 and found.ledger.closes
+        assert found.ledger.trained == 12 * 4
+    assert lost.roles["actor-1"].waits_for == "lost"
+
+
+def test_roles_on_one_core_take_the_sum_of_their_times_and_on_their_own_the_longest() -> None:
+    costs = Costs(decode=(0.01, 0.0, 0.0), training=(0.3, 0.0, 0.0))
+    load = replace(EVEN, max_staleness=6, reward_s=(0.01,), judges=1)
+    separate = simulate(load, costs, steps=30)
+    together = simulate(replace(load, pools=(Pool(1, ("actor", "scoring", "learner")),)), costs, steps=30)
+    assert separate.seconds_per_step == pytest.approx(0.3)
+    assert together.seconds_per_step == pytest.approx(20 * 0.01 + 8 * 0.01 + 0.3, rel=0.02)
+
+
+def test_what_becomes_of_running_rows_when_weights_come_costs_their_prefixes_or_idle_slots() -> None:
+    costs = Costs(decode=(0.01, 0.0, 0.0), prefill=(0.0, 0.0, 1e-4), training=(0.3, 0.0, 0.0))
+    load = replace(EVEN, max_staleness=6, lengths=(30, 70), slots=4, reward_s=(0.0,))
+    keep, interrupt, finish = (
+        simulate(replace(load, on_update=each), costs, steps=40) for each in ("keep", "interrupt", "finish")
+    )
+    assert keep.bound_by == interrupt.bound_by == finish.bound_by == "actors"
+    again_s = interrupt.seconds_per_step - keep.seconds_per_step
+    assert 4 * 6 * 1e-4 < again_s < 4 * 76 * 1e-4  # the prefixes of four rows, a step
+    assert finish.seconds_per_step > keep.seconds_per_step * 1.1
+    assert interrupt.roles["actor-0"].shares["adopt"] == pytest.approx(again_s / interrupt.seconds_per_step, rel=0.1)
+
+
+def test_turns_wait_for_their_environment_and_the_slots_serve_others_meanwhile() -> None:
+    costs = Costs(decode=(0.01, 0.0, 0.0), training=(0.001, 0.0, 0.0))
+    games = replace(EVEN, turns=3, environment_s=(1.0,), reward_s=(0.0,))
+    assert simulate(games, costs, steps=4).seconds_per_step == pytest.approx(3 * 0.2 + 2 * 1.0 + 0.001)
+    busy = simulate(replace(games, max_staleness=12, queued_groups=40), costs, steps=120)
+    assert busy.seconds_per_step == pytest.approx(3 * 0.2, rel=0.05)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    def refused(match: str, steps: int = 4, events: list[Event] | None = None, **changes: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            run(changes, steps, events or [])
+
+    def run(changes: dict[str, Any], steps: int, events: list[Event]) -> Simulated:
+        return simulate(replace(EVEN, **changes), COSTS, steps=steps, events=events)
+
+    refused("lengths of the workload is empty", lengths=())
+    refused("reward_s of the workload holds -1", reward_s=(-1.0,))
+    refused("slots = 0", slots=0)
+    refused("on_update = 'stop'", on_update="stop")
+    refused("publish_every = 3.*Lowest that can run: queue.max_staleness = 2", publish_every=3)
+    refused("role 'learner' is in two pools", pools=(Pool(1, ("learner",)), Pool(1, ("learner",))))
+    refused("steps = 0", steps=0)
+    refused("no such actor", events=[ActorLost(1.0, "actor-7")])
+    refused("an actor of this name", events=[ActorJoined(1.0, "actor-0")])
+    refused("stands still after .* at step .* of 4: 0 actors are left", events=[ActorLost(0.1, "actor-0")])
