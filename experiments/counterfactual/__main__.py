@@ -12,8 +12,6 @@ from typing import Annotated
 
 import psutil
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from transformers.utils import logging as transformers_logging
 
 from async_rlhf.buffers.errors import ConfigError, RewardError
@@ -81,12 +79,11 @@ def main(
         transformers_logging.disable_progress_bar()
         directory = out or runs[0][0].path / "counterfactual"
         directory.mkdir(parents=True, exist_ok=True)
-        rows: list[Row] = []
-        with Shown() as shown:
-            for run, own, moments in runs:
-                for moment in moments:
-                    rows += compare(run, own, moment, losses, num_batches, shown.at)
-                    write_rows(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
+        rows, shown = list[Row](), Shown()
+        for run, own, moments in runs:
+            for moment in moments:
+                rows += compare(run, own, moment, losses, num_batches, shown.at)
+                write_rows(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
         pooled = over_seeds(rows)
         draw(pooled, directory)
         (directory / "report.md").write_text(render(pooled))
@@ -181,28 +178,12 @@ def _check_scores(config: Config, where: str, rewards: Rewards) -> None:
 
 
 class Shown:
-    """How far the work is: a bar on a terminal, else a line when something begins and every 15 seconds."""
+    """How far the work is: a line when something begins, and every 15 seconds."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        console = console or Console(stderr=True, highlight=False)
-        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-        self._bar = Progress(*columns, console=console, transient=True) if console.is_terminal else None
-        self._task = None if self._bar is None else self._bar.add_task("", total=None)
+    def __init__(self) -> None:
         self._what, self._last = "", float("-inf")
 
-    def __enter__(self) -> Shown:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
     def at(self, what: str, done: int, of: int) -> None:
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=what, completed=done, total=of)
-            return
         now = time.monotonic()
         if what != self._what or now - self._last >= _LINE_EVERY_S:
             self._what, self._last = what, now

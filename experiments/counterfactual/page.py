@@ -6,9 +6,8 @@ and another would not is in them.
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,52 +154,19 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
     write_csv([_flat(row) for row in rows], path)
 
 
-_DIFFERENCE = ("mean", "low", "high", "p", "deviation")
-
-
 def _flat(row: Row) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(row):
         value = getattr(row, field.name)
         if isinstance(value, Interval):
-            found |= dict(zip(_columns(field.name), value, strict=True))
+            found |= {field.name: value.value, f"{field.name}_low": value.low, f"{field.name}_high": value.high}
         elif field.name in ("bias", "difference"):
-            found |= {f"{field.name}_{part}": getattr(value, part, None) for part in _DIFFERENCE}
+            parts = ("mean", "low", "high", "p", "deviation")
+            found |= {f"{field.name}_{part}": getattr(value, part, None) for part in parts}
         else:
             found[field.name] = value
     known = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in known.items()}
-
-
-def _columns(interval: str) -> tuple[str, str, str]:
-    return interval, f"{interval}_low", f"{interval}_high"
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows again. Of a difference it counts the groups of the batch, which is not in the file."""
-    with path.open(newline="") as file:
-        return [_row(line) for line in csv.DictReader(file)]
-
-
-def _row(line: Mapping[str, str]) -> Row:
-    def number(column: str) -> float:
-        return float(line[column] or "nan")
-
-    def difference(name: str) -> Difference:
-        mean, low, high, p, deviation = (number(f"{name}_{part}") for part in _DIFFERENCE)
-        return Difference(mean, low, high, int(line["groups"]), None if math.isnan(p) else p, deviation)
-
-    intervals = {name: Interval(*map(number, _columns(name))) for name in ("cosine", "norm_ratio", "share")}
-    return Row(
-        **{name: int(line[name]) for name in ("seed", "step", "oldest", "groups", "completions", "runs")},  # type: ignore[arg-type]
-        **{name: number(name) for name in ("staleness", "halves", "ceiling")},  # type: ignore[arg-type]
-        **intervals,  # type: ignore[arg-type]
-        estimate=line["estimate"],
-        fresh_below=float(line["fresh_below"]) if line["fresh_below"] else None,
-        bias=difference("bias") if line["estimate"] != FRESH else None,
-        base=line["base"],
-        difference=difference("difference") if line["base"] else None,
-    )
 
 
 def command(rows: Sequence[Row]) -> str:

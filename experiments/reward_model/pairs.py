@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -45,10 +45,6 @@ def read_pairs(path: Path) -> list[Pair]:
     if not pairs:
         raise ConfigError(f"pairs {str(path)!r} holds none")
     return pairs
-
-
-def write_pairs(pairs: Iterable[Pair], path: Path) -> None:
-    path.write_text("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
 
 
 def split(pairs: Sequence[Pair], held_out: float, random: Random) -> tuple[list[Pair], list[Pair]]:

@@ -9,7 +9,6 @@ All of it may be moved, and is enough to make every table and picture again. Cal
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,10 +79,8 @@ def holds_cells(directory: Path) -> bool:
 
 
 def read_sweep(directory: Path) -> Archive:
-    """The sweep in its results' directory, from what is kept there alone. Raises ConfigError where no cell is, DamagedError.
-
-    Without `sweep.json` the grid is that of the cells: numbers ascend, and the command is the one that makes the report.
-    """
+    """The sweep in its results' directory, from what is kept there alone. Raises ConfigError where no cell or no `sweep.json`
+    is, DamagedError."""
     found = [
         result
         for kind in ("cells", "failed")
@@ -93,10 +90,11 @@ def read_sweep(directory: Path) -> Archive:
     if not any(not result.failure for result in found):
         raise ConfigError(f"{str(directory)!r} has no finished cell of a sweep (cells/*.json)")
     path = directory / "sweep.json"
-    if path.exists():
-        about, sweep = _read(path)
-    else:
-        about, sweep = _Kept(shlex.join(["async-rlhf", "report", str(directory)]), {}), _grid_of(directory, found)
+    if not path.exists():
+        raise ConfigError(
+            f"{str(path)!r} is missing, which says what was swept: copy it with the cells, or run the sweep again"
+        )
+    about, sweep = _read(path)
     places = {axis: [value for value, _ in levels] for axis, levels in sweep.levels.items()}
     cells = {_place(result, sweep, places): result for result in reversed(found) if _belongs(result, sweep, places)}
     if not any(not result.failure for result in cells.values()):
@@ -112,21 +110,8 @@ def _read(path: Path) -> tuple[_Kept, SweepConfig]:
         return found, SweepConfig.model_validate(found.sweep, strict=False)
     except ValidationError as error:
         raise DamagedError(
-            f"{path} describes no sweep: {error.errors()[0]['msg']}. Without it the grid is read from the cells"
+            f"{path} describes no sweep: {error.errors()[0]['msg']}. The same sweep command writes it again"
         ) from error
-
-
-def _grid_of(directory: Path, results: Sequence[CellResult]) -> SweepConfig:
-    values: dict[str, list[Any]] = {}
-    for result in results:
-        for axis, value in result.setting:
-            if value not in values.setdefault(axis, []):
-                values[axis].append(value)
-    for several in values.values():
-        if all(isinstance(value, int | float) for value in several):
-            several.sort()
-    seeds = tuple(sorted({result.seed for result in results}))
-    return SweepConfig.model_construct(name=directory.resolve().name, base="", seeds=seeds, values=values)
 
 
 def _belongs(result: CellResult, sweep: SweepConfig, places: dict[str, list[Any]]) -> bool:

@@ -80,7 +80,7 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
     sweep, results, missing = archive.sweep, archive.results, archive.missing
     first = results[0]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
-    base = f" Base: `{Path(sweep.base).name}`, with {overrides}." if sweep.base else ""
+    base = f" Base: `{Path(sweep.base).name}`, with {overrides}."
     left = f" **{missing} of {missing + len(results)} cells have no result yet.**" if missing else ""
     budget = f" Budget: {sweep.budget}." if sweep.budget else ""
     parts = [

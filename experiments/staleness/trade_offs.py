@@ -142,10 +142,7 @@ def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]]
 
 
 def _draw_lengths(axes: Any, settings: Settings) -> None:
-    def course(cell: CellResult) -> _Course:
-        return cell.samples, smoothed(cell, _LENGTH)
-
-    _draw_courses(axes, settings, "Completion length over samples", _SAMPLES, course)
+    _draw_courses(axes, settings, "Completion length over samples", _SAMPLES, lambda c: (c.samples, smoothed(c, _LENGTH)))
     axes.set_ylabel("mean length [tokens]")
 
 
@@ -168,9 +165,12 @@ def _step_by_step(cells: Sequence[_Course]) -> list[tuple[list[float], list[Any]
 
 def _draw_corrections(axes: Any, settings: Settings) -> None:
     """A mark a cell, over what its staleness really was."""
-    measures = (("effective sample size", "o", COLOURS[0]), ("clipped", "^", COLOURS[1]))
-    for (name, marker, colour), number in zip(measures, (_ess, _clipped), strict=True):
-        known = [(c.staleness_mean, y) for s in settings for c in s.cells if (y := number(c)) is not None]
+    measures = (
+        ("effective sample size", "o", COLOURS[0], "is_ess_mean"),
+        ("clipped", "^", COLOURS[1], "clip_ratio_mean"),
+    )
+    for name, marker, colour, number in measures:
+        known = [(c.staleness_mean, y) for s in settings for c in s.cells if (y := getattr(c, number)) is not None]
         if known:
             axes.plot(*zip(*known, strict=True), marker, color=colour, label=name, alpha=0.7, markersize=5)
     axes.set_ylim(-0.03, 1.03)
@@ -180,14 +180,6 @@ def _draw_corrections(axes: Any, settings: Settings) -> None:
         xlabel="mean staleness of the run [learner steps]",
         ylabel="share of tokens",
     )
-
-
-def _ess(cell: CellResult) -> float | None:
-    return cell.is_ess_mean
-
-
-def _clipped(cell: CellResult) -> float | None:
-    return cell.clip_ratio_mean
 
 
 def _draw_to_sampler(axes: Any, settings: Settings) -> None:

@@ -5,8 +5,7 @@ A message is a group of 8 rollouts. Four producers, one hub, one consumer, each 
 - raw: PUSH to PULL, no hub, nothing checked, nothing kept.
 - queue: the real hub. Producers speak the actor's protocol (hello, credits, put, ack) and the consumer is a learner that takes,
   trains on nothing, and commits every 16 batches. So every byte goes to the hub, to the journal, from the journal and to the
-  learner, and is checked twice. Producers send headers that were encoded before, and the consumer does not unpack: what
-  packing and unpacking cost is measured apart.
+  learner, and is checked twice. Producers send headers that were encoded before, and the consumer does not unpack.
 
 Also: the time from put to take at 10,000 rollouts a second, the processor time of the hub, and its memory with 100,000
 rollouts queued.
@@ -19,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -83,8 +82,6 @@ def queue(bench: Bench) -> Iterator[Row]:
     before, after = memory_at(queued)
     memory = {"queued": [after], "empty": [before]}
     yield Row.of("hub memory", memory, "MiB", counted=True, figures={"rollouts": queued.num_groups * GROUP_SIZE})
-    for name, microseconds in packing_us(2048).items():
-        yield Row.of(f"{name} a group of 8 x 2 KB", {name: [microseconds]}, "us")
 
 
 def measure(load: Load, turns: int) -> Row:
@@ -229,31 +226,6 @@ def _put_at(header: bytes) -> float:
     _, message, _ = wire.decode([header], max_frame_bytes=wire.MAX_FRAME_BYTES)
     assert isinstance(message, wire.Put)
     return message.group.timings[0]["put_s"]
-
-
-def packing_us(rollout_bytes: int, repeats: int = 300) -> dict[str, float]:
-    """Microseconds a group: what an actor does to send one, what the hub checks, what the learner does to read one."""
-    group = a_group(rollout_bytes)
-    header, arrays = packing.pack_group(group)
-    frames = wire.encode(wire.Put(group=header), arrays)
-
-    def check() -> None:
-        _, put, _ = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
-        assert isinstance(put, wire.Put)
-        packing.check_group(put.group, frames)
-
-    parts: dict[str, Callable[[], object]] = {
-        "pack": lambda: wire.encode(wire.Put(group=packing.pack_group(group)[0]), arrays),
-        "check": check,
-        "unpack": lambda: packing.decode_put(frames),
-    }
-    found = {}
-    for name, part in parts.items():
-        began = time.perf_counter()
-        for _ in range(repeats):
-            part()
-        found[name] = round(1e6 * (time.perf_counter() - began) / repeats, 1)
-    return found
 
 
 _CAPACITY = 64

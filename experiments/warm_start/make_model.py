@@ -78,20 +78,18 @@ def completion_loss(
 
 def train(
     model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    words: Sequence[str],
-    held_out: Sequence[str],
     config: WarmStart,
+    loss_of: Callable[[int, Random], torch.Tensor],
     report: Callable[[int, float], None],
 ) -> None:
-    """Train in place; calls `report(updates done, loss)` after every update."""
+    """Train in place by AdamW. loss_of: of an update, counted from 0, on demonstrations that the generator draws; report:
+    called with the updates done and the loss after every update."""
     random = Random(config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=config.weight_decay)
     model.train()
     for update in range(config.updates):
         optimizer.param_groups[0]["lr"] = learning_rate(config, update)
-        batch = demonstrate(words, held_out, config.batch, config.random_share, random)
-        loss = completion_loss(model, tokenizer, batch)
+        loss = loss_of(update, random)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -138,7 +136,11 @@ def main(
         )
 
     typer.echo(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(words):,} words")
-    train(model, tokenizer, words, held_out, config, report)
+
+    def loss_of(_: int, random: Random) -> torch.Tensor:
+        return completion_loss(model, tokenizer, demonstrate(words, held_out, config.batch, config.random_share, random))
+
+    train(model, config, loss_of, report)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     typer.echo(f"wrote {out}")

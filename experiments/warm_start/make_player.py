@@ -17,7 +17,7 @@ import torch
 import typer
 
 from async_rlhf.experiments.warm_start.episodes import CALLS, CALLS_AT_THE_END, Episode, demonstrate
-from async_rlhf.experiments.warm_start.make_model import IGNORED, WarmStart, learning_rate
+from async_rlhf.experiments.warm_start.make_model import IGNORED, WarmStart, train
 from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
 
 if TYPE_CHECKING:
@@ -51,25 +51,6 @@ def _tokens(tokenizer: PreTrainedTokenizerFast, episode: Episode) -> tuple[list[
     return ids, targets
 
 
-def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, config: WarmStart) -> None:
-    """Train in place; says how it goes."""
-    random = Random(config.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=config.weight_decay)
-    started = time.monotonic()
-    model.train()
-    for update in range(config.updates):
-        optimizer.param_groups[0]["lr"] = learning_rate(config, update)
-        calls = CALLS if update < _SKILL * config.updates else CALLS_AT_THE_END
-        loss = turn_loss(model, tokenizer, demonstrate(config.batch, calls, random))
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if not (update + 1) % 100:
-            typer.echo(f"{update + 1:>6}/{config.updates} updates  {time.monotonic() - started:5.0f} s  loss {loss.item():.3f}")
-    model.eval()
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Directory the model is written to.")] = Path("configs/models/tiny-player"),
     updates: Annotated[int, typer.Option(help="Of 64 episodes each.")] = 3_000,
@@ -80,7 +61,17 @@ def main(
     torch.set_num_threads(config.threads)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.seed)
-    train(model, tokenizer, config)
+    started = time.monotonic()
+
+    def loss_of(update: int, random: Random) -> torch.Tensor:
+        calls = CALLS if update < _SKILL * config.updates else CALLS_AT_THE_END
+        return turn_loss(model, tokenizer, demonstrate(config.batch, calls, random))
+
+    def report(done: int, loss: float) -> None:
+        if not done % 100:
+            typer.echo(f"{done:>6}/{config.updates} updates  {time.monotonic() - started:5.0f} s  loss {loss:.3f}")
+
+    train(model, config, loss_of, report)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     typer.echo(f"wrote {out}")

@@ -32,7 +32,6 @@ from async_rlhf.experiments.counterfactual.page import (
     Interval,
     Row,
     over_seeds,
-    read_rows,
     render,
     sentences,
     write_rows,
@@ -215,11 +214,18 @@ def test_a_reference_that_is_large_enough_is_drawn_without_a_warning_and_twice_t
     assert one == other and "WARNING" not in one and "Warning" not in render(rows_of(4096))
 
 
-def test_rows_are_read_as_they_were_written_and_the_committed_page_is_what_the_committed_rows_say(tmp_path: Path) -> None:
+def test_an_interval_is_three_columns_a_difference_five_and_what_was_not_measured_is_empty(tmp_path: Path) -> None:
     write_rows(rows_of(4096), tmp_path / "rows.csv")
-    assert read_rows(tmp_path / "rows.csv") == rows_of(4096)
-    results = SHIPPED.parent / "results"
-    assert (results / "report.md").read_text() == render(over_seeds(read_rows(results / "results.csv")))
+    fresh, _, clip, _ = csv.DictReader((tmp_path / "rows.csv").read_text().splitlines())
+    assert [clip[f"cosine{part}"] for part in ("", "_low", "_high")] == ["0.51", "0.4", "0.6"]
+    assert [clip[f"bias_{part}"] for part in ("mean", "low", "high", "p", "deviation")] == [
+        "-0.2",
+        "-0.3",
+        "-0.1",
+        "0.001",
+        "0.2",
+    ]
+    assert fresh["bias_mean"] == fresh["fresh_below"] == fresh["difference_p"] == ""
 
 
 def of_seed(seed: int, share: float, cosine: float) -> list[Row]:

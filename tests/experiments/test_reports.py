@@ -22,10 +22,8 @@ from async_rlhf.experiments.staleness.config import Cell, SweepConfig
 from async_rlhf.experiments.staleness.frames import curves, results
 from async_rlhf.experiments.staleness.report import render
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import REPOSITORY
 from tests.experiments.written import ended_run
 
-SEARCH = REPOSITORY / "experiments" / "staleness" / "search"
 COMMAND = "async-rlhf sweep s.toml --set max_steps=12"
 
 
@@ -148,19 +146,6 @@ def test_cells_without_a_result_and_cells_that_failed_are_named(sweep: Path) -> 
     assert not list((sweep / "failed").iterdir())
 
 
-def test_cells_kept_before_a_number_was_kept_are_read_without_it(tmp_path: Path) -> None:
-    shutil.copytree(SEARCH / "cells", tmp_path / "cells")
-    archive = read_sweep(tmp_path)
-    assert len(archive.results) == 12 and archive.missing == 0
-    assert [value for value, _ in archive.sweep.levels["learner.learning_rate"]] == [1e-4, 4e-4, 1.6e-3], "numbers ascend"
-    assert archive.results[0].samples[-1] == pytest.approx(12_800) and archive.results[0].tokens is None
-    frame = curves(tmp_path)
-    assert len(frame) == 1200 and "num_tokens" not in frame and frame["tokens"].isna().all()
-    page = page_of(tmp_path)
-    assert "With one seed a setting no difference of any size can be told from chance" in page
-    assert f"    async-rlhf report {tmp_path}\n" in page and "Base:" not in page
-
-
 def test_a_run_is_reported_with_its_numbers_curves_and_ages(run: RunDir) -> None:
     written = report(run.path, None, [].append)
     assert [path.name for path in written] == ["plot.png", "plot.svg", "report.md", "report.html"]
@@ -198,6 +183,9 @@ def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(smal
         report(RunDir.create(small(name="stepless")).path, None, [].append)
     with pytest.raises(ConfigError, match=r"--html .* does not exist"):
         report(sweep, tmp_path / "no" / "page.html", [].append)
+    (sweep / "sweep.json").unlink()
+    with pytest.raises(ConfigError, match=r"sweep\.json' is missing, which says what was swept"):
+        report(sweep, None, [].append)
     (sweep / "sweep.json").write_text('{"command": 1, "sweep": {}}')
     with pytest.raises(DamagedError, match=r"sweep\.json describes no sweep"):
         report(sweep, None, [].append)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -13,7 +14,7 @@ from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.reward_model.measure import quality
-from async_rlhf.experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split, write_pairs
+from async_rlhf.experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split
 from async_rlhf.experiments.reward_model.train import Training, train
 from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION
 
@@ -28,16 +29,15 @@ def test_pairs_of_the_gold_reward_are_repeatable_and_follow_its_odds() -> None:
 
 
 def test_pairs_survive_their_file_and_a_line_that_is_none_is_named(tmp_path: Path) -> None:
-    pairs = [Pair("p", "a", "b"), Pair("q", "c", "d")]
-    write_pairs(pairs, tmp_path / "pairs.jsonl")
+    pairs, path = [Pair("p", "a", "b"), Pair("q", "c", "d")], tmp_path / "pairs.jsonl"
+    written = "".join(json.dumps(asdict(pair)) + "\n" for pair in pairs)
+    path.write_text(written)
     assert read_pairs(tmp_path / "pairs.jsonl") == pairs
     for line, message in (
         ('{"prompt": "p"}', "line 3: no object with"),
         ('{"prompt":1,"chosen":"","rejected":""}', "must be texts"),
     ):
-        write_pairs(pairs, tmp_path / "pairs.jsonl")
-        with (tmp_path / "pairs.jsonl").open("a") as file:
-            file.write(line + "\n")
+        path.write_text(written + line + "\n")
         with pytest.raises(ConfigError, match=message):
             read_pairs(tmp_path / "pairs.jsonl")
     (tmp_path / "pairs.jsonl").write_text("")

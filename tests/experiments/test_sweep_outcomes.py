@@ -32,7 +32,7 @@ from async_rlhf.experiments.staleness.trade_offs import picture
 from async_rlhf.experiments.statistics import Difference, detectable, holm, paired
 from tests.conftest import REPOSITORY
 
-CELLS = REPOSITORY / "experiments" / "staleness" / "search" / "cells"
+CELLS = REPOSITORY / "experiments" / "staleness" / "rates" / "cells"
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import string
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,11 @@ def test_two_updates_change_the_weights_the_same_way_each_time() -> None:
     reported: list[int] = []
     for _ in range(2):
         model = make_model(tokenizer, config.seed)
-        train(model, tokenizer, ["sun", "moon"], [], config, lambda done, loss: reported.append(done))
+
+        def loss_of(_: int, random: Random, model: Any = model) -> torch.Tensor:
+            return completion_loss(model, tokenizer, demonstrate(["sun", "moon"], [], config.batch, 0.5, random))
+
+        train(model, config, loss_of, lambda done, loss: reported.append(done))
         runs.append(model.state_dict())
     assert reported == [1, 2, 1, 2]
     begun = make_model(tokenizer, config.seed).state_dict()
