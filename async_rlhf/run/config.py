@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -321,27 +321,28 @@ def _name_fields(values: dict[str, Any]) -> None:
                 raise ConfigError(f"{name}: {error}") from error
 
 
+# Settings that are a path, or name a function that may lie in a file.
+_ANCHORED: tuple[tuple[str, str, Callable[[str, Path], str]], ...] = (
+    ("learner", "deepspeed_config", lambda path, base: str(base / path)),
+    ("security", "keys", lambda path, base: str(base / path)),
+    ("loss", "kind", absolute),
+    ("advantage", "kind", absolute),
+    ("environment", "function", absolute),
+)
+
+
 def _anchor(values: dict[str, Any], base: Path) -> None:
     if isinstance(model := values.get("model"), str):
         values["model"] = _model(model, base)
-    learner = values.get("learner")
-    if isinstance(learner, dict) and isinstance(own := learner.get("deepspeed_config"), str) and own != "none":
-        learner["deepspeed_config"] = str(base / own)
-    security = values.get("security")
-    if isinstance(security, dict) and isinstance(keys := security.get("keys"), str) and keys != "none":
-        security["keys"] = str(base / keys)
-    for name in ("data", "evaluation"):
-        section = values.get(name)
-        several = section.get("sources") if isinstance(section, dict) else None
-        for each in (section, *(several if isinstance(several, list) else ())):
-            anchor_source(each, base)
-    for section in ("loss", "advantage"):
+    for section, key, seen_from in _ANCHORED:
         own = values.get(section)
-        if isinstance(own, dict) and isinstance(kind := own.get("kind"), str):
-            own["kind"] = absolute(kind, base)
-    environment = values.get("environment")
-    if isinstance(environment, dict) and isinstance(function := environment.get("function"), str) and function:
-        environment["function"] = absolute(function, base)
+        if isinstance(own, dict) and isinstance(given := own.get(key), str) and given not in ("", "none"):
+            own[key] = seen_from(given, base)
+    for name in ("data", "evaluation"):
+        source = values.get(name)
+        several = source.get("sources") if isinstance(source, dict) else None
+        for each in (source, *(several if isinstance(several, list) else ())):
+            anchor_source(each, base)
     rewards = values.get("rewards")
     if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple | str):
         functions = [functions] if isinstance(functions, str) else functions

@@ -74,7 +74,7 @@ def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run = RunDir.create(small(**SECRETS))
     run.retire()
-    _WandB(run, run.config().tracking)
+    _WandB(run)
     assert KEY not in json.dumps(got["config"]) and got["config"]["hooks"]["url"] == "**********"
 
 

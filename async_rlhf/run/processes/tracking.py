@@ -25,7 +25,6 @@ from async_rlhf.buffers.files import write_whole
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, read_lines, read_small
-from async_rlhf.run.watching import TrackingConfig
 
 _SEND_S = 2.0
 # What a line is about rather than measures.
@@ -56,7 +55,7 @@ class _Sent(BaseModel):
 
 def run_tracker(run: RunDir, config: Config, *, progress: Callable[[], None] = lambda: None) -> None:
     """The process: until the run's roles are no longer at work, and all is sent."""
-    sink = _open(run, config.tracking)
+    sink: Sink = _TensorBoard(run) if config.tracking.kind == "tensorboard" else _WandB(run)
     sent, sender = _read(run), _Sender(run, sink)
     while True:
         last = not run.is_announced()  # looked at before the files are: after it nothing more is written
@@ -117,10 +116,6 @@ def rewind(run: RunDir, step: int) -> None:
     if run.tracked.exists():
         sent = _Sent(step=min(step, _read(run).step), evaluations=len(read_lines(run.evaluations).records))
         write_whole(run.tracked, sent.model_dump_json() + "\n")
-
-
-def _open(run: RunDir, config: TrackingConfig) -> Sink:
-    return _TensorBoard(run) if config.kind == "tensorboard" else _WandB(run)
 
 
 class _TensorBoard:
