@@ -42,10 +42,10 @@ def row(label: str, changes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     found = search(parse(values, SPEC.parent))
     assert found.best is not None
     ratio = found.here_by_bound[0].step.seconds / found.best.step.seconds
-    return [label, _said(found.best), f"{ratio:.1f} times"]
+    return [label, _described(found.best), f"{ratio:.1f} times"]
 
 
-def _said(plan: Plan) -> str:
+def _described(plan: Plan) -> str:
     parts = ", ".join(f"{filled.set.devices} {filled.set.name}" for filled in plan.filled)
     bound, step = plan.candidate.max_staleness, plan.step
     return f"{step.seconds:.3g} s: {parts}; max_staleness {bound:g}; bound by {step.bound_by.name}"

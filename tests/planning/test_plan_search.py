@@ -231,7 +231,7 @@ def test_the_document_shows_what_the_plan_depends_on(number: int) -> None:
 def test_the_document_shows_what_the_command_says_and_all_strategies() -> None:
     said = "\n".join(telling.lines(shipped())).split("\n\n# For train")[0]
     assert said in DOCUMENT
-    assert all(f"| `{each.name}` | {each.source} | {each.says} |" in DOCUMENT for each in STRATEGIES.values())
+    assert all(f"| `{each.name}` | {each.source} | {each.summary} |" in DOCUMENT for each in STRATEGIES.values())
 
 
 @pytest.mark.parametrize("bound", [0, pytest.param(2, marks=REST), 4, pytest.param(8, marks=REST)])

@@ -22,7 +22,7 @@ _AS_FAST = 1.02
 
 @dataclass(frozen=True)
 class Found:
-    """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then says why.
+    """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then has the reason.
     queued_groups: with which it is fastest on virtual time. cheaper: of the same strategy, as fast within 2 % on the fewest
     devices; None where all of them are needed.
 

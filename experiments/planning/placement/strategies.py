@@ -1,7 +1,7 @@
 """Which roles share which devices: the placements of published systems and of this one, as enumerations of candidates.
 
 A candidate divides the cluster into sets of devices. Roles of a set take turns on it; those with a part of their own in it work
-beside each other. What a set takes is for `evaluation` to say.
+beside each other. What a set takes is found by `evaluation`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from async_rlhf.experiments.planning.model.schedules import Schedule, schedule
@@ -104,32 +105,33 @@ Enumeration = Callable[[Ask], Iterable[Candidate]]
 
 @dataclass(frozen=True)
 class Strategy:
-    """source: the system it is from. says: which role goes where, in a line."""
+    """source: the system it is from. summary: which role goes where, in a line."""
 
     name: str
     source: str
-    says: str
+    summary: str
     candidates: Enumeration
 
 
-def _all_on(ask: Ask, roles: Sequence[Role], name: str = "all") -> DeviceSet:
-    return DeviceSet(name, ask.devices, tuple(Seat(role, ask.devices) for role in roles))
-
-
-def _group(name: str, devices: int, roles: Sequence[Role]) -> DeviceSet:
+def _set(name: str, devices: int, roles: Iterable[Role]) -> DeviceSet:
     return DeviceSet(name, devices, tuple(Seat(role, devices) for role in roles))
 
 
 def _flattening(ask: Ask) -> Iterator[Candidate]:
     """Here too: actors and ranks on the same devices, `placement.colocate`."""
-    sets = (_all_on(ask, ask.roles),)
+    sets = (_set("all", ask.devices, ask.roles),)
     yield Candidate("flattening", schedule("synchronous"), sets)
     if "reward" not in ask.roles:
         yield Candidate("flattening", schedule("synchronous"), sets, here=True)
 
 
 def _hybrid_engine(ask: Ask) -> Iterator[Candidate]:
-    yield Candidate("hybrid_engine", schedule("synchronous"), (_all_on(ask, ask.roles),), zero=True)
+    yield Candidate("hybrid_engine", schedule("synchronous"), (_set("all", ask.devices, ask.roles),), zero=True)
+
+
+def _fused_stages(ask: Ask) -> Iterator[Candidate]:
+    if ask.scoring:
+        yield Candidate("fused_stages", schedule("synchronous"), (_set("all", ask.devices, ask.roles),), fused=True)
 
 
 def _interleaving(ask: Ask) -> Iterator[Candidate]:
@@ -174,7 +176,7 @@ def _colocated_sets(ask: Ask) -> Iterator[Candidate]:
             continue  # flattening
         for sizes in ask.splits(len(partition)):
             named = [[role for model in together for role in model] for together in partition]
-            sets = tuple(_group("+".join(each), size, each) for each, size in zip(named, sizes, strict=True))
+            sets = tuple(_set("+".join(each), size, each) for each, size in zip(named, sizes, strict=True))
             yield Candidate("colocated_sets", schedule("synchronous"), sets)
 
 
@@ -195,7 +197,7 @@ def _two_job(ask: Ask) -> Iterator[Candidate]:
     second = [role for role in ask.roles if role not in first]
     if second:
         for sizes in ask.splits(2):
-            sets = (_group("policy", sizes[0], first), _group("critic", sizes[1], second))
+            sets = (_set("policy", sizes[0], first), _set("critic", sizes[1], second))
             yield Candidate("two_job", schedule("synchronous"), sets)
 
 
@@ -209,27 +211,22 @@ def _separation(ask: Ask) -> Iterator[Candidate]:
         sizes = [rest // len(others)] * len(others) if others else []
         if others:
             sizes[0] += rest - sum(sizes)
-        sets = [_group("generate", generate, ["generate"]), _group("train", train, ["train"])]
-        sets += [_group(role, size, [role]) for role, size in zip(others, sizes, strict=True)]
+        sets = [_set("generate", generate, ["generate"]), _set("train", train, ["train"])]
+        sets += [_set(role, size, [role]) for role, size in zip(others, sizes, strict=True)]
         yield Candidate("separation", schedule("disaggregated"), tuple(sets))
-
-
-def _fused_stages(ask: Ask) -> Iterator[Candidate]:
-    if ask.scoring:
-        yield Candidate("fused_stages", schedule("synchronous"), (_all_on(ask, ask.roles),), fused=True)
 
 
 def _makers(ask: Ask) -> Iterator[Candidate]:
     """ColossalChat: experience is made (generation and scoring) on one set, trainers are another."""
     for sizes in ask.splits(2):
-        sets = (_group("makers", sizes[0], ("generate", *ask.scoring)), _group("trainers", sizes[1], ask.learning))
+        sets = (_set("makers", sizes[0], ("generate", *ask.scoring)), _set("trainers", sizes[1], ask.learning))
         yield Candidate("maker_split", schedule("one_step"), sets)
 
 
 def _two_pools(ask: Ask, name: str, bounds: Sequence[float], *, here: bool = False) -> Iterator[Candidate]:
     """Generators, and everything else."""
     for sizes in ask.splits(2):
-        sets = (_group("actors", sizes[0], ["generate"]), _group("learner", sizes[1], (*ask.scoring, *ask.learning)))
+        sets = (_set("actors", sizes[0], ["generate"]), _set("learner", sizes[1], (*ask.scoring, *ask.learning)))
         for bound in bounds:
             yield Candidate(name, schedule(name, bound), sets)
             if here and "reward" not in ask.roles:
@@ -238,52 +235,35 @@ def _two_pools(ask: Ask, name: str, bounds: Sequence[float], *, here: bool = Fal
 
 def _three_pools(ask: Ask, name: str, bounds: Sequence[float]) -> Iterator[Candidate]:
     """Generators, frozen models, learners with what reads the weights that they train."""
-    if not ask.frozen:
-        return
-    for generate, score in product(ask.counts(), repeat=2):
-        if (rest := ask.devices - generate - score) >= 1:
-            for bound in bounds:
-                yield Candidate(name, schedule(name, bound), _with_scorers(ask, generate, score, rest))
+    for generate, score in product(ask.counts(), repeat=2) if ask.frozen else ():
+        if (learner := ask.devices - generate - score) >= 1:
+            sets = _with_scorers(ask, generate, score, learner)
+            yield from (Candidate(name, schedule(name, bound), sets) for bound in bounds)
 
 
-def _three_pools_here(ask: Ask, bounds: Sequence[float]) -> Iterator[Candidate]:
+def _three_pools_here(ask: Ask) -> Iterator[Candidate]:
     """A scorer has one device on each host of actors; engines of several devices may leave some of a host unused."""
-    if not ask.frozen:
-        return
-    for learner in ask.counts():
+    for learner in ask.counts() if ask.frozen else ():
         hosts = math.ceil((ask.devices - learner) / ask.node)
         free = ask.devices - learner - hosts
         for generate in sorted({free // tensor * tensor for tensor in (1, 2, 4, 8)} - {0}):
-            for bound in bounds:
-                sets = _with_scorers(ask, generate, hosts, learner)
-                yield Candidate("bounded", schedule("bounded", bound), sets, here=True)
+            sets = _with_scorers(ask, generate, hosts, learner)
+            yield from (Candidate("bounded", schedule("bounded", bound), sets, here=True) for bound in ask.bounds)
 
 
 def _with_scorers(ask: Ask, generate: int, score: int, learner: int) -> tuple[DeviceSet, ...]:
     values = [role for role in ask.scoring if role == "values"]
     return (
-        _group("actors", generate, ["generate"]),
-        _group("scorers", score, ask.frozen),
-        _group("learner", learner, (*values, *ask.learning)),
+        _set("actors", generate, ["generate"]),
+        _set("scorers", score, ask.frozen),
+        _set("learner", learner, (*values, *ask.learning)),
     )
-
-
-def _one_step(ask: Ask) -> Iterator[Candidate]:
-    yield from _two_pools(ask, "one_step", [1])
-
-
-def _inter_batch(ask: Ask) -> Iterator[Candidate]:
-    yield from _three_pools(ask, "inter_batch", [1])
 
 
 def _bounded(ask: Ask) -> Iterator[Candidate]:
     yield from _two_pools(ask, "bounded", ask.bounds, here=True)
     yield from _three_pools(ask, "bounded", ask.bounds)
-    yield from _three_pools_here(ask, ask.bounds)
-
-
-def _fully_async(ask: Ask) -> Iterator[Candidate]:
-    yield from _two_pools(ask, "fully_async", [math.inf])
+    yield from _three_pools_here(ask)
 
 
 STRATEGIES: Mapping[str, Strategy] = {
@@ -300,14 +280,24 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy("colocated_sets", "HybridFlow", "models divided into sets in every way", _colocated_sets),
         Strategy("fused_stages", "RLHFuse", "as flattening; stages fill each other's gaps", _fused_stages),
         Strategy("maker_split", "ColossalChat", "makers of experience, and trainers, a step apart", _makers),
-        Strategy("inter_batch", "Pipe-RLHF", "three pools, a step apart, batch by batch", _inter_batch),
-        Strategy("one_step", "Noukhovitch et al.; verl one-step-off", "two pools, a step apart", _one_step),
         Strategy(
-            "bounded",
-            "async-rlhf",
-            "actors never stop; at most max_staleness steps old",
-            _bounded,
+            "inter_batch",
+            "Pipe-RLHF",
+            "three pools, a step apart, batch by batch",
+            partial(_three_pools, name="inter_batch", bounds=(1,)),
         ),
-        Strategy("fully_async", "AReaL; verl fully async; LlamaRL", "as bounded, without a bound", _fully_async),
+        Strategy(
+            "one_step",
+            "Noukhovitch et al.; verl one-step-off",
+            "two pools, a step apart",
+            partial(_two_pools, name="one_step", bounds=(1,)),
+        ),
+        Strategy("bounded", "async-rlhf", "actors never stop; at most max_staleness steps old", _bounded),
+        Strategy(
+            "fully_async",
+            "AReaL; verl fully async; LlamaRL",
+            "as bounded, without a bound",
+            partial(_two_pools, name="fully_async", bounds=(math.inf,)),
+        ),
     )
 }
