@@ -90,15 +90,12 @@ def test_exact_rows_are_equal_to_the_last_digit() -> None:
     assert all(figure.predicted == figure.published for figure in exact if figure.group != "makespan found")
 
 
-def test_a_row_alone_is_written_as_json_and_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = ["--output", str(tmp_path / "v16.json"), "--picture", str(tmp_path / "v16.png")]
-    done = CliRunner().invoke(app, ["validate", "--only", "V16", *files])
+def test_a_row_alone_is_written_as_json(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["validate", "--only", "V16", "--output", str(tmp_path / "v16.json")])
     assert done.exit_code == 0, done.output
     (written,) = json.loads((tmp_path / "v16.json").read_text())
     assert written["verdict"] == "holds" and written["figures"][1]["published"] == 190.4
     assert "| V16 |" in done.output and "| V15 |" not in done.output
-    assert (tmp_path / "v16.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_unknown_row_is_refused_with_the_nearest() -> None:
