@@ -24,7 +24,7 @@ from async_rlhf.experiments.planning.placement.roles import Roles
 from async_rlhf.experiments.planning.placement.search import Found, search
 from async_rlhf.experiments.planning.placement.settings import as_toml, settings_of
 from async_rlhf.experiments.planning.placement.spec import read
-from async_rlhf.experiments.planning.placement.strategies import STRATEGIES, Ask
+from async_rlhf.experiments.planning.placement.strategies import STRATEGIES, Problem
 from async_rlhf.experiments.planning.simulation.workload import ActorJoined, ActorLost
 from async_rlhf.run.config import load
 from tests.conftest import REPOSITORY, toml
@@ -193,9 +193,9 @@ def test_a_static_batch_is_as_long_as_its_longest_row_on_any_number_of_devices()
 
 
 def test_splits_of_the_cluster_use_all_of_it() -> None:
-    ask = Ask(("generate", "train", "reference"), 24, 8, (0, 1))
-    assert all(sum(split) == 24 for parts in (1, 2, 3) for split in ask.splits(parts))
-    assert (8, 16) in list(ask.splits(2)) and (1, 23) in list(ask.splits(2))
+    problem = Problem(("generate", "train", "reference"), 24, 8, (0, 1))
+    assert all(sum(split) == 24 for parts in (1, 2, 3) for split in problem.splits(parts))
+    assert (8, 16) in list(problem.splits(2)) and (1, 23) in list(problem.splits(2))
 
 
 def test_text_and_json_say_the_plan_what_bounds_it_and_why_others_lose() -> None:

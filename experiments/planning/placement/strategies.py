@@ -59,7 +59,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Problem:
     """roles: those that the spec has. node: devices of a node. bounds: of staleness that may be used."""
 
     roles: tuple[Role, ...]
@@ -100,7 +100,7 @@ class Ask:
                 yield (*head, rest)
 
 
-Enumeration = Callable[[Ask], Iterable[Candidate]]
+Enumeration = Callable[[Problem], Iterable[Candidate]]
 
 
 @dataclass(frozen=True)
@@ -117,64 +117,64 @@ def _set(name: str, devices: int, roles: Iterable[Role]) -> DeviceSet:
     return DeviceSet(name, devices, tuple(Seat(role, devices) for role in roles))
 
 
-def _flattening(ask: Ask) -> Iterator[Candidate]:
+def _flattening(problem: Problem) -> Iterator[Candidate]:
     """Here too: actors and ranks on the same devices, `placement.colocate`."""
-    sets = (_set("all", ask.devices, ask.roles),)
+    sets = (_set("all", problem.devices, problem.roles),)
     yield Candidate("flattening", schedule("synchronous"), sets)
-    if "reward" not in ask.roles:
+    if "reward" not in problem.roles:
         yield Candidate("flattening", schedule("synchronous"), sets, here=True)
 
 
-def _hybrid_engine(ask: Ask) -> Iterator[Candidate]:
-    yield Candidate("hybrid_engine", schedule("synchronous"), (_set("all", ask.devices, ask.roles),), zero=True)
+def _hybrid_engine(problem: Problem) -> Iterator[Candidate]:
+    yield Candidate("hybrid_engine", schedule("synchronous"), (_set("all", problem.devices, problem.roles),), zero=True)
 
 
-def _fused_stages(ask: Ask) -> Iterator[Candidate]:
-    if ask.scoring:
-        yield Candidate("fused_stages", schedule("synchronous"), (_set("all", ask.devices, ask.roles),), fused=True)
+def _fused_stages(problem: Problem) -> Iterator[Candidate]:
+    if problem.scoring:
+        yield Candidate("fused_stages", schedule("synchronous"), (_set("all", problem.devices, problem.roles),), fused=True)
 
 
-def _interleaving(ask: Ask) -> Iterator[Candidate]:
+def _interleaving(problem: Problem) -> Iterator[Candidate]:
     """Reference on one half, reward model on the other."""
-    if len(ask.frozen) < 2 or ask.devices < 2:
+    if len(problem.frozen) < 2 or problem.devices < 2:
         return
-    half = ask.devices // 2
-    beside = [Seat(role, half, part) for part, role in enumerate(ask.frozen)]
-    rest = [Seat(role, ask.devices) for role in ask.roles if role not in ask.frozen]
-    yield Candidate("interleaving", schedule("synchronous"), (DeviceSet("all", ask.devices, (*rest, *beside)),))
+    half = problem.devices // 2
+    beside = [Seat(role, half, part) for part, role in enumerate(problem.frozen)]
+    rest = [Seat(role, problem.devices) for role in problem.roles if role not in problem.frozen]
+    yield Candidate("interleaving", schedule("synchronous"), (DeviceSet("all", problem.devices, (*rest, *beside)),))
 
 
-def _per_call(ask: Ask) -> Iterator[Candidate]:
+def _per_call(problem: Problem) -> Iterator[Candidate]:
     """Scoring calls, and trainings, one after the other on all devices or beside each other on parts of them."""
-    if len(ask.roles) < 3 or ask.devices < 2:
+    if len(problem.roles) < 3 or problem.devices < 2:
         return
-    for scores, trains in product(_sides(ask, ask.scoring), _sides(ask, ask.learning)):
-        seats = (Seat("generate", ask.devices), *scores, *trains)
-        yield Candidate("per_call_meshes", schedule("synchronous"), (DeviceSet("all", ask.devices, seats),))
+    for scores, trains in product(_sides(problem, problem.scoring), _sides(problem, problem.learning)):
+        seats = (Seat("generate", problem.devices), *scores, *trains)
+        yield Candidate("per_call_meshes", schedule("synchronous"), (DeviceSet("all", problem.devices, seats),))
 
 
-def _sides(ask: Ask, roles: Sequence[Role]) -> Iterator[tuple[Seat, ...]]:
-    yield tuple(Seat(role, ask.devices) for role in roles)
+def _sides(problem: Problem, roles: Sequence[Role]) -> Iterator[tuple[Seat, ...]]:
+    yield tuple(Seat(role, problem.devices) for role in roles)
     if len(roles) == 2:
         for share in (4, 2):
-            small = ask.devices // share
+            small = problem.devices // share
             if small:
-                yield Seat(roles[0], small, 0), Seat(roles[1], ask.devices - small, 1)
-                yield Seat(roles[0], ask.devices - small, 0), Seat(roles[1], small, 1)
-    elif len(roles) == 3 and ask.devices >= 4:
-        half, quarter = ask.devices // 2, ask.devices // 4
+                yield Seat(roles[0], small, 0), Seat(roles[1], problem.devices - small, 1)
+                yield Seat(roles[0], problem.devices - small, 0), Seat(roles[1], small, 1)
+    elif len(roles) == 3 and problem.devices >= 4:
+        half, quarter = problem.devices // 2, problem.devices // 4
         for large in range(3):
             yield tuple(Seat(role, half if n == large else quarter, n) for n, role in enumerate(roles))
 
 
-def _colocated_sets(ask: Ask) -> Iterator[Candidate]:
+def _colocated_sets(problem: Problem) -> Iterator[Candidate]:
     """HybridFlow: the models divided into sets in every way, the devices among the sets."""
     models: tuple[tuple[Role, ...], ...] = (("generate", "train"), ("values", "train_critic"), ("reference",), ("reward",))
-    there = [roles for model in models if (roles := tuple(role for role in ask.roles if role in model))]
+    there = [roles for model in models if (roles := tuple(role for role in problem.roles if role in model))]
     for partition in _partitions(there):
         if len(partition) == 1:
             continue  # flattening
-        for sizes in ask.splits(len(partition)):
+        for sizes in problem.splits(len(partition)):
             named = [[role for model in together for role in model] for together in partition]
             sets = tuple(_set("+".join(each), size, each) for each, size in zip(named, sizes, strict=True))
             yield Candidate("colocated_sets", schedule("synchronous"), sets)
@@ -191,21 +191,21 @@ def _partitions(models: Sequence[tuple[Role, ...]]) -> Iterator[list[list[tuple[
         yield [[first], *partition]
 
 
-def _two_job(ask: Ask) -> Iterator[Candidate]:
+def _two_job(problem: Problem) -> Iterator[Candidate]:
     """NeMo-Aligner: policy and reference in one job, critic and reward model in another."""
-    first = [role for role in ask.roles if role in ("generate", "train", "reference")]
-    second = [role for role in ask.roles if role not in first]
+    first = [role for role in problem.roles if role in ("generate", "train", "reference")]
+    second = [role for role in problem.roles if role not in first]
     if second:
-        for sizes in ask.splits(2):
+        for sizes in problem.splits(2):
             sets = (_set("policy", sizes[0], first), _set("critic", sizes[1], second))
             yield Candidate("two_job", schedule("synchronous"), sets)
 
 
-def _separation(ask: Ask) -> Iterator[Candidate]:
+def _separation(problem: Problem) -> Iterator[Candidate]:
     """Each role on devices of its own; those that score, and the critic's, share evenly what generation and training leave."""
-    others = [role for role in ask.roles if role not in ("generate", "train")]
-    for generate, train in product(ask.counts(), repeat=2):
-        rest = ask.devices - generate - train
+    others = [role for role in problem.roles if role not in ("generate", "train")]
+    for generate, train in product(problem.counts(), repeat=2):
+        rest = problem.devices - generate - train
         if rest < len(others) or (not others and rest):
             continue
         sizes = [rest // len(others)] * len(others) if others else []
@@ -216,54 +216,54 @@ def _separation(ask: Ask) -> Iterator[Candidate]:
         yield Candidate("separation", schedule("disaggregated"), tuple(sets))
 
 
-def _makers(ask: Ask) -> Iterator[Candidate]:
+def _makers(problem: Problem) -> Iterator[Candidate]:
     """ColossalChat: experience is made (generation and scoring) on one set, trainers are another."""
-    for sizes in ask.splits(2):
-        sets = (_set("makers", sizes[0], ("generate", *ask.scoring)), _set("trainers", sizes[1], ask.learning))
+    for sizes in problem.splits(2):
+        sets = (_set("makers", sizes[0], ("generate", *problem.scoring)), _set("trainers", sizes[1], problem.learning))
         yield Candidate("maker_split", schedule("one_step"), sets)
 
 
-def _two_pools(ask: Ask, name: str, bounds: Sequence[float], *, here: bool = False) -> Iterator[Candidate]:
+def _two_pools(problem: Problem, name: str, bounds: Sequence[float], *, here: bool = False) -> Iterator[Candidate]:
     """Generators, and everything else."""
-    for sizes in ask.splits(2):
-        sets = (_set("actors", sizes[0], ["generate"]), _set("learner", sizes[1], (*ask.scoring, *ask.learning)))
+    for sizes in problem.splits(2):
+        sets = (_set("actors", sizes[0], ["generate"]), _set("learner", sizes[1], (*problem.scoring, *problem.learning)))
         for bound in bounds:
             yield Candidate(name, schedule(name, bound), sets)
-            if here and "reward" not in ask.roles:
+            if here and "reward" not in problem.roles:
                 yield Candidate(name, schedule(name, bound), sets, here=True)
 
 
-def _three_pools(ask: Ask, name: str, bounds: Sequence[float]) -> Iterator[Candidate]:
+def _three_pools(problem: Problem, name: str, bounds: Sequence[float]) -> Iterator[Candidate]:
     """Generators, frozen models, learners with what reads the weights that they train."""
-    for generate, score in product(ask.counts(), repeat=2) if ask.frozen else ():
-        if (learner := ask.devices - generate - score) >= 1:
-            sets = _with_scorers(ask, generate, score, learner)
+    for generate, score in product(problem.counts(), repeat=2) if problem.frozen else ():
+        if (learner := problem.devices - generate - score) >= 1:
+            sets = _with_scorers(problem, generate, score, learner)
             yield from (Candidate(name, schedule(name, bound), sets) for bound in bounds)
 
 
-def _three_pools_here(ask: Ask) -> Iterator[Candidate]:
+def _three_pools_here(problem: Problem) -> Iterator[Candidate]:
     """A scorer has one device on each host of actors; engines of several devices may leave some of a host unused."""
-    for learner in ask.counts() if ask.frozen else ():
-        hosts = math.ceil((ask.devices - learner) / ask.node)
-        free = ask.devices - learner - hosts
+    for learner in problem.counts() if problem.frozen else ():
+        hosts = math.ceil((problem.devices - learner) / problem.node)
+        free = problem.devices - learner - hosts
         for generate in sorted({free // tensor * tensor for tensor in (1, 2, 4, 8)} - {0}):
-            sets = _with_scorers(ask, generate, hosts, learner)
-            yield from (Candidate("bounded", schedule("bounded", bound), sets, here=True) for bound in ask.bounds)
+            sets = _with_scorers(problem, generate, hosts, learner)
+            yield from (Candidate("bounded", schedule("bounded", bound), sets, here=True) for bound in problem.bounds)
 
 
-def _with_scorers(ask: Ask, generate: int, score: int, learner: int) -> tuple[DeviceSet, ...]:
-    values = [role for role in ask.scoring if role == "values"]
+def _with_scorers(problem: Problem, generate: int, score: int, learner: int) -> tuple[DeviceSet, ...]:
+    values = [role for role in problem.scoring if role == "values"]
     return (
         _set("actors", generate, ["generate"]),
-        _set("scorers", score, ask.frozen),
-        _set("learner", learner, (*values, *ask.learning)),
+        _set("scorers", score, problem.frozen),
+        _set("learner", learner, (*values, *problem.learning)),
     )
 
 
-def _bounded(ask: Ask) -> Iterator[Candidate]:
-    yield from _two_pools(ask, "bounded", ask.bounds, here=True)
-    yield from _three_pools(ask, "bounded", ask.bounds)
-    yield from _three_pools_here(ask)
+def _bounded(problem: Problem) -> Iterator[Candidate]:
+    yield from _two_pools(problem, "bounded", problem.bounds, here=True)
+    yield from _three_pools(problem, "bounded", problem.bounds)
+    yield from _three_pools_here(problem)
 
 
 STRATEGIES: Mapping[str, Strategy] = {
