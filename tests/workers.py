@@ -18,7 +18,7 @@ _TOGETHER = (
     "tests/experiments/test_sweep_on_ray.py",
     "tests/learner/test_ranks.py",
     "tests/buffers/hub/test_refusals.py",
-    "tests/plan/test_plan_search.py",
+    "tests/planning/test_plan_search.py",
     "tests/simulation/test_simulation.py::test_the_schedules",
 )
 _LONG = ("tests/async_rlhf/", "tests/experiments/", "tests/learner/test_ranks.py", "tests/simulation/", "tests/fuzz/")

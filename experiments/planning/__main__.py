@@ -13,7 +13,6 @@ import typer
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments import page
 from async_rlhf.experiments.planning.validation import measured, table
-from async_rlhf.experiments.planning.validation import picture as drawing
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 RESULTS = Path(__file__).with_name("validation") / "README.md"
@@ -27,7 +26,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 def validate(
     only: Annotated[list[str] | None, typer.Option(help="Rows, V1 to V17; else all.")] = None,
     output: Annotated[Path | None, typer.Option(help="All figures as JSON.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Published against predicted, as PNG.")] = None,
     write: Write = False,
 ) -> None:
     """Published figures of other systems beside what the model predicts, with a verdict for each row."""
@@ -39,8 +37,6 @@ def validate(
         raise typer.BadParameter(str(error)) from None
     if output is not None:
         output.write_text(json.dumps([table.as_data(row) for row in rows], indent=1) + "\n")
-    if picture is not None:
-        drawing.write(picture, rows)
     _show(table.tables(rows), write=write)
 
 
@@ -50,15 +46,6 @@ def predict(write: Write = False) -> None:
     with _errors():
         found = measured.predict()
         _show(measured.tables(found.samples_per_s, found.refitted.factors), write=write)
-
-
-@app.command()
-def sensitivity(write: Write = False) -> None:
-    """The shipped plan with one of its assumptions changed at a time."""
-    from async_rlhf.experiments.planning.sensitivity import part
-
-    with _errors():
-        _show(part(), write=write)
 
 
 def _show(parts: Mapping[str, str], *, write: bool) -> None:

@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments import page
 from async_rlhf.experiments.planning.__main__ import DOCUMENT, RESULTS, app
 from async_rlhf.experiments.planning.model.devices import device
-from async_rlhf.experiments.planning.model.generation import generate
+from async_rlhf.experiments.planning.model.generation import generation_ends_s
 from async_rlhf.experiments.planning.model.model_costs import read
 from async_rlhf.experiments.planning.model.stages import Place, decode_step_s, prefill_s
 from async_rlhf.experiments.planning.validation import calls, measured, table
@@ -69,14 +69,6 @@ def test_the_twelve_configurations_are_predicted_as_the_kept_files_say_and_half_
     assert [cell.use for cell in CELLS].count("fit") == 6 == len(CELLS) - 6
 
 
-def test_predictions_are_judged_by_pairs_that_the_spread_tells_apart() -> None:
-    runs = zip(CELLS, (10, 11, 20), strict=False)
-    slow, like, fast = (measured.Speed(cell, speed, speed - 1, speed + 1) for cell, speed in runs)
-    predicted = dict(zip((each.name for each in CELLS), (11.0, 9.9, 10.0), strict=False))
-    assert measured.ordered([fast, slow, like], predicted) == (1, 2), "the first two overlap; the third is above one of them"
-    assert slow.spread == pytest.approx(0.2)
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.rest) if name in LONG else name for name in NAMES])
 def test_a_row_holds_or_says_why_not_and_predicts_within_its_assumptions_also_what_gave_no_constant(name: str) -> None:
     row = made(name)
@@ -98,15 +90,12 @@ def test_exact_rows_are_equal_to_the_last_digit() -> None:
     assert all(figure.predicted == figure.published for figure in exact if figure.group != "makespan found")
 
 
-def test_a_row_alone_is_written_as_json_and_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = ["--output", str(tmp_path / "v16.json"), "--picture", str(tmp_path / "v16.png")]
-    done = CliRunner().invoke(app, ["validate", "--only", "V16", *files])
+def test_a_row_alone_is_written_as_json(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["validate", "--only", "V16", "--output", str(tmp_path / "v16.json")])
     assert done.exit_code == 0, done.output
     (written,) = json.loads((tmp_path / "v16.json").read_text())
     assert written["verdict"] == "holds" and written["figures"][1]["published"] == 190.4
     assert "| V16 |" in done.output and "| V15 |" not in done.output
-    assert (tmp_path / "v16.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_unknown_row_is_refused_with_the_nearest() -> None:
@@ -151,7 +140,7 @@ def test_constants_are_found_where_they_lie_and_stay_within_their_bounds() -> No
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 12))
 def test_rows_of_one_length_take_what_following_each_of_them_gives(count: int, length: int, slots: int) -> None:
     place = Place(model=read(LLAMA_1B), device=device("H100"))
-    followed = generate(
+    followed = generation_ends_s(
         [length] * count,
         prompt_tokens=16,
         slots=slots,
@@ -160,7 +149,7 @@ def test_rows_of_one_length_take_what_following_each_of_them_gives(count: int, l
         step_s=lambda alive, context: decode_step_s(place, alive, context),
         prefill_s=lambda alive: prefill_s(place, alive, 16),
     )
-    assert calls.generation_s(place, [length] * count, 16, slots=slots) == pytest.approx(followed.total_s)
+    assert calls.generation_s(place, [length] * count, 16, slots=slots) == pytest.approx(max(followed))
 
 
 def window(completions: list[int], **changes: Any) -> float:

@@ -17,7 +17,7 @@ from async_rlhf.experiments.planning.model.calibration import Calibration
 from async_rlhf.experiments.planning.model.costs import Costs
 from async_rlhf.experiments.planning.model.devices import Device
 
-_LONGEST = 2048  # tokens, of a model that says no limit
+_LONGEST = 2048  # tokens, of a model without a stated limit
 _SHARES = {"peaks": 0.03, "generation": 0.5, "training": 0.3, "publication": 0.1}
 """Of the time that measuring may take, without what loading the model takes; each of the three peaks has its share."""
 
@@ -43,8 +43,8 @@ def measure(
     report(f"{platform.node() or 'this machine'}: {device}, {dtype}, {threads} threads; model {model.name}")
     peaks = measure_peaks(config, _SHARES["peaks"] * seconds)
     report(f"matrix product {peaks.flops / 1e9:,.1f} GFLOP/s, memory {peaks.memory_bytes_per_s / 1e9:.1f} GB/s")
-    link = measure_loopback()
-    report(f"loopback {link.latency_s * 1e6:.0f} us, {link.bytes_per_s / 1e9:.1f} GB/s")
+    latency_s, bytes_per_s = measure_loopback()
+    report(f"loopback {latency_s * 1e6:.0f} us, {bytes_per_s / 1e9:.1f} GB/s")
     decoding, prefill = measure_generation(
         engine,
         vocabulary,
@@ -73,10 +73,10 @@ def measure(
             peak_flops=peaks.flops,
             memory_bytes=peaks.memory_bytes,
             memory_bytes_per_s=peaks.memory_bytes_per_s,
-            link_bytes_per_s=link.bytes_per_s,
-            link_latency_s=link.latency_s,
-            network_bytes_per_s=link.bytes_per_s,
-            network_latency_s=link.latency_s,
+            link_bytes_per_s=bytes_per_s,
+            link_latency_s=latency_s,
+            network_bytes_per_s=bytes_per_s,
+            network_latency_s=latency_s,
             host_bytes_per_s=peaks.host_bytes_per_s,
             is_cpu=device == "cpu",
         ),

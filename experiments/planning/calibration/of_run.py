@@ -26,7 +26,7 @@ from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.stages import GENERATION, StageTime, read_spans, unpack
 from async_rlhf.experiments.planning.model.costs import Costs, Fit, Terms, fit
 from async_rlhf.experiments.planning.simulation.refitting import Observed
-from async_rlhf.experiments.planning.simulation.workload import Pool, Workload
+from async_rlhf.experiments.planning.simulation.workload import Workload
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
@@ -115,58 +115,30 @@ def _completions(group: Group) -> Iterator[_Made]:
             yield _Made(group.actor, group.number, rollout.num_tokens, len(group.prompt_ids), stages[GENERATION], judged)
 
 
-def workload_of(
-    config: Config,
-    *,
-    lengths: Sequence[int],
-    prompt_tokens: int,
-    reward_s: Sequence[float],
-    reward_cores: bool = True,
-    judges: int | None = None,
-    actors: int | None = None,
-    pools: tuple[Pool, ...] = (),
-) -> Workload:
-    """What a run of this configuration does. Only its data and rewards know the tokens of completions and of a prompt, and the
-    seconds of scoring. reward_cores, pools: as of `Workload`. judges: `scoring.workers` where it is left out; actors: needed
-    where the configuration says "fill"."""
+def _workload(config: Config, made: Sequence[_Made], steady: Sequence[Mapping[str, Any]], prompt: int) -> Workload:
+    """As it was: asynchronous rewards are judged by as many at once as were seen at once."""
+    kept = made[:: max(1, len(made) // _MOST)]
     bound, scoring = config.bound(config.data.size), config.scoring
-    if actors is None and not isinstance(config.actors.count, int):
-        raise ConfigError(f"actors.count = {config.actors.count!r}: how many that are, only a run can tell; set a number")
+    actors = config.actors.count if isinstance(config.actors.count, int) else round(steady[-1]["actors"])
+    servers = 1 if scoring.placement == "process" else actors
+    seen = _peak([time for each in made for time in each.judged])
     return Workload(
         groups_per_batch=bound.groups_per_batch,
         group_size=config.generation.group_size,
-        lengths=lengths,
-        prompt_tokens=prompt_tokens,
+        lengths=[each.tokens for each in kept] or [max(1, round(record["completions/mean_length"])) for record in steady],
+        prompt_tokens=prompt,
         max_staleness=bound.max_staleness,
         exact=bound.exact,
         window=bound.window,
         publish_every=bound.publish_every,
         updates_per_step=config.learner.updates_per_step * config.learner.epochs,
-        actors=actors or int(config.actors.count),
+        actors=actors,
         slots=config.engine.slots,
         queued_groups=config.actors.queued_groups,
-        reward_s=reward_s,
-        reward_cores=reward_cores,
-        judges=scoring.workers if judges is None else judges,
+        reward_s=[sum(time.seconds for time in each.judged) for each in kept] or [0.0],
+        judges=max(scoring.workers, -(-seen // servers)),
         shared_judges=scoring.placement == "process",
         on_update=config.generation.on_update,
-        pools=pools,
-    )
-
-
-def _workload(config: Config, made: Sequence[_Made], steady: Sequence[Mapping[str, Any]], prompt: int) -> Workload:
-    """As it was: asynchronous rewards are judged by as many at once as were seen at once."""
-    kept = made[:: max(1, len(made) // _MOST)]
-    actors = config.actors.count if isinstance(config.actors.count, int) else round(steady[-1]["actors"])
-    servers = 1 if config.scoring.placement == "process" else actors
-    seen = _peak([time for each in made for time in each.judged])
-    return workload_of(
-        config,
-        lengths=[each.tokens for each in kept] or [max(1, round(record["completions/mean_length"])) for record in steady],
-        prompt_tokens=prompt,
-        reward_s=[sum(time.seconds for time in each.judged) for each in kept] or [0.0],
-        judges=max(config.scoring.workers, -(-seen // servers)),
-        actors=actors,
     )
 
 

@@ -26,7 +26,7 @@ _STEPS = 60
 
 @dataclass(frozen=True)
 class WhatIf:
-    """costs: refitted. by_bound: the run with `max_staleness` as the key says; its own bound is among them."""
+    """costs: refitted. by_bound: the run with the key as `max_staleness`; its own bound is among them."""
 
     measured: RunCosts
     costs: Costs

@@ -1,7 +1,7 @@
 """The file that `async-rlhf try machine` writes: what this machine reaches, and what the stages of one model cost on it.
 
-`device` serves the rooflines of `stages` for any model, `costs` the simulation of a run of the measured one. `fits` say how far
-the constants are from the measured points.
+`device` serves the rooflines of `stages` for any model, `costs` the simulation of a run of the measured one. `fits` give how
+far the constants are from the measured points.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from async_rlhf.experiments.planning.model.costs import Costs, Fit
 from async_rlhf.experiments.planning.model.devices import Device
 
 FORMAT = Format("a calibration", 1)
-THIS_MACHINE = "this machine"
-"""The name of its device, beside those of the catalogue."""
 
 
 class Calibration(BaseModel):
@@ -38,10 +36,6 @@ class Calibration(BaseModel):
     device: Device
     costs: Costs
     fits: Mapping[str, Fit]
-
-    def catalogue(self, known: Mapping[str, Device]) -> dict[str, Device]:
-        """`known` devices with this one."""
-        return {**known, THIS_MACHINE: self.device}
 
 
 def save(calibration: Calibration, path: Path) -> None:

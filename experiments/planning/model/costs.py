@@ -22,27 +22,24 @@ Terms = tuple[float, float, float]
 
 
 class StageCosts(Protocol):
-    """Seconds of each stage, were its role alone on its cores or devices."""
+    """Seconds of each stage, were its role alone on its cores or devices.
+
+    completion_s: of an actor's thread, for each completion that ends (its text, its scores, its record). copy_s: for which the
+    learner stands still to begin a publication. travel_s: from then until the hub has the weights whole; training goes on
+    meanwhile. adopt_s: for which an actor's decoding stands still.
+    """
 
     @property
-    def completion_s(self) -> float:
-        """Of an actor's thread, for each completion that ends: its text, its scores, its record."""
-        ...
+    def completion_s(self) -> float: ...
 
     @property
-    def copy_s(self) -> float:
-        """For which the learner stands still to begin a publication."""
-        ...
+    def copy_s(self) -> float: ...
 
     @property
-    def travel_s(self) -> float:
-        """From then until the hub has the weights whole; training goes on meanwhile."""
-        ...
+    def travel_s(self) -> float: ...
 
     @property
-    def adopt_s(self) -> float:
-        """For which an actor's decoding stands still."""
-        ...
+    def adopt_s(self) -> float: ...
 
     def decode_s(self, rows: int, context: float) -> float:
         """A decode step of `rows` rows with a mean of `context` tokens; linear in the context."""
@@ -56,7 +53,7 @@ class StageCosts(Protocol):
 
 
 class Costs(BaseModel):
-    """`StageCosts` by constants; the module says what each is multiplied by. Seconds, 0 or more."""
+    """`StageCosts` by constants; the module docstring has what each is multiplied by. Seconds, 0 or more."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

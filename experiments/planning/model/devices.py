@@ -12,7 +12,7 @@ from async_rlhf.buffers.errors import ConfigError, did_you_mean
 
 
 class Device(BaseModel):
-    """One accelerator and its links, each in one direction. Peaks: what is reached of them, the models of stages are told."""
+    """One accelerator and its links, each in one direction. Peaks: which share of them is reached is given beside it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

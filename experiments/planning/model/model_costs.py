@@ -18,7 +18,8 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """In what the families differ. head_dim 0: hidden size by heads. Biases name the key of the configuration, or say it."""
+    """In what the families differ. head_dim 0: hidden size by heads. Biases: the key of the configuration, or whether there are
+    any."""
 
     head_dim: int = 0
     tied: bool = False
@@ -153,10 +154,6 @@ class ModelCosts:
         each = rows * tokens * self.hidden * self.layers
         return 2.0 * each if recompute == "full" else 34.0 * each / tensor_parallel
 
-    def logit_bytes(self, rows: int, tokens: int, *, bytes_per_logit: int = 4) -> int:
-        """b·s·V: often the peak of a training step. 4: in float32, as a loss takes them."""
-        return rows * tokens * self.vocabulary * bytes_per_logit
-
 
 def read(config: Mapping[str, object]) -> ModelCosts:
     """From the content of a `config.json`. Raises ConfigError for unknown families, and for keys that are missing or wrong."""
@@ -187,15 +184,15 @@ def read(config: Mapping[str, object]) -> ModelCosts:
         experts=experts,
         active_experts=active,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        qkv_bias=_said(config, family.qkv_bias),
-        output_bias=_said(config, family.output_bias),
-        mlp_bias=_said(config, family.mlp_bias),
+        qkv_bias=_has_bias(config, family.qkv_bias),
+        output_bias=_has_bias(config, family.output_bias),
+        mlp_bias=_has_bias(config, family.mlp_bias),
         query_key_norms=family.query_key_norms,
         norms=family.norms,
     )
 
 
-def _said(config: Mapping[str, object], bias: bool | str) -> bool:
+def _has_bias(config: Mapping[str, object], bias: bool | str) -> bool:
     return bool(config.get(bias, False)) if isinstance(bias, str) else bias
 
 

@@ -1,6 +1,6 @@
 """In which order the stages of steps may overlap, as data, and the time of a step that follows.
 
-A step generates a batch, scores it, trains on it, publishes weights, and generators adopt them. A schedule says which stages
+A step generates a batch, scores it, trains on it, publishes weights, and generators adopt them. A schedule names which stages
 share devices (a lane: one stage at a time) and how many batches generation may be ahead. Both are circuits of a timed event
 graph, so the time of a step in the long run is the largest ratio of a circuit's delay to its tokens (Baccelli, Cohen, Olsder
 and Quadrat, Synchronization and Linearity, 1992, theorem 2.28):
@@ -51,7 +51,6 @@ class Schedule:
     max_staleness: float
     continuous: bool = False
     scores_early: bool = False
-    source: str = ""
 
     def __post_init__(self) -> None:
         stages = [stage for lane in self.lanes for stage in lane]
@@ -60,31 +59,18 @@ class Schedule:
         if not (self.max_staleness >= 0 and (math.isinf(self.max_staleness) or self.max_staleness % 1 == 0)):
             raise ConfigError(f"max_staleness = {self.max_staleness} of schedule {self.name!r}: whole steps, 0 or more, or inf")
 
-    @property
-    def is_colocated(self) -> bool:
-        """Generation and training take turns on the same devices."""
-        return any({"generate", "train"} <= set(lane) for lane in self.lanes)
 
-
-_TOGETHER: tuple[tuple[Stage, ...], ...] = (("generate", "score", "train", "publish", "adopt", "switch"),)
 _APART: tuple[tuple[Stage, ...], ...] = (("generate", "adopt"), ("score",), ("train", "publish"))
 _TWO: tuple[tuple[Stage, ...], ...] = (("generate", "adopt"), ("score", "train", "publish"))
 SCHEDULES: Mapping[str, Schedule] = {
     each.name: each
     for each in (
-        Schedule(name="synchronous", lanes=_TOGETHER, max_staleness=0, source="DeepSpeed-Chat, HybridFlow"),
-        Schedule(name="disaggregated", lanes=_APART, max_staleness=0, source="OpenRLHF, NeMo-Aligner"),
-        Schedule(name="one_step", lanes=_TWO, max_staleness=1, source="Noukhovitch et al., verl one-step-off"),
-        Schedule(name="inter_batch", lanes=_APART, max_staleness=1, scores_early=True, source="Pipe-RLHF"),
-        Schedule(name="bounded", lanes=_APART, max_staleness=4, continuous=True, scores_early=True, source="async-rlhf"),
-        Schedule(
-            name="fully_async",
-            lanes=_APART,
-            max_staleness=math.inf,
-            continuous=True,
-            scores_early=True,
-            source="AReaL, LlamaRL",
-        ),
+        Schedule(name="synchronous", lanes=(_AROUND,), max_staleness=0),
+        Schedule(name="disaggregated", lanes=_APART, max_staleness=0),
+        Schedule(name="one_step", lanes=_TWO, max_staleness=1),
+        Schedule(name="inter_batch", lanes=_APART, max_staleness=1, scores_early=True),
+        Schedule(name="bounded", lanes=_APART, max_staleness=4, continuous=True, scores_early=True),
+        Schedule(name="fully_async", lanes=_APART, max_staleness=math.inf, continuous=True, scores_early=True),
     )
 }
 
@@ -140,11 +126,15 @@ def step_time(
     lanes: by name, what each takes of its stages, in place of the schedule's own: where a stage is shared out to several.
     """
     if lanes is None:
-        named = {" + ".join(lane): lane for lane in schedule.lanes}
-        lanes = {name: {stage: times[stage] for stage in lane if stage in times} for name, lane in named.items()}
+        lanes = {" + ".join(lane): {stage: times[stage] for stage in lane if stage in times} for lane in schedule.lanes}
     for each in (times, *lanes.values()):
         _check(each)
-    found = [_around(schedule, times), *(_lane(schedule, name, lane) for name, lane in lanes.items())]
+    found = [_around(schedule, times)]
+    for name, lane in lanes.items():
+        # A batch that is generated whole keeps its devices until its last row.
+        whole = "" if schedule.continuous else "generate"
+        parts = tuple((stage, time.span_s if stage == whole else time.busy_s) for stage, time in lane.items())
+        found.append(Circuit(name, sum(seconds for _, seconds in parts), parts))
     return StepTime(tuple(sorted(found, key=lambda circuit: -circuit.step_s)))
 
 
@@ -154,16 +144,6 @@ def _check(times: Mapping[Stage, StageTime]) -> None:
             raise ConfigError(f"stage {stage!r}: {did_you_mean(stage, get_args(Stage))}")
         if not all(0 <= each < math.inf for each in (time.busy_s, time.span_s, time.last_s)):
             raise ConfigError(f"times of stage {stage!r} are {time}: finite seconds, 0 or more")
-
-
-def _lane(schedule: Schedule, name: str, times: Mapping[Stage, StageTime]) -> Circuit:
-    parts = tuple((stage, _taken_s(schedule, stage, time)) for stage, time in times.items())
-    return Circuit(name, sum(seconds for _, seconds in parts), parts)
-
-
-def _taken_s(schedule: Schedule, stage: Stage, time: StageTime) -> float:
-    """A batch that is generated whole keeps its devices until its last row."""
-    return time.span_s if stage == "generate" and not schedule.continuous else time.busy_s
 
 
 def _around(schedule: Schedule, times: Mapping[Stage, StageTime]) -> Circuit:

@@ -1,6 +1,6 @@
 """How long each stage of a step takes on given devices, by rooflines: arithmetic or memory traffic, plus the links.
 
-Efficiencies say how much of a peak is reached; with 1 everywhere the times are lower bounds. A roofline does not know
+Efficiencies are the reached shares of peaks; with 1 everywhere the times are lower bounds. A roofline does not know
 kernels, so times of a real system need efficiencies that were measured on it. Sizes of models come from `model_costs`, peaks
 from `devices`.
 """
@@ -209,18 +209,15 @@ def optimizer_s(place: Place, *, zero_stage: int = 0) -> float:
     return 2 * 16 * place.model.parameters / share / place.memory_bytes_per_s
 
 
-def publication_s(source: Place, replicas: int, *, links: int = 1, messages: int = 1, through_host: bool = False) -> float:
+def publication_s(source: Place, replicas: int, *, links: int = 1) -> float:
     """New weights from training to `replicas` of the generator: shard-wise over `links` links, on through a tree of replicas.
 
-    2P / links · β + α · (messages + ⌈log2 replicas⌉), and 2 · 2P over the host's link where they pass its memory. The tree
-    hands on while it receives, so that its depth costs latency only.
+    2P / links · β + α · (1 + ⌈log2 replicas⌉). The tree hands on while it receives, so that its depth costs latency only.
     """
-    _counts(replicas=replicas, links=links, messages=messages)
-    if min(replicas, links, messages) < 1:
-        raise ConfigError(f"replicas = {replicas}, links = {links}, messages = {messages}: each at least 1")
-    size, link = source.model.weight_bytes, source.far
-    host = 2 * size / (links * source.device.host_bytes_per_s * source.efficiency.links) if through_host else 0.0
-    return size / (links * link.bytes_per_s) + link.latency_s * (messages + math.ceil(math.log2(replicas))) + host
+    if min(replicas, links) < 1:
+        raise ConfigError(f"replicas = {replicas}, links = {links}: each at least 1")
+    link = source.far
+    return source.model.weight_bytes / (links * link.bytes_per_s) + link.latency_s * (1 + math.ceil(math.log2(replicas)))
 
 
 def _passes_s(place: Place, rows: int, tokens: int, micro_batches: int, *, compute: int, layers: int, head: bool) -> float:

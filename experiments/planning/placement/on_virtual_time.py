@@ -1,4 +1,5 @@
-"""A plan on virtual time: the queue's own `Admission`, with actors and a learner that take what the plan says of its stages.
+"""A plan on virtual time: the queue's own `Admission`, with actors and a learner that take what the plan has found for its
+stages.
 
 What the circuits of `schedules` leave out is in it: groups are credited one by one, rows wait for slots, lengths are drawn, and
 actors come and go.

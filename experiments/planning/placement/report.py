@@ -58,10 +58,10 @@ def _question(found: Found) -> Iterator[str]:
         f"prompts of {roles.prompt} tokens, completions of {roles.mean:.0f} in the mean and {max(roles.lengths)} at most; "
         f"a verdict takes {spec.reward.seconds:g} s, {spec.reward.concurrency} at once"
     )
-    if (asked := spec.environment).turns > 1:
+    if (environment := spec.environment).turns > 1:
         yield (
-            f"episodes of {asked.turns} turns, whose environment takes {asked.seconds:g} s between two and says "
-            f"{asked.observation_tokens} tokens"
+            f"episodes of {environment.turns} turns, whose environment takes {environment.seconds:g} s between two and says "
+            f"{environment.observation_tokens} tokens"
         )
     e = spec.efficiency
     yield (

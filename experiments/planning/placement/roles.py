@@ -18,7 +18,7 @@ from typing import Any, Literal
 from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.experiments.planning.model import calibration, devices
 from async_rlhf.experiments.planning.model.devices import Device
-from async_rlhf.experiments.planning.model.generation import generate
+from async_rlhf.experiments.planning.model.generation import generation_ends_s
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts
 from async_rlhf.experiments.planning.model.schedules import StageTime
 from async_rlhf.experiments.planning.model.stages import Place, decode_step_s, inference_s, optimizer_s, prefill_s, training_s
@@ -178,7 +178,7 @@ class Roles:
 
     @property
     def settings(self) -> GenerationConfig:
-        """As a configuration says it."""
+        """The section of a configuration."""
         spec = self.spec
         return GenerationConfig(
             group_size=spec.batch.group_size,
@@ -253,7 +253,7 @@ class Roles:
         return StageTime(rows * self.mean / alive * step + prefill, span)
 
     def _prefill_s(self, tensor: int, rows: int) -> float:
-        """Prompts of a group are computed once, what an environment says for each row."""
+        """Prompts of a group are computed once, what an environment answers for each row."""
         place, environment = self.place("generate", Layout(tensor=tensor)), self.spec.environment
         groups = math.ceil(rows / self.spec.batch.group_size)
         prompts = prefill_s(place, groups, self.prompt)
@@ -268,7 +268,7 @@ class Roles:
         lengths = list(self.lengths[::replicas])
         random.Random(0).shuffle(lengths)
         longest = max(lengths)
-        generated = generate(
+        ends = generation_ends_s(
             lengths,
             prompt_tokens=self.read,
             slots=slots,
@@ -277,7 +277,7 @@ class Roles:
             step_s=lambda rows, context: decode_step_s(place, rows, context),
             prefill_s=lambda rows: self._prefill_s(tensor, rows),
         )
-        return generated.total_s + self.spec.environment.waits_s
+        return max(ends) + self.spec.environment.waits_s
 
     def judged(self) -> StageTime:
         """By what is no model: a verifier, a sandbox."""

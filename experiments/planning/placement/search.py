@@ -13,7 +13,7 @@ from async_rlhf.experiments.planning.placement.on_virtual_time import best_queue
 from async_rlhf.experiments.planning.placement.roles import Roles, no_fit
 from async_rlhf.experiments.planning.placement.settings import settings_of
 from async_rlhf.experiments.planning.placement.spec import Spec
-from async_rlhf.experiments.planning.placement.strategies import STRATEGIES, Ask
+from async_rlhf.experiments.planning.placement.strategies import STRATEGIES, Problem
 
 _MOST_REFUSED = 200
 # Slower by less than this is as fast: the model of times is no finer.
@@ -22,7 +22,7 @@ _AS_FAST = 1.02
 
 @dataclass(frozen=True)
 class Found:
-    """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then says why.
+    """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then has the reason.
     queued_groups: with which it is fastest on virtual time. cheaper: of the same strategy, as fast within 2 % on the fewest
     devices; None where all of them are needed.
 
@@ -99,8 +99,8 @@ def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name
 def _fitting(name: str, roles: Roles) -> tuple[list[Plan], int]:
     """Plans of this strategy that fit, and how many were tried."""
     spec, evaluation = roles.spec, Evaluation(roles)
-    ask = Ask(tuple(roles.models), spec.cluster.size, spec.cluster.devices_per_node, spec.search.max_staleness)
-    candidates = list(STRATEGIES[name].candidates(ask))
+    problem = Problem(tuple(roles.models), spec.cluster.size, spec.cluster.devices_per_node, spec.search.max_staleness)
+    candidates = list(STRATEGIES[name].candidates(problem))
     return [plan for each in candidates if (plan := evaluation.plan(each)) is not None], len(candidates)
 
 
@@ -111,8 +111,8 @@ def _bounded(plans: list[Plan], spec: Spec) -> list[Plan]:
 def _cheaper(best: Plan, spec: Spec) -> Plan | None:
     """See `Found`."""
     cluster = spec.cluster
-    ask = Ask((), cluster.size, cluster.devices_per_node, ())
-    for count in ask.counts():
+    problem = Problem((), cluster.size, cluster.devices_per_node, ())
+    for count in problem.counts():
         nodes, per_node = max(1, count // cluster.devices_per_node), min(count, cluster.devices_per_node)
         if nodes * per_node != count:
             continue

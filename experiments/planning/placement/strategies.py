@@ -1,7 +1,7 @@
 """Which roles share which devices: the placements of published systems and of this one, as enumerations of candidates.
 
 A candidate divides the cluster into sets of devices. Roles of a set take turns on it; those with a part of their own in it work
-beside each other. What a set takes is for `evaluation` to say.
+beside each other. What a set takes is found by `evaluation`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from async_rlhf.experiments.planning.model.schedules import Schedule, schedule
@@ -58,7 +59,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Ask:
+class Problem:
     """roles: those that the spec has. node: devices of a node. bounds: of staleness that may be used."""
 
     roles: tuple[Role, ...]
@@ -99,82 +100,83 @@ class Ask:
                 yield (*head, rest)
 
 
-Enumeration = Callable[[Ask], Iterable[Candidate]]
+Enumeration = Callable[[Problem], Iterable[Candidate]]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """source: the system it is from. says: which role goes where, in a line."""
+    """source: the system it is from. summary: which role goes where, in a line."""
 
     name: str
     source: str
-    says: str
+    summary: str
     candidates: Enumeration
 
 
-def _all_on(ask: Ask, roles: Sequence[Role], name: str = "all") -> DeviceSet:
-    return DeviceSet(name, ask.devices, tuple(Seat(role, ask.devices) for role in roles))
-
-
-def _group(name: str, devices: int, roles: Sequence[Role]) -> DeviceSet:
+def _set(name: str, devices: int, roles: Iterable[Role]) -> DeviceSet:
     return DeviceSet(name, devices, tuple(Seat(role, devices) for role in roles))
 
 
-def _flattening(ask: Ask) -> Iterator[Candidate]:
+def _flattening(problem: Problem) -> Iterator[Candidate]:
     """Here too: actors and ranks on the same devices, `placement.colocate`."""
-    sets = (_all_on(ask, ask.roles),)
+    sets = (_set("all", problem.devices, problem.roles),)
     yield Candidate("flattening", schedule("synchronous"), sets)
-    if "reward" not in ask.roles:
+    if "reward" not in problem.roles:
         yield Candidate("flattening", schedule("synchronous"), sets, here=True)
 
 
-def _hybrid_engine(ask: Ask) -> Iterator[Candidate]:
-    yield Candidate("hybrid_engine", schedule("synchronous"), (_all_on(ask, ask.roles),), zero=True)
+def _hybrid_engine(problem: Problem) -> Iterator[Candidate]:
+    yield Candidate("hybrid_engine", schedule("synchronous"), (_set("all", problem.devices, problem.roles),), zero=True)
 
 
-def _interleaving(ask: Ask) -> Iterator[Candidate]:
+def _fused_stages(problem: Problem) -> Iterator[Candidate]:
+    if problem.scoring:
+        yield Candidate("fused_stages", schedule("synchronous"), (_set("all", problem.devices, problem.roles),), fused=True)
+
+
+def _interleaving(problem: Problem) -> Iterator[Candidate]:
     """Reference on one half, reward model on the other."""
-    if len(ask.frozen) < 2 or ask.devices < 2:
+    if len(problem.frozen) < 2 or problem.devices < 2:
         return
-    half = ask.devices // 2
-    beside = [Seat(role, half, part) for part, role in enumerate(ask.frozen)]
-    rest = [Seat(role, ask.devices) for role in ask.roles if role not in ask.frozen]
-    yield Candidate("interleaving", schedule("synchronous"), (DeviceSet("all", ask.devices, (*rest, *beside)),))
+    half = problem.devices // 2
+    beside = [Seat(role, half, part) for part, role in enumerate(problem.frozen)]
+    rest = [Seat(role, problem.devices) for role in problem.roles if role not in problem.frozen]
+    yield Candidate("interleaving", schedule("synchronous"), (DeviceSet("all", problem.devices, (*rest, *beside)),))
 
 
-def _per_call(ask: Ask) -> Iterator[Candidate]:
+def _per_call(problem: Problem) -> Iterator[Candidate]:
     """Scoring calls, and trainings, one after the other on all devices or beside each other on parts of them."""
-    if len(ask.roles) < 3 or ask.devices < 2:
+    if len(problem.roles) < 3 or problem.devices < 2:
         return
-    for scores, trains in product(_sides(ask, ask.scoring), _sides(ask, ask.learning)):
-        seats = (Seat("generate", ask.devices), *scores, *trains)
-        yield Candidate("per_call_meshes", schedule("synchronous"), (DeviceSet("all", ask.devices, seats),))
+    for scores, trains in product(_sides(problem, problem.scoring), _sides(problem, problem.learning)):
+        seats = (Seat("generate", problem.devices), *scores, *trains)
+        yield Candidate("per_call_meshes", schedule("synchronous"), (DeviceSet("all", problem.devices, seats),))
 
 
-def _sides(ask: Ask, roles: Sequence[Role]) -> Iterator[tuple[Seat, ...]]:
-    yield tuple(Seat(role, ask.devices) for role in roles)
+def _sides(problem: Problem, roles: Sequence[Role]) -> Iterator[tuple[Seat, ...]]:
+    yield tuple(Seat(role, problem.devices) for role in roles)
     if len(roles) == 2:
         for share in (4, 2):
-            small = ask.devices // share
+            small = problem.devices // share
             if small:
-                yield Seat(roles[0], small, 0), Seat(roles[1], ask.devices - small, 1)
-                yield Seat(roles[0], ask.devices - small, 0), Seat(roles[1], small, 1)
-    elif len(roles) == 3 and ask.devices >= 4:
-        half, quarter = ask.devices // 2, ask.devices // 4
+                yield Seat(roles[0], small, 0), Seat(roles[1], problem.devices - small, 1)
+                yield Seat(roles[0], problem.devices - small, 0), Seat(roles[1], small, 1)
+    elif len(roles) == 3 and problem.devices >= 4:
+        half, quarter = problem.devices // 2, problem.devices // 4
         for large in range(3):
             yield tuple(Seat(role, half if n == large else quarter, n) for n, role in enumerate(roles))
 
 
-def _colocated_sets(ask: Ask) -> Iterator[Candidate]:
+def _colocated_sets(problem: Problem) -> Iterator[Candidate]:
     """HybridFlow: the models divided into sets in every way, the devices among the sets."""
     models: tuple[tuple[Role, ...], ...] = (("generate", "train"), ("values", "train_critic"), ("reference",), ("reward",))
-    there = [roles for model in models if (roles := tuple(role for role in ask.roles if role in model))]
+    there = [roles for model in models if (roles := tuple(role for role in problem.roles if role in model))]
     for partition in _partitions(there):
         if len(partition) == 1:
             continue  # flattening
-        for sizes in ask.splits(len(partition)):
+        for sizes in problem.splits(len(partition)):
             named = [[role for model in together for role in model] for together in partition]
-            sets = tuple(_group("+".join(each), size, each) for each, size in zip(named, sizes, strict=True))
+            sets = tuple(_set("+".join(each), size, each) for each, size in zip(named, sizes, strict=True))
             yield Candidate("colocated_sets", schedule("synchronous"), sets)
 
 
@@ -189,101 +191,79 @@ def _partitions(models: Sequence[tuple[Role, ...]]) -> Iterator[list[list[tuple[
         yield [[first], *partition]
 
 
-def _two_job(ask: Ask) -> Iterator[Candidate]:
+def _two_job(problem: Problem) -> Iterator[Candidate]:
     """NeMo-Aligner: policy and reference in one job, critic and reward model in another."""
-    first = [role for role in ask.roles if role in ("generate", "train", "reference")]
-    second = [role for role in ask.roles if role not in first]
+    first = [role for role in problem.roles if role in ("generate", "train", "reference")]
+    second = [role for role in problem.roles if role not in first]
     if second:
-        for sizes in ask.splits(2):
-            sets = (_group("policy", sizes[0], first), _group("critic", sizes[1], second))
+        for sizes in problem.splits(2):
+            sets = (_set("policy", sizes[0], first), _set("critic", sizes[1], second))
             yield Candidate("two_job", schedule("synchronous"), sets)
 
 
-def _separation(ask: Ask) -> Iterator[Candidate]:
+def _separation(problem: Problem) -> Iterator[Candidate]:
     """Each role on devices of its own; those that score, and the critic's, share evenly what generation and training leave."""
-    others = [role for role in ask.roles if role not in ("generate", "train")]
-    for generate, train in product(ask.counts(), repeat=2):
-        rest = ask.devices - generate - train
+    others = [role for role in problem.roles if role not in ("generate", "train")]
+    for generate, train in product(problem.counts(), repeat=2):
+        rest = problem.devices - generate - train
         if rest < len(others) or (not others and rest):
             continue
         sizes = [rest // len(others)] * len(others) if others else []
         if others:
             sizes[0] += rest - sum(sizes)
-        sets = [_group("generate", generate, ["generate"]), _group("train", train, ["train"])]
-        sets += [_group(role, size, [role]) for role, size in zip(others, sizes, strict=True)]
+        sets = [_set("generate", generate, ["generate"]), _set("train", train, ["train"])]
+        sets += [_set(role, size, [role]) for role, size in zip(others, sizes, strict=True)]
         yield Candidate("separation", schedule("disaggregated"), tuple(sets))
 
 
-def _fused_stages(ask: Ask) -> Iterator[Candidate]:
-    if ask.scoring:
-        yield Candidate("fused_stages", schedule("synchronous"), (_all_on(ask, ask.roles),), fused=True)
-
-
-def _makers(ask: Ask) -> Iterator[Candidate]:
+def _makers(problem: Problem) -> Iterator[Candidate]:
     """ColossalChat: experience is made (generation and scoring) on one set, trainers are another."""
-    for sizes in ask.splits(2):
-        sets = (_group("makers", sizes[0], ("generate", *ask.scoring)), _group("trainers", sizes[1], ask.learning))
+    for sizes in problem.splits(2):
+        sets = (_set("makers", sizes[0], ("generate", *problem.scoring)), _set("trainers", sizes[1], problem.learning))
         yield Candidate("maker_split", schedule("one_step"), sets)
 
 
-def _two_pools(ask: Ask, name: str, bounds: Sequence[float], *, here: bool = False) -> Iterator[Candidate]:
+def _two_pools(problem: Problem, name: str, bounds: Sequence[float], *, here: bool = False) -> Iterator[Candidate]:
     """Generators, and everything else."""
-    for sizes in ask.splits(2):
-        sets = (_group("actors", sizes[0], ["generate"]), _group("learner", sizes[1], (*ask.scoring, *ask.learning)))
+    for sizes in problem.splits(2):
+        sets = (_set("actors", sizes[0], ["generate"]), _set("learner", sizes[1], (*problem.scoring, *problem.learning)))
         for bound in bounds:
             yield Candidate(name, schedule(name, bound), sets)
-            if here and "reward" not in ask.roles:
+            if here and "reward" not in problem.roles:
                 yield Candidate(name, schedule(name, bound), sets, here=True)
 
 
-def _three_pools(ask: Ask, name: str, bounds: Sequence[float]) -> Iterator[Candidate]:
+def _three_pools(problem: Problem, name: str, bounds: Sequence[float]) -> Iterator[Candidate]:
     """Generators, frozen models, learners with what reads the weights that they train."""
-    if not ask.frozen:
-        return
-    for generate, score in product(ask.counts(), repeat=2):
-        if (rest := ask.devices - generate - score) >= 1:
-            for bound in bounds:
-                yield Candidate(name, schedule(name, bound), _with_scorers(ask, generate, score, rest))
+    for generate, score in product(problem.counts(), repeat=2) if problem.frozen else ():
+        if (learner := problem.devices - generate - score) >= 1:
+            sets = _with_scorers(problem, generate, score, learner)
+            yield from (Candidate(name, schedule(name, bound), sets) for bound in bounds)
 
 
-def _three_pools_here(ask: Ask, bounds: Sequence[float]) -> Iterator[Candidate]:
+def _three_pools_here(problem: Problem) -> Iterator[Candidate]:
     """A scorer has one device on each host of actors; engines of several devices may leave some of a host unused."""
-    if not ask.frozen:
-        return
-    for learner in ask.counts():
-        hosts = math.ceil((ask.devices - learner) / ask.node)
-        free = ask.devices - learner - hosts
+    for learner in problem.counts() if problem.frozen else ():
+        hosts = math.ceil((problem.devices - learner) / problem.node)
+        free = problem.devices - learner - hosts
         for generate in sorted({free // tensor * tensor for tensor in (1, 2, 4, 8)} - {0}):
-            for bound in bounds:
-                sets = _with_scorers(ask, generate, hosts, learner)
-                yield Candidate("bounded", schedule("bounded", bound), sets, here=True)
+            sets = _with_scorers(problem, generate, hosts, learner)
+            yield from (Candidate("bounded", schedule("bounded", bound), sets, here=True) for bound in problem.bounds)
 
 
-def _with_scorers(ask: Ask, generate: int, score: int, learner: int) -> tuple[DeviceSet, ...]:
-    values = [role for role in ask.scoring if role == "values"]
+def _with_scorers(problem: Problem, generate: int, score: int, learner: int) -> tuple[DeviceSet, ...]:
+    values = [role for role in problem.scoring if role == "values"]
     return (
-        _group("actors", generate, ["generate"]),
-        _group("scorers", score, ask.frozen),
-        _group("learner", learner, (*values, *ask.learning)),
+        _set("actors", generate, ["generate"]),
+        _set("scorers", score, problem.frozen),
+        _set("learner", learner, (*values, *problem.learning)),
     )
 
 
-def _one_step(ask: Ask) -> Iterator[Candidate]:
-    yield from _two_pools(ask, "one_step", [1])
-
-
-def _inter_batch(ask: Ask) -> Iterator[Candidate]:
-    yield from _three_pools(ask, "inter_batch", [1])
-
-
-def _bounded(ask: Ask) -> Iterator[Candidate]:
-    yield from _two_pools(ask, "bounded", ask.bounds, here=True)
-    yield from _three_pools(ask, "bounded", ask.bounds)
-    yield from _three_pools_here(ask, ask.bounds)
-
-
-def _fully_async(ask: Ask) -> Iterator[Candidate]:
-    yield from _two_pools(ask, "fully_async", [math.inf])
+def _bounded(problem: Problem) -> Iterator[Candidate]:
+    yield from _two_pools(problem, "bounded", problem.bounds, here=True)
+    yield from _three_pools(problem, "bounded", problem.bounds)
+    yield from _three_pools_here(problem)
 
 
 STRATEGIES: Mapping[str, Strategy] = {
@@ -300,14 +280,24 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy("colocated_sets", "HybridFlow", "models divided into sets in every way", _colocated_sets),
         Strategy("fused_stages", "RLHFuse", "as flattening; stages fill each other's gaps", _fused_stages),
         Strategy("maker_split", "ColossalChat", "makers of experience, and trainers, a step apart", _makers),
-        Strategy("inter_batch", "Pipe-RLHF", "three pools, a step apart, batch by batch", _inter_batch),
-        Strategy("one_step", "Noukhovitch et al.; verl one-step-off", "two pools, a step apart", _one_step),
         Strategy(
-            "bounded",
-            "async-rlhf",
-            "actors never stop; at most max_staleness steps old",
-            _bounded,
+            "inter_batch",
+            "Pipe-RLHF",
+            "three pools, a step apart, batch by batch",
+            partial(_three_pools, name="inter_batch", bounds=(1,)),
         ),
-        Strategy("fully_async", "AReaL; verl fully async; LlamaRL", "as bounded, without a bound", _fully_async),
+        Strategy(
+            "one_step",
+            "Noukhovitch et al.; verl one-step-off",
+            "two pools, a step apart",
+            partial(_two_pools, name="one_step", bounds=(1,)),
+        ),
+        Strategy("bounded", "async-rlhf", "actors never stop; at most max_staleness steps old", _bounded),
+        Strategy(
+            "fully_async",
+            "AReaL; verl fully async; LlamaRL",
+            "as bounded, without a bound",
+            partial(_two_pools, name="fully_async", bounds=(math.inf,)),
+        ),
     )
 }

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from async_rlhf.buffers.queue.ledger import Ledger
 
 BUSY = {"decode", "adopt", "train", "publish", "score"}
 """What a role does when it does not wait. A wait is named after what ends it: credit, weights, scores, batch, completions."""
 _BOUNDS = 0.9  # a role that is busy for less of its time does not bound the step by itself
-
-
-@dataclass(frozen=True)
-class Interval:
-    """role: `learner`, `scoring` or an actor's name. doing: one of `BUSY`, or what it waits for."""
-
-    role: str
-    doing: str
-    began_s: float
-    ended_s: float
 
 
 @dataclass(frozen=True)
@@ -43,9 +33,9 @@ class RoleTime:
 class Simulated:
     """Rates, shares and means are over the steps behind the warm-up; the ledger and `total_s` are of all.
 
-    staleness: tokens that were trained on, by their staleness in steps. queue_depth: groups ready and not taken.
-    scoring_load: share of the judges' time in which they scored; 0 where their number has no limit.
-    timeline: what each role did in the last few steps; the intervals of a role follow each other.
+    staleness: tokens that were trained on, by their staleness in steps. queue_depth: groups ready and not taken. roles:
+    `learner`, `scoring` and the actors by name. scoring_load: share of the judges' time in which they scored; 0 where their
+    number has no limit.
     """
 
     steps: int
@@ -53,14 +43,12 @@ class Simulated:
     total_s: float
     seconds_per_step: float
     samples_per_s: float
-    tokens_per_s: float
     staleness: Mapping[int, int]
     queue_depth_mean: float
     queue_depth_max: int
     roles: Mapping[str, RoleTime]
     scoring_load: float
     ledger: Ledger
-    timeline: tuple[Interval, ...]
 
     @property
     def staleness_mean(self) -> float:
@@ -81,39 +69,17 @@ class Simulated:
         return name if busy[name] >= _BOUNDS else "max_staleness"
 
 
-class Timeline:
-    """Owns the intervals; keeps those that end while it `is_on`."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.intervals: list[Interval] = []
-        self._last: dict[str, int] = {}  # place of each role's last one
-
-    def add(self, interval: Interval) -> None:
-        """One that goes on where the last of its role ended becomes one with it."""
-        if not self.is_on or interval.ended_s == interval.began_s:
-            return
-        place = self._last.get(interval.role)
-        before = None if place is None else self.intervals[place]
-        if place is not None and before and before.doing == interval.doing and before.ended_s == interval.began_s:
-            self.intervals[place] = replace(before, ended_s=interval.ended_s)
-        else:
-            self._last[interval.role] = len(self.intervals)
-            self.intervals.append(interval)
-
-
 class Account:
     """What one role does, and the seconds of each since `restart`."""
 
-    def __init__(self, role: str, timeline: Timeline, now: float, doing: str) -> None:
-        self.role, self.doing, self._timeline = role, doing, timeline
-        self._began, self._since, self._seconds = now, now, dict[str, float]()
+    def __init__(self, now: float, doing: str) -> None:
+        self.doing, self._since, self._seconds = doing, now, dict[str, float]()
 
     def turn_to(self, doing: str, now: float) -> None:
         """From now on it does this."""
         if doing != self.doing:
             self._add(now)
-            self.doing, self._began = doing, now
+            self.doing = doing
 
     def restart(self, now: float) -> None:
         self._seconds, self._since = {}, now
@@ -127,4 +93,3 @@ class Account:
     def _add(self, now: float) -> None:
         self._seconds[self.doing] = self._seconds.get(self.doing, 0.0) + now - self._since
         self._since = now
-        self._timeline.add(Interval(self.role, self.doing, self._began, now))

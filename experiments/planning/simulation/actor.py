@@ -34,7 +34,7 @@ class Draws:
 
 
 class Hub(Protocol):
-    """What an actor tells."""
+    """What an actor reports to."""
 
     def draws(self, number: int) -> Draws: ...
 
@@ -46,7 +46,7 @@ class Hub(Protocol):
         """Why it decodes nothing."""
         ...
 
-    def told(self, actor: SimulatedActor) -> None:
+    def reported(self, actor: SimulatedActor) -> None:
         """It serves other weights, or has other room."""
         ...
 
@@ -104,7 +104,7 @@ class SimulatedActor:
 
     @property
     def waits_within(self) -> str:
-        """Why it decodes nothing, as far as its own groups say; "" where it has none."""
+        """Why it decodes nothing, as far as its own groups are the reason; "" where it has none."""
         if not self._open:
             return ""
         return "scores" if self._outside == len(self._open) else "environment"
@@ -213,7 +213,7 @@ class SimulatedActor:
         self._served[0].append(self._step)
         self._served[1].append(self.version)
         self._is_between = True
-        self._hub.told(self)
+        self._hub.reported(self)
         self._is_between = False
         self._go_on()
 
@@ -242,7 +242,7 @@ class SimulatedActor:
         group.unplayed -= 1
         if not group.unplayed:  # it takes no room in the engine any more, so it makes room for another
             self._outside += 1
-            self._hub.told(self)
+            self._hub.reported(self)
         self.judges.submit(draws.rewards_s[row.member], lambda: self._scored(group))
 
     def _count(self, group: OpenGroup, begun: int, end: int) -> None:

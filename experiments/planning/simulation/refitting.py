@@ -31,7 +31,7 @@ Array = npt.NDArray[np.float64]
 class Observed:
     """A run that was made: its completions a second, and the share of its time in which the learner waited.
 
-    Without the second a run that waits for its actors cannot be told from one that waits for its learner.
+    Without the second a run that waits for its actors cannot be distinguished from one that waits for its learner.
     """
 
     workload: Workload

@@ -1,8 +1,8 @@
-"""A run on virtual time: the real `Admission` decides, actors and learner take the seconds that they are told to cost.
+"""A run on virtual time: the real `Admission` decides, actors and learner take what their stages cost.
 
-    actor    simulated_actor.py
+    actor    actor.py
     hub      `Admission`, called as `buffers.hub.exchange` does; messages and the journal take no time
-    learner  take, train, say that the step is done (the weights of the step before have arrived by then), begin to publish
+    learner  take, train, report that the step is done (the weights of the step before have arrived by then), begin to publish
              every `publish_every` steps, commit: as `learner.loop.trainer`, with every version waited for in exact mode
 
 Nothing is random but what a workload draws from, by the number of the group and the seed: who makes a group, and when, changes
@@ -24,14 +24,13 @@ from async_rlhf.buffers.errors import ConfigError, RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.record import Entry, staleness
 from async_rlhf.experiments.planning.model.costs import StageCosts
-from async_rlhf.experiments.planning.simulation.account import Account, Simulated, Timeline
+from async_rlhf.experiments.planning.simulation.account import Account, Simulated
 from async_rlhf.experiments.planning.simulation.actor import Draws, OpenGroup, SimulatedActor
 from async_rlhf.experiments.planning.simulation.judges import Judges, Scoring
 from async_rlhf.experiments.planning.simulation.virtual_time import Clock, Cores
 from async_rlhf.experiments.planning.simulation.workload import ActorLost, Event, Role, Workload, check_events
 
 _DRAWN = 64  # groups whose random numbers are drawn together
-_SHOWN = 3  # last steps that the time line keeps
 
 
 def simulate(
@@ -57,21 +56,20 @@ def simulate(
 
 
 class _Simulation:
-    """The hub and the learner; it is what actors tell (`simulated_actor.Hub`)."""
+    """The hub and the learner; actors report to it (`actor.Hub`)."""
 
     def __init__(
         self, workload: Workload, costs: StageCosts, steps: int, seed: int, warm_up: int, events: Sequence[Event]
     ) -> None:
         self._workload, self._costs, self._steps, self._seed, self._warm_up = workload, costs, steps, seed, warm_up
-        self._clock, self._timeline = Clock(), Timeline()
+        self._clock = Clock()
         self._admission = Admission(workload.bound)
         self._draws = dict[int, Draws]()
-        self._accounts = {"learner": Account("learner", self._timeline, 0.0, "publish")}
+        self._accounts = {"learner": Account(0.0, "publish"), "scoring": Account(0.0, "completions")}
         self._cores: dict[Role, tuple[Cores | None, float]] = dict.fromkeys(get_args(Role), (None, 1.0))
         for pool in workload.pools:
             shared = Cores(pool.cores)
             self._cores |= {role: (shared, pool.parallelism_of(role)) for role in pool.roles}
-        self._accounts["scoring"] = Account("scoring", self._timeline, 0.0, "completions")
         cores, parallelism = self._cores["scoring"]
         cores = cores if workload.reward_cores else None
         self._scoring = Scoring(self._clock, self._accounts["scoring"], cores, parallelism)
@@ -81,9 +79,9 @@ class _Simulation:
         self._lives = 0
         self._versions = dict[int, dict[int, int]]()  # of groups that are ready: tokens by version
         self._takes = self._sent = False  # the learner waits for its batch; a set of weights is on its way
-        self._trained = False  # the step is done and not told yet
+        self._trained = False  # the step is done and not reported yet
         self._began = 0.0
-        self._staleness, self._tokens = dict[int, int](), 0
+        self._staleness = dict[int, int]()
         self._depth = self._deepest = 0
         self._depth_s = self._depth_at = 0.0
         for name in workload.names:
@@ -110,17 +108,15 @@ class _Simulation:
             total_s=self._clock.now,
             seconds_per_step=seconds / steps,
             samples_per_s=steps * self._workload.samples * rate,
-            tokens_per_s=self._tokens * rate,
             staleness=dict(sorted(self._staleness.items())),
             queue_depth_mean=self._depth_s * rate if seconds > 0 else 0.0,
             queue_depth_max=self._deepest,
             roles={name: account.close(self._clock.now) for name, account in self._accounts.items()},
             scoring_load=self._scoring.load_s * rate if seconds > 0 else 0.0,
             ledger=self._admission.ledger,
-            timeline=tuple(self._timeline.intervals),
         )
 
-    # -- what actors tell --------------------------------------------------------------------------------------------
+    # -- what actors report ------------------------------------------------------------------------------------------
 
     def draws(self, number: int) -> Draws:
         if number not in self._draws:
@@ -150,7 +146,7 @@ class _Simulation:
         self._count_depth()
         self._pump()
 
-    def told(self, actor: SimulatedActor) -> None:
+    def reported(self, actor: SimulatedActor) -> None:
         known = self._admission.fleet.actors[actor.name]
         if actor.version >= 0:
             known.fence, known.version = self._admission.fence, actor.version
@@ -190,7 +186,7 @@ class _Simulation:
 
     def _join(self, name: str) -> None:
         if (account := self._accounts.get(name)) is None:
-            account = self._accounts[name] = Account(name, self._timeline, self._clock.now, "weights")
+            account = self._accounts[name] = Account(self._clock.now, "weights")
         account.turn_to("weights", self._clock.now)
         judges = self._shared_judges or Judges(self._scoring, self._num_judges)
         actor = SimulatedActor(name, self._workload, self._costs, self, self._clock, account, judges, *self._cores["actor"])
@@ -230,7 +226,6 @@ class _Simulation:
                 if step >= self._warm_up:
                     age = staleness(version, step)
                     self._staleness[age] = self._staleness.get(age, 0) + count
-        self._tokens += tokens if step >= self._warm_up else 0
         workload = self._workload
         seconds = self._costs.training_s(len(numbers), workload.prompt_tokens, tokens, workload.updates_per_step)
         self._accounts["learner"].turn_to("train", self._clock.now)
@@ -241,9 +236,9 @@ class _Simulation:
         self._trained = True
         self._accounts["learner"].turn_to("weights", self._clock.now)
         if not self._sent:
-            self._tell()
+            self._end_step()
 
-    def _tell(self) -> None:
+    def _end_step(self) -> None:
         self._trained = False
         admission = self._admission
         admission.trained(admission.step)
@@ -251,7 +246,6 @@ class _Simulation:
         step = admission.step
         if step == self._warm_up:
             self._restart()
-        self._timeline.is_on = step >= self._steps - _SHOWN
         if step == self._steps:
             return
         self._pump()
@@ -287,6 +281,6 @@ class _Simulation:
             if whole:
                 then()
             elif self._trained:
-                self._tell()
+                self._end_step()
 
         self._clock.begin(self._costs.copy_s, copied, *self._cores["learner"])

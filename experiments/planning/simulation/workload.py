@@ -53,7 +53,7 @@ class ActorLost:
 
 @dataclass(frozen=True)
 class ActorJoined:
-    """An actor says hello at `at_s`, with no weights yet."""
+    """An actor joins at `at_s`, with no weights yet."""
 
     at_s: float
     name: str
@@ -72,7 +72,7 @@ class Workload:
     judges: completions scored at once by each actor, or by the run where `shared_judges`; None for no limit.
     reward_cores: whether scoring takes cores of its pool; a reward that waits for another machine takes none.
     on_update: what becomes of running rows when weights are adopted (`generation.on_update`).
-    turns: of each episode; between two of them its environment takes `environment_s` and says `observation_tokens`.
+    turns: of each episode; between two of them its environment takes `environment_s` and returns `observation_tokens`.
     """
 
     groups_per_batch: int

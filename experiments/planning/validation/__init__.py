@@ -1,1 +1,1 @@
-"""The published figures of other systems beside what the models of `async_rlhf/plan` say of them."""
+"""The published figures of other systems beside what the model of performance predicts for them."""

@@ -1,6 +1,6 @@
 """V10 and V11: AReaL's throughput as its bound of staleness grows, and its runs beside its own synchronous system.
 
-One constant is fitted to the throughput at bound 0, which does not tell whether a decode step is slow by its rows (a share of
+One constant is fitted to the throughput at bound 0, which leaves open whether a decode step is slow by its rows (a share of
 the memory bandwidth) or by itself (seconds of each layer). The first is taken, and the second is an edge of the range.
 """
 

@@ -11,7 +11,7 @@ from functools import cache
 from heapq import heapreplace
 from itertools import groupby, product
 
-from async_rlhf.experiments.planning.model.generation import generate
+from async_rlhf.experiments.planning.model.generation import generation_ends_s
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts, Recompute
 from async_rlhf.experiments.planning.model.stages import (
     Efficiency,
@@ -28,7 +28,7 @@ from async_rlhf.experiments.planning.placement.spec import EfficiencyConfig
 NODE = 8
 DEFAULTS = EfficiencyConfig()
 """The planner's own efficiencies, where a row fits none."""
-_SLOTS = 256  # rows that vLLM decodes at once unless told otherwise
+_SLOTS = 256  # rows that vLLM decodes at once by default
 _MICRO_TOKENS = 4096  # of one pass forward and back on a data-parallel part; a pipeline is filled by as many
 _POINTS = _ROUNDS = 7  # of the grid of a fit
 _MEMORY_SHARE = 0.85  # of a device's memory, for weights and what a call works with
@@ -80,7 +80,7 @@ def generation_s(
     if longest == mine[-1]:
         return _waves_s(place, len(mine), longest, prompt, most)
     random.Random(0).shuffle(mine)
-    return generate(
+    ends = generation_ends_s(
         mine,
         prompt_tokens=prompt,
         slots=most,
@@ -88,11 +88,12 @@ def generation_s(
         longest=longest,
         step_s=lambda rows, context: decode_step_s(place, rows, context),
         prefill_s=lambda rows: prefill_s(place, rows, prompt),
-    ).total_s
+    )
+    return max(ends)
 
 
 def _waves_s(place: Place, rows: int, length: int, prompt: int, most: int) -> float:
-    """What `generate` gives where all rows are equally long, without following each."""
+    """What `generation_ends_s` gives where all rows are equally long, without following each."""
 
     def wave(alive: int) -> float:
         return (

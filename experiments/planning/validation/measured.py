@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, groupby
 from pathlib import Path
 from typing import Literal
 
@@ -174,24 +173,8 @@ def kept() -> tuple[dict[str, float], dict[str, float]]:
     return predicted, json.loads((_HERE / "measured_constants.json").read_text())["factors"]
 
 
-def ordered(measured: Sequence[Speed], predicted: Mapping[str, float]) -> tuple[int, int]:
-    """Of the pairs whose runs do not overlap, how many are predicted in the measured order, and how many there are."""
-    apart = [(a, b) for a, b in combinations(sorted(measured, key=lambda each: each.median), 2) if a.high < b.low]
-    return sum(predicted[a.cell.name] < predicted[b.cell.name] for a, b in apart), len(apart)
-
-
 def tables(predicted: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, str]:
-    """Name to Markdown."""
-    measured = speeds()
-    errors = {each.cell.name: predicted[each.cell.name] / each.median - 1.0 for each in measured}
-    return {
-        "measured": _cells(measured, predicted, errors),
-        "measured-verdict": _verdict(measured, predicted, errors, factors),
-        "measured-strategies": _strategies(measured, predicted),
-    }
-
-
-def _cells(measured: Sequence[Speed], predicted: Mapping[str, float], errors: Mapping[str, float]) -> str:
+    """Name to Markdown: predictions beside the runs, and the factors that were fitted."""
     columns = [
         "cell",
         "load",
@@ -203,49 +186,14 @@ def _cells(measured: Sequence[Speed], predicted: Mapping[str, float], errors: Ma
         "spread",
     ]
     lines = []
-    for each in measured:
-        cell, error = each.cell, errors[each.cell.name]
+    for each in speeds():
+        cell, error = each.cell, predicted[each.cell.name] / each.median - 1.0
         line = [cell.name, cell.load.name, cell.strategy or "", str(cell.max_staleness), str(cell.actors), cell.use]
         line += [f"{each.median:.0f} ({each.low:.0f} to {each.high:.0f})", f"{each.spread:.0%}", f"{predicted[cell.name]:.0f}"]
         lines.append([*line, f"{100 * error:+.1f} %", "yes" if abs(error) <= each.spread else "no"])
-    return page.raw_table([*columns, "predicted", "error", "within the spread"], lines)
-
-
-def _verdict(
-    measured: Sequence[Speed], predicted: Mapping[str, float], errors: Mapping[str, float], factors: Mapping[str, float]
-) -> str:
-    lines = []
-    for use, name in (("fit", "Six cells that constants were fitted on"), ("held out", "Six cells that were held out")):
-        own = [each for each in measured if each.cell.use == use]
-        off = [abs(errors[each.cell.name]) for each in own]
-        inside = sum(error <= each.spread for error, each in zip(off, own, strict=True))
-        between = sum(each.low <= predicted[each.cell.name] <= each.high for each in own)
-        lines.append(
-            f"{name}: median error {statistics.median(off):.0%}, largest {max(off):.0%}; {inside} of {len(own)} "
-            f"errors are no larger than the spread of the runs ({statistics.median(each.spread for each in own):.0%} in the "
-            f"median); predictions between the slowest and the fastest run: {between}."
-        )
-    right, pairs = ordered([each for each in measured if each.cell.use == "held out"], predicted)
-    all_right, all_pairs = ordered(measured, predicted)
-    lines.append(
-        f"Of two held-out cells whose runs do not overlap, the faster one is predicted to be faster in {right} of {pairs} "
-        f"pairs; in {all_right} of all {all_pairs} such pairs."
-    )
     units = ("decoding and prefill", "work for each completion", "a learner step", "weights", "work of a reward")
     scaled = ", ".join(f"{unit} {factor:.2f}" for unit, factor in zip(units, factors.values(), strict=True))
-    lines.append(f"The fit multiplied the constants of `calibrate` by: {scaled}.")
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _strategies(measured: Sequence[Speed], predicted: Mapping[str, float]) -> str:
-    """Of each load the strategies, the fastest first, as measured and as predicted."""
-    medians = {each.cell.name: each.median for each in measured}
-    lines = []
-    for name, group in groupby((cell for cell in CELLS if cell.strategy), key=lambda each: each.load.name):
-        cells = list(group)
-        orders = [
-            ", ".join(f"{each.strategy} {found[each.name]:.0f}" for each in sorted(cells, key=lambda each: -found[each.name]))
-            for found in (medians, predicted)
-        ]
-        lines.append([name, *orders])
-    return page.raw_table(["load", "measured, the fastest first, samples/s", "predicted"], lines)
+    return {
+        "measured": page.raw_table([*columns, "predicted", "error", "within the spread"], lines),
+        "measured-factors": f"The fit multiplied the constants of `calibrate` by: {scaled}.",
+    }

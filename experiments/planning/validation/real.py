@@ -11,7 +11,7 @@ as heads. V3 gives seconds for three cells of V4, and they agree with that count
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -50,13 +50,13 @@ def _batch(answer: int) -> Batch:
 def _step_s(system: str, sizes: Sizes, devices: int, answer: int, constants: Sequence[float], share: float = 0.25) -> float:
     """share: of OpenRLHF's devices that generate; actor, critic, and frozen models divide the rest evenly."""
     actor, critic = (_place(name, constants) for name in sizes)
-    takes = {
+    takes: dict[str, Callable[[Place, Place, int, Batch], float]] = {
         "dschat": one_group_s,
         "openrlhf": partial(groups_s, share=share),
         "heuristic": _one_layout_s,
         "real": _best_layouts_s,
-    }[system]
-    return takes(actor, critic, devices, _batch(answer))
+    }
+    return takes[system](actor, critic, devices, _batch(answer))
 
 
 def _best_layouts_s(actor: Place, critic: Place, devices: int, batch: Batch) -> float:
@@ -171,8 +171,8 @@ def seventy_billion() -> Row:
     sizes = ("llama-70b", "llama-70b")
     steps = {system: _step_s(system, sizes, 128, 128, constants(system)) for system in given}
     figures = {name: Figure("step", published(4)["names"][name], "s", given[name], step) for name, step in steps.items()}
-    leads = [each["dschat"] / each["real"] for each in (given, steps)]
-    lead = Figure("lead of ReaL", "over DeepSpeed-Chat", "", *leads)
+    published_lead, predicted_lead = (each["dschat"] / each["real"] for each in (given, steps))
+    lead = Figure("lead of ReaL", "over DeepSpeed-Chat", "", published_lead, predicted_lead)
     order = sorted(given, key=given.__getitem__) == sorted(steps, key=steps.__getitem__)
     finding = f"the order is {'as' if order else 'not as'} published; ReaL leads by {lead.predicted:.1f} times (8.3 published)"
     holds = order and within([figures["real"]], 0.3) and within([lead], 0.4)
