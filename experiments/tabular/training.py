@@ -103,7 +103,7 @@ def train(worlds: Worlds, recipe: Recipe) -> Trained:
     guards = [StalenessController(recipe.guard, 0, recipe.staleness) for _ in worlds.seeds]
     trained = Trained([worlds.initial], None)
     for step in range(recipe.num_steps):
-        ages = [min(step, guard.target.staleness) for guard in guards]
+        ages = [min(step, guard.target) for guard in guards]
         old = torch.stack([trained.versions[step - age][seed] for seed, age in enumerate(ages)])
         of_step = slice(step * recipe.updates * recipe.groups, (step + 1) * recipe.updates * recipe.groups)
         batch = sample(

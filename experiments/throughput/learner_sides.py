@@ -139,7 +139,7 @@ def diagnostics_seconds(model: Path, groups: list[Group], threads: int) -> tuple
     with ExitStack() as stack:
         for name in (
             "model.logprobs._entropy_",
-            "step.update.objective",
+            "step.controller.objective",
             "step.report.StepSums.add",
             "step.report.StepSums.report",
         ):

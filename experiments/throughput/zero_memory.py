@@ -76,14 +76,14 @@ def measure(rank: int, size: int, stage: Any, directory: Path, meeting: str) -> 
     from async_rlhf.learner.batch.partition import padding_batch
     from async_rlhf.learner.config import LearnerConfig
     from async_rlhf.learner.parallel.ranks import Ranks
-    from async_rlhf.learner.step.machine import MachineSettings, make_machine
+    from async_rlhf.learner.step.torch_machine import make_machine
 
     ranks = Ranks.join(rank, size, meeting, timeout_s=300.0, idle_timeout_s=300.0)
     before = held_bytes()
     buffers = directory / f"buffers-{rank}.json"  # of a fixed size, and so nothing beside a large model
     buffers.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": 300_000}}))
     config = LearnerConfig(backend="deepspeed", zero_stage=stage, ranks=size, dtype="bfloat16", deepspeed_config=str(buffers))
-    machine = make_machine(MachineSettings(directory / "model", config), ranks)
+    machine = make_machine(directory / "model", config, ranks)
     for step in range(2):  # the first update makes the moments
         machine.begin()
         logp_N, entropy_N, _ = machine.predict(padding_batch())

@@ -10,9 +10,9 @@ changes the learning rate of what is left. So micro-batches, minibatches and ran
 needs to be known inside a call. Metrics in `sums` are sums over tokens: divide by `counts.num_tokens`.
 
 *Looking at the whole batch.* What cannot be computed within one call (a critic's advantages, KL in the reward, the second
-moment mask) is computed before the first update: the trainer takes from `Backend.evaluate(rows)` a `PolicyEvaluation` of every
-completion, and hands back `TokenTargets`, which come with the rows (`Member.targets`) into these inputs. `evaluate` is called
-only when `needs_evaluation` is true; otherwise the backend finds log p_proximal itself as it goes.
+moment mask) is computed before the first update: the trainer takes from `Controller.evaluate(rows)` a `PolicyEvaluation` of
+every completion, and hands back `TokenTargets`, which come with the rows (`Member.targets`) into these inputs. `evaluate` is
+called only when `needs_evaluation` is true; otherwise the backend finds log p_proximal itself as it goes.
 """
 
 from __future__ import annotations

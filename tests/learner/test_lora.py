@@ -56,7 +56,7 @@ def test_what_leaves_is_the_policy_that_learns(model_dir: Path, tmp_path: Path) 
     backend = make_backend(model_dir)
     backend.step(UPDATES, 0)
     (tmp_path / "saved").mkdir()
-    backend.save(tmp_path / "saved")
+    backend.snapshot()(tmp_path / "saved")
     canary = backend.canary()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "model").eval()
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "saved" / "adapter").eval()
@@ -100,7 +100,7 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(model_dir: Path, tmp_path
     straight, resumed = make_backend(model_dir), make_backend(model_dir)
     straight.step(UPDATES, 0)
     (tmp_path / "saved").mkdir()
-    straight.save(tmp_path / "saved")
+    straight.snapshot()(tmp_path / "saved")
     straight.step(UPDATES, 1)
     resumed.load(tmp_path / "saved")
     resumed.step(UPDATES, 1)
@@ -125,7 +125,7 @@ def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir:
         ("other", make_backend(model_dir, rank=3)),
     ):
         (tmp_path / name).mkdir()
-        backend.save(tmp_path / name)
+        backend.snapshot()(tmp_path / name)
     with pytest.raises(CheckpointError, match="checkpoint plain has no adapters"):
         make_backend(model_dir).load(tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"checkpoint other has other adapters than learner.lora asks for"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_rlhf.learner.config import CriticConfig, LearnerConfig
-from async_rlhf.learner.step.optimizer import learning_rate
+from async_rlhf.learner.step.torch_machine import learning_rate
 
 RATES = {
     "constant": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],

@@ -205,7 +205,7 @@ def test_a_critic_is_saved_and_goes_on_bit_for_bit(model_dir: Path, tmp_path: Pa
     rows = with_returns(straight, 1.0)
     straight.step([rows], 0)
     (tmp_path / "saved").mkdir()
-    straight.save(tmp_path / "saved")
+    straight.snapshot()(tmp_path / "saved")
     straight.step([rows], 1)
     resumed.load(tmp_path / "saved")
     resumed.step([rows], 1)

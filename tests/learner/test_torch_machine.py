@@ -24,7 +24,7 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.step import controller, update
+from async_rlhf.learner.step import controller
 from async_rlhf.learner.step.controller import Controller
 from async_rlhf.learner.step.report import STEP_METRICS, StepReport
 
@@ -125,13 +125,13 @@ def test_a_report_has_the_metrics_a_backend_owes_and_they_are_the_twins(model_di
 def test_the_proximal_policy_is_the_one_before_the_first_update(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(model_dir, warmup_steps=0, learning_rate=1e-2)
     seen: list[tuple[Tensor, Tensor]] = []
-    loss = update.objective
+    loss = controller.objective
 
     def spy(inputs: Any, config: LossConfig) -> Any:
         seen.append((inputs.logp_current_N.detach(), inputs.logp_proximal_N))
         return loss(inputs, config)
 
-    monkeypatch.setattr(update, "objective", spy)
+    monkeypatch.setattr(controller, "objective", spy)
     with torch.no_grad():
         before = [logprobs(backend, group, rollout) for group in GROUPS for rollout in group.rollouts]
     report = backend.step(make_updates(2), 0)
@@ -184,7 +184,7 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path, name: str
     straight = make_backend(tmp_path / "start")
     for step in range(4):
         if step == 2:
-            straight.save(tmp_path / "saved")
+            straight.snapshot()(tmp_path / "saved")
         straight.step(make_updates(2), step)
     resumed = make_backend(tmp_path / "start")
     resumed.load(tmp_path / "saved")
@@ -196,7 +196,7 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path, name: str
 
 def test_a_checkpoint_of_no_steps_can_be_loaded(tmp_path: Path, model_dir: Path) -> None:
     one, other = make_backend(model_dir), make_backend(model_dir)
-    one.save(tmp_path)
+    one.snapshot()(tmp_path)
     other.load(tmp_path)
     one.step(make_updates(), 0)
     other.step(make_updates(), 0)
@@ -206,7 +206,7 @@ def test_a_checkpoint_of_no_steps_can_be_loaded(tmp_path: Path, model_dir: Path)
 def test_what_is_saved_is_a_model_directory_like_the_one_it_began_with(tmp_path: Path) -> None:
     backend = make_backend(TINY_SPELLER)
     backend.step(make_updates(), 0)
-    backend.save(tmp_path)
+    backend.snapshot()(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
     trained = {name: bytes(p.detach().numpy().tobytes()) for name, p in model.named_parameters()}
     assert trained == weights(backend)
@@ -226,7 +226,7 @@ def test_a_model_of_bfloat16_goes_on_from_float32_and_loads_as_bfloat16_with_all
     backend = make_backend(start)
     backend.step(make_updates(), 0)
     (tmp_path / "saved").mkdir()
-    backend.save(tmp_path / "saved")
+    backend.snapshot()(tmp_path / "saved")
     model = tmp_path / "saved" / "model"
     assert AutoModelForCausalLM.from_pretrained(model).dtype == torch.bfloat16
     exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -240,7 +240,7 @@ def test_a_generation_config_that_cannot_be_saved_is_copied(tmp_path: Path) -> N
     odd = {"do_sample": False, "temperature": 0.6, "eos_token_id": 1}  # as many published models have it
     (start / "generation_config.json").write_text(json.dumps(odd))
     (tmp_path / "saved").mkdir()
-    make_backend(start).save(tmp_path / "saved")
+    make_backend(start).snapshot()(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "model" / "generation_config.json").read_text()) == odd
 
 
