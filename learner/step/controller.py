@@ -67,7 +67,8 @@ class Controller:
 
     def evaluate(self, rows: Sequence[Row]) -> Mapping[int, PolicyEvaluation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
-        return self._evaluate(*self._distribute("evaluate", [rows]))
+        (update,) = self._distribute("evaluate", [rows])
+        return self._evaluate(update)
 
     def learn_at(self, rate: float) -> None:
         """From the next step on `learner.learning_rate` is this, on all ranks; the others get it with each step."""
@@ -87,7 +88,8 @@ class Controller:
     def gradient(self, rows: Sequence[Row], step: int) -> Tensor:
         """float32 [P]: what an update would be made from, over all ranks and before it is clipped; see `Machine.gradient`. The
         policy at the start of the step is the present one; nothing is changed. Raises NonFiniteError."""
-        return self._gradient(*self._distribute("gradient", [rows], step=step), step)
+        (update,) = self._distribute("gradient", [rows], step=step)
+        return self._gradient(update, step)
 
     def tensors(self) -> Mapping[str, RawTensor]:
         """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
@@ -190,7 +192,7 @@ class Controller:
                 named = {"logp_proximal": proximal_N, "logp_reference": self._reference(batch), "value": value_N}
                 values = {name: each.float().cpu() for name, each in named.items() if each is not None}
                 owner_N = batch.member_N.cpu()
-                for member in owner_N.unique().tolist():
+                for member in sorted(set(owner_N.tolist())):
                     own |= {f"{member}.{name}": each[owner_N == member] for name, each in values.items()}
         found: dict[int, dict[str, np.ndarray]] = {}
         for key, tensor in ((key, tensor) for each in self._ranks.gather(own) or () for key, tensor in each.items()):

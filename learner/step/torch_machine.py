@@ -247,11 +247,15 @@ def make_machine(
     model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
 ) -> Machine:
     """The machine of `learner.backend`."""
-    kind: type[Machine] = Machine
+    kind: type[Machine]
     # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
     os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
     if config.backend == "deepspeed":
-        from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
+        from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine
+
+        kind = DeepSpeedMachine
+    else:
+        kind = Machine
     return kind(model_dir, config, ranks, publish_dtype, with_reference)
 
 
