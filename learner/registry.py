@@ -104,7 +104,7 @@ def advantage(*, level: AdvantageLevel = "group", off_policy: bool = True) -> Ca
     return lambda function: function
 
 
-SpecT = TypeVar("SpecT", LossSpec, AdvantageSpec)
+SpecT = TypeVar("SpecT", bound=LossSpec | AdvantageSpec)
 
 
 class _Kind(Generic[SpecT]):
@@ -112,7 +112,10 @@ class _Kind(Generic[SpecT]):
 
     def __init__(self, decorator: str, place: str, spec: type[SpecT]) -> None:
         self._decorator, self._place, self._spec = decorator, place, spec
-        self.shipped, self.spec, self.settings, self.load = map(cache, (self._shipped, self._read, self._settings, self._load))
+        self.shipped: Callable[[], Mapping[str, str]] = cache(self._shipped)
+        self.spec: Callable[[str], SpecT] = cache(self._read)
+        self.settings: Callable[[str], tuple[str, ...]] = cache(self._settings)
+        self.load: Callable[[str], Callable[..., Any]] = cache(self._load)
 
     def _shipped(self) -> Mapping[str, str]:
         """The shipped ones by name, and the module of each."""

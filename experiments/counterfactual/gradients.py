@@ -12,7 +12,7 @@ from async_rlhf.buffers.composition import Statistics
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group
 from async_rlhf.experiments.counterfactual.measures import Sums
-from async_rlhf.learner.batch.partition import count
+from async_rlhf.learner.batch.micro_batch import count
 from async_rlhf.learner.batch.rows import Row, by_group, make_rows
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.loop.trainer import estimated

@@ -73,7 +73,7 @@ def held_bytes() -> int:
 
 def measure(rank: int, size: int, stage: Any, directory: Path, meeting: str) -> float:
     """Bytes per parameter that one rank holds in a step, stopped before the update."""
-    from async_rlhf.learner.batch.partition import padding_batch
+    from async_rlhf.learner.batch.micro_batch import padding_batch
     from async_rlhf.learner.config import LearnerConfig
     from async_rlhf.learner.parallel.ranks import Ranks
     from async_rlhf.learner.step.torch_machine import make_machine

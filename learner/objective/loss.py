@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -65,15 +64,6 @@ class Counts:
     num_tokens: int
     num_sequences: int
     num_groups: int
-
-
-class LossFunction(Protocol):
-    """Returns the loss of each token [N], sequence [S] or pair, by its declared `level`, and sums over tokens.
-
-    `weight_N` is the correction; its masks are in `inputs.mask_N` no more.
-    """
-
-    def __call__(self, inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
 
 def denominator(config: LossConfig, counts: Counts) -> float:

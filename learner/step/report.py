@@ -88,11 +88,6 @@ def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
     }
 
 
-def of_nothing() -> dict[str, Any]:
-    """The same names, of a step without a token."""
-    return dict.fromkeys(NAMES)
-
-
 def _curve(k3_N: Tensor, staleness_N: Tensor) -> Mapping[str, Mapping[str, float]]:
     ages_A, place_N, counts_A = torch.unique(staleness_N, return_inverse=True, return_counts=True)
     sums_A = torch.zeros(len(ages_A), dtype=k3_N.dtype).index_add(0, place_N, k3_N)

@@ -24,8 +24,7 @@ from rank_role import ADVANTAGES, GROUPS, control, make
 from safetensors.torch import load_file
 
 from async_rlhf.launch.network import LOOPBACK
-from async_rlhf.learner.batch.micro_batch import Packing
-from async_rlhf.learner.batch.partition import count, partition, partition_rows
+from async_rlhf.learner.batch.micro_batch import Packing, count, partition, partition_rows
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.parallel.ranks import RankLostError, Ranks
 from tests.conftest import REPOSITORY, kept_port, wait_for
