@@ -132,7 +132,7 @@ class _Kind(Generic[SpecT]):
         decorator = self._decorator
         _, call = self._declaration(kind)
         try:
-            given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            given: dict[str, Any] = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         except ValueError as error:
             raise ConfigError(
                 f"{decorator}.kind = {kind!r}: the arguments of @{decorator}(...) must be written out (strings, True, tuples "
@@ -144,7 +144,8 @@ class _Kind(Generic[SpecT]):
             raise ConfigError(
                 f"{decorator}.kind = {kind!r}: @{decorator} has no {unknown!r}; it takes {', '.join(sorted(known))}"
             )
-        spec = self._spec(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        spec = self._spec(**given)
         spec.check(kind)
         return spec
 

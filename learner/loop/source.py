@@ -160,7 +160,7 @@ class SourceSession:
             self._inform(lambda: self._source.commit(step))
 
     def end(self, step: int) -> None:
-        """The hub knows the last commit, also when it was restarted just now."""
+        """The hub has the last commit, also when it was restarted just now."""
         if not self._registered:
             self._source.register(step, self._committed)
 

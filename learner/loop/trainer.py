@@ -10,7 +10,7 @@ The hub may die meanwhile: it then answers `unregistered`, and before it takes a
 step and publishes its weights. When the learner itself dies, a new one begins at the newest checkpoint and is given the
 same batches again. A step is recorded before it is made durable, so the record of a resumed run has no hole. What is
 committed is the step of the oldest checkpoint that is kept, so that a run can go on from each of them. What an operator changes
-(`changes`) is taken up at the border of two steps, before the next batch is asked for.
+(`changes`) is taken up at the border of two steps, before the next batch is requested.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Trainer:
     def _take(self) -> TakenBatch | str:
         """The next batch, or why there is none: the hub's reason, or what of the budget is used up."""
         ended = self._config.budget.ended(self._spent)
-        if not ended or self._is_at_max_steps:  # of its last step the hub knows itself
+        if not ended or self._is_at_max_steps:  # a run of `max_steps` is ended by the hub
             self._adapt()
             return self._session.take(self.step, self._staleness.target_staleness, self.try_group)
         if self._session.published < self.step:

@@ -55,7 +55,7 @@ class StepTokens:
 
 
 def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
-    """One number for each of `NAMES`; None where no token could say anything.
+    """One number for each of `NAMES`; None where there is no token to measure.
 
     is/*: of the ratio proximal / behaviour before truncation. second_moment: mean squared log-ratio. tail_negative: share of
     all ratio mass that lies above the cap on tokens with a negative advantage, the unbounded side of a policy loss.
