@@ -140,10 +140,10 @@ def _check_groups(advantage: AdvantageConfig, loss: LossConfig, data: RunContext
 
 
 def _check_refill(advantage: AdvantageConfig, data: RunContext) -> None:
-    """That it is not together with `queue.exact` is the bound's to say."""
+    """That it is not together with `queue.exact` is checked with the bound."""
     if advantage.constant_groups == "refill" and data.normalised:
         raise ConfigError(
-            f"advantage.constant_groups = 'refill' with rewards.normalise = {list(data.normalised)}: actors say which groups "
+            f"advantage.constant_groups = 'refill' with rewards.normalise = {list(data.normalised)}: actors find which groups "
             "are constant, and only the learner has the running statistics. Set advantage.constant_groups = 'drop', or "
             "rewards.normalise = []."
         )
@@ -222,7 +222,7 @@ def _check_sampling_mask(loss: LossConfig, data: RunContext) -> None:
     if data.truncated is None or data.support_recorded or not loss_spec(loss.kind).takes_ratios or loss.allow_uncorrected:
         return
     raise ConfigError(
-        f"{data.truncated} cuts off what is sampled, and vLLM does not say what is left unless top_k is set too: "
+        f"{data.truncated} cuts off what is sampled, and vLLM does not report what is left unless top_k is set too: "
         f"loss.kind = {loss.kind!r} takes ratios, which would not be 1 for an unchanged policy. Set generation.top_k as well "
         "(64 is rarely felt beside top_p), engine.kind = 'torch', on a GPU engine.vllm.arguments.return_sampling_mask = true, "
         "or a loss without ratios: loss.kind = 'online_dpo' or 'best_of_n'."

@@ -1,12 +1,16 @@
-"""The dials of the learner's wing: optimisation, the loss, checkpoints. No torch."""
+"""The settings of the learner: optimisation, the loss, checkpoints, and what its loop takes of the whole run. No torch."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
+from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.learner.registry import advantage_spec, check_kind, loss_spec
 
 Interval = tuple[float, float]
@@ -31,7 +35,7 @@ class AdvantageConfig(Section):
     """`reinforce_pp`: statistics of all tokens of the batch (OpenRLHF, verl) or of its completions."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"
     """Groups whose rewards are all equal: kept (their advantage is 0), dropped from the batch and counted, or replaced by
-    others before a batch is made, so that it is full of groups that say something (dynamic sampling)."""
+    others before a batch is made, so that it is full of groups with different rewards (dynamic sampling)."""
     max_refills: int = Field(default=3, ge=1)
     """`refill`: constant groups are replaced among the first `max_refills` batches' worth made for a batch; later ones enter,
     and are dropped."""
@@ -257,3 +261,31 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are a multiple of this are kept for good."""
     background: bool = True
     """Write while the next step runs."""
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """What the learner's loop needs to know of the whole run."""
+
+    learner: LearnerConfig
+    loss: LossConfig
+    checkpoint: CheckpointConfig
+    budget: Budget
+    max_staleness: int
+    composition: Composition
+    max_failed_ratio: float
+    """Of the scores of a batch."""
+    sampled_groups: int
+    """Groups of every step written to `rollouts.jsonl`."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    lowest_staleness: int = 0
+    """The smallest staleness the guard may set as target: below it the run would wait forever."""
+    exact: bool = False
+    """Whether each group is made by one certain version."""
+    evaluate_every: int = 0
+    """Steps between two evaluations, each of which has a checkpoint; 0: none."""
+    mismatch_limit: float = math.inf
+    """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
+    max_log_bytes: int | None = None
+    """After which `rollouts.jsonl` begins anew."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.user_files import import_file
@@ -104,16 +104,98 @@ def advantage(*, level: AdvantageLevel = "group", off_policy: bool = True) -> Ca
     return lambda function: function
 
 
-@cache
-def losses() -> Mapping[str, str]:
-    """The shipped losses by name, and the module of each."""
-    return _shipped("losses", "loss")
+SpecT = TypeVar("SpecT", bound=LossSpec | AdvantageSpec)
 
 
-@cache
-def advantages() -> Mapping[str, str]:
-    """The shipped estimators by name, and the module of each."""
-    return _shipped("advantages", "advantage")
+class _Kind(Generic[SpecT]):
+    """The functions with one decorator: those shipped in the module or folder `place` of `objective/`, and users' own."""
+
+    def __init__(self, decorator: str, place: str, spec: type[SpecT]) -> None:
+        self._decorator, self._place, self._spec = decorator, place, spec
+        self.shipped: Callable[[], Mapping[str, str]] = cache(self._shipped)
+        self.spec: Callable[[str], SpecT] = cache(self._read)
+        self.settings: Callable[[str], tuple[str, ...]] = cache(self._settings)
+        self.load: Callable[[str], Callable[..., Any]] = cache(self._load)
+
+    def _shipped(self) -> Mapping[str, str]:
+        """The shipped ones by name, and the module of each."""
+        root = Path(__file__).parent / "objective" / self._place
+        files = sorted(root.glob("*.py")) if root.is_dir() else [root.with_suffix(".py")]
+        found: dict[str, str] = {}
+        for file in files:
+            module = f"{_OBJECTIVE}.{self._place}" + (f".{file.stem}" if root.is_dir() else "")
+            found |= {node.name: module for node in _functions(file) if _decorator(node, self._decorator) is not None}
+        return found
+
+    def _read(self, kind: str) -> SpecT:
+        """What a function declares. Raises ConfigError for one that is not there or not declared with the decorator."""
+        decorator = self._decorator
+        _, call = self._declaration(kind)
+        try:
+            given: dict[str, Any] = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        except ValueError as error:
+            raise ConfigError(
+                f"{decorator}.kind = {kind!r}: the arguments of @{decorator}(...) must be written out (strings, True, tuples "
+                "of strings): they are read without running the file"
+            ) from error
+        known = set(self._spec.__dataclass_fields__)
+        if call.args or set(given) - known:
+            unknown = min(set(given) - known, default="a positional argument")
+            raise ConfigError(
+                f"{decorator}.kind = {kind!r}: @{decorator} has no {unknown!r}; it takes {', '.join(sorted(known))}"
+            )
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        spec = self._spec(**given)
+        spec.check(kind)
+        return spec
+
+    def _settings(self, kind: str) -> tuple[str, ...]:
+        """The keyword-only parameters of a function. Raises ConfigError as `spec` does."""
+        node, _ = self._declaration(kind)
+        return tuple(each.arg for each in node.args.kwonlyargs)
+
+    def _load(self, kind: str) -> Callable[..., Any]:
+        """The function; imports torch, and a user's own file. Raises ConfigError."""
+        place, name = self._where(kind)
+        try:
+            module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+            function: Callable[..., Any] = getattr(module, name)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"{self._decorator}.kind = {kind!r}: importing {place} raised {type(error).__name__}: {error}"
+            ) from error
+        return function
+
+    def _where(self, kind: str) -> tuple[str, str]:
+        """File or module, and name in it."""
+        if kind in self.shipped():
+            return self.shipped()[kind], kind
+        place, _, name = kind.rpartition(":")
+        return place, name
+
+    def _declaration(self, kind: str) -> tuple[ast.FunctionDef, ast.Call]:
+        """A function and the call of its decorator, read from the source."""
+        asked, decorator = f"{self._decorator}.kind = {kind!r}", self._decorator
+        place, name = self._where(kind)
+        functions = _functions(Path(place) if place.endswith(".py") else _module_file(place, asked))
+        node = next((each for each in functions if each.name == name), None)
+        if node is None:
+            hint = did_you_mean(name, [each.name for each in functions]) if functions else "it defines no function"
+            raise ConfigError(f"{asked}: no function {name!r} at the top level of {place}; {hint}")
+        call = _decorator(node, decorator)
+        if call is None and (other := next((o for o in ("loss", "advantage") if _decorator(node, o)), None)):
+            raise ConfigError(f"{asked} is declared with @{other}(): name it in {other}.kind")
+        if call is None:
+            raise ConfigError(
+                f"{asked} is not declared: write @{decorator}() above its 'def' (from async_rlhf import {decorator})"
+            )
+        return node, call
+
+
+_LOSSES, _ADVANTAGES = _Kind("loss", "losses", LossSpec), _Kind("advantage", "advantages", AdvantageSpec)
+losses, loss_spec, load_loss = _LOSSES.shipped, _LOSSES.spec, _LOSSES.load
+advantages, advantage_spec, load_advantage = _ADVANTAGES.shipped, _ADVANTAGES.spec, _ADVANTAGES.load
+advantage_settings = _ADVANTAGES.settings
 
 
 def check_kind(kind: str, section: Literal["loss", "advantage"]) -> str:
@@ -124,103 +206,13 @@ def check_kind(kind: str, section: Literal["loss", "advantage"]) -> str:
     raise ValueError(f"{kind!r} is none of {', '.join(shipped)} and names no 'file.py:name' or 'package.module:name'")
 
 
-@cache
-def loss_spec(kind: str) -> LossSpec:
-    """Raises ConfigError for a function that is not there or not declared with `@loss`."""
-    spec = LossSpec(**_declared(kind, losses(), "loss"))
-    spec.check(kind)
-    return spec
-
-
-@cache
-def advantage_spec(kind: str) -> AdvantageSpec:
-    """Raises ConfigError for a function that is not there or not declared with `@advantage`."""
-    spec = AdvantageSpec(**_declared(kind, advantages(), "advantage"))
-    spec.check(kind)
-    return spec
-
-
-@cache
-def advantage_settings(kind: str) -> tuple[str, ...]:
-    """The settings of `[advantage]` that an estimator takes. Raises ConfigError as `advantage_spec` does."""
-    node, _ = _declaration(kind, advantages(), "advantage")
-    return tuple(each.arg for each in node.args.kwonlyargs)
-
-
-@cache
-def load_loss(kind: str) -> Callable[..., Any]:
-    """The function; imports torch, and a user's own file. Raises ConfigError."""
-    return _load(kind, losses(), "loss")
-
-
-@cache
-def load_advantage(kind: str) -> Callable[..., Any]:
-    """The function, which takes the `advantage_settings` by keyword; imports a user's own file. Raises ConfigError."""
-    return _load(kind, advantages(), "advantage")
-
-
-def _shipped(place: str, decorator: str) -> dict[str, str]:
-    """Every function with this decorator in a file or folder of `objective/`."""
-    root = Path(__file__).parent / "objective" / place
-    files = sorted(root.glob("*.py")) if root.is_dir() else [root.with_suffix(".py")]
-    found: dict[str, str] = {}
-    for file in files:
-        module = f"{_OBJECTIVE}.{place}" + (f".{file.stem}" if root.is_dir() else "")
-        found |= {node.name: module for node in _functions(file) if _decorator(node, decorator) is not None}
-    return found
-
-
-def _declaration(kind: str, shipped: Mapping[str, str], decorator: str) -> tuple[ast.FunctionDef, ast.Call]:
-    """A function and the call of its decorator, read from the source."""
-    place, name = _place(kind, shipped)
-    file = Path(place) if place.endswith(".py") else _module_file(place, kind, decorator)
-    node = next((each for each in _functions(file) if each.name == name), None)
-    if node is None:
-        names = [each.name for each in _functions(file)]
-        hint = did_you_mean(name, names) if names else "it defines no function"
-        raise ConfigError(f"{decorator}.kind = {kind!r}: no function {name!r} at the top level of {place}; {hint}")
-    call = _decorator(node, decorator)
-    if call is None and (other := next((o for o in ("loss", "advantage") if _decorator(node, o)), None)):
-        raise ConfigError(f"{decorator}.kind = {kind!r} is declared with @{other}(): name it in {other}.kind")
-    if call is None:
-        raise ConfigError(
-            f"{decorator}.kind = {kind!r} is not declared: write @{decorator}() above its 'def' "
-            f"(from async_rlhf import {decorator})"
-        )
-    return node, call
-
-
-def _declared(kind: str, shipped: Mapping[str, str], decorator: str) -> dict[str, Any]:
-    """The arguments of a function's decorator."""
-    _, call = _declaration(kind, shipped, decorator)
-    try:
-        given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except ValueError as error:
-        raise ConfigError(
-            f"{decorator}.kind = {kind!r}: the arguments of @{decorator}(...) must be written out (strings, True, tuples of "
-            "strings): they are read without running the file"
-        ) from error
-    known = set((LossSpec if decorator == "loss" else AdvantageSpec).__dataclass_fields__)
-    if call.args or set(given) - known:
-        unknown = min(set(given) - known, default="a positional argument")
-        raise ConfigError(f"{decorator}.kind = {kind!r}: @{decorator} has no {unknown!r}; it takes {', '.join(sorted(known))}")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-
-
-def _place(kind: str, shipped: Mapping[str, str]) -> tuple[str, str]:
-    if kind in shipped:
-        return shipped[kind], kind
-    place, _, name = kind.rpartition(":")
-    return place, name
-
-
-def _module_file(module: str, kind: str, section: str) -> Path:
+def _module_file(module: str, asked: str) -> Path:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{section}.kind = {kind!r}: {error}; install it, or name its file ('path.py:name')") from error
+        raise ConfigError(f"{asked}: {error}; install it, or name its file ('path.py:name')") from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise ConfigError(f"{section}.kind = {kind!r}: there is no module {module!r}; name its file ('path.py:name')")
+        raise ConfigError(f"{asked}: there is no module {module!r}; name its file ('path.py:name')")
     return Path(spec.origin)
 
 
@@ -242,16 +234,6 @@ def _decorator(node: ast.FunctionDef, name: str) -> ast.Call | None:
         if isinstance(each, ast.Call) and ast.unparse(each.func).rpartition(".")[2] == name:
             return each
     return None
-
-
-def _load(kind: str, shipped: Mapping[str, str], section: str) -> Callable[..., Any]:
-    place, name = _place(kind, shipped)
-    try:
-        module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
-        function: Callable[..., Any] = getattr(module, name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{section}.kind = {kind!r}: importing {place} raised {type(error).__name__}: {error}") from error
-    return function
 
 
 def _check_choice(name: str, field: str, values: Iterable[str], choice: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,14 +12,16 @@ from async_rlhf.buffers.composition import Statistics
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group
 from async_rlhf.experiments.counterfactual.measures import Sums
-from async_rlhf.learner.batch.partition import count
+from async_rlhf.learner.batch.micro_batch import count
 from async_rlhf.learner.batch.rows import Row, by_group, make_rows
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.loop.trainer import estimated
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.learner.objective.estimation import Rewards
 from async_rlhf.learner.objective.loss import denominator
-from async_rlhf.learner.step.controller import Controller, RankParts, assemble
+from async_rlhf.learner.parallel.ranks import Ranks
+from async_rlhf.learner.step.controller import Controller
+from async_rlhf.learner.step.torch_machine import make_machine
 from async_rlhf.run.config import Config
 
 # What holds the whole gradient in one process, however many the run had.
@@ -36,14 +37,12 @@ class Gradients:
 
     def __init__(self, config: Config, checkpoint: Path, step: int, loss: LossConfig) -> None:
         self._config, self._step = config, step
-        self._parts = assemble(
-            Path(model_directory(config.model)),
-            config.learner.model_copy(update=_ALONE),
-            loss,
-            reference_recorded=config.scoring.reference_is_stage,
-        )
-        self._parts.step.machine.load(checkpoint)
-        policy = self._parts.step.machine.policy
+        self._learner, self._ranks = config.learner.model_copy(update=_ALONE), Ranks()
+        referred = loss.needs_reference and not config.scoring.reference_is_stage
+        model = Path(model_directory(config.model))
+        self._machine = make_machine(model, self._learner, self._ranks, with_reference=referred)
+        self._machine.load(checkpoint)
+        policy = self._machine.policy
         self.num_parameters = sum(p.numel() for p in policy.parameters() if p.requires_grad)
 
     def sums(
@@ -60,7 +59,7 @@ class Gradients:
         Advantages, and masks that look at the whole batch, are made from all groups before the cut. progress: groups that are
         done, and of how many. Raises NonFiniteError.
         """
-        backend = Controller(RankParts(replace(self._parts.step, loss=loss), self._parts.ranks))
+        backend = Controller(self._machine, self._learner, loss, self._ranks)
         estimates, _ = estimated(groups, rewards, backend, self._config.advantage, loss)
         rows = make_rows(groups, estimates.advantages, backend.row_tokens, estimates.targets)
         of_group = {each[0].group.number: each for each in by_group(rows)}

@@ -100,7 +100,7 @@ def check_sampling_masks(rows: Sequence[Row]) -> None:
         truncation = row.group.sampling.truncation
         if truncation and any(member.rollout.sampling_mask is None for member in row.members):
             raise RecordError(
-                f"group {row.group.number} was sampled with {truncation}, and its engine did not say from what was left: "
+                f"group {row.group.number} was sampled with {truncation}, and its engine did not record what was left: "
                 "a ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
             )
 

@@ -25,7 +25,7 @@ class Spent:
 
     @classmethod
     def until(cls, record: Mapping[str, Any]) -> Spent:
-        """Up to the step of this line of `metrics.jsonl`, which is counted. What it does not say counts as 0."""
+        """Up to the step of this line of `metrics.jsonl`, which is counted. What is missing counts as 0."""
         steps, tokens, seconds = (record.get(name) for name in ("step", "num_tokens_total", "step_time_total"))
         return cls(
             steps if isinstance(steps, int) else 0,
@@ -75,8 +75,8 @@ class Budget:
         return any(theirs is not None and (own is None or own > theirs) for own, theirs in pairs)
 
     def num_steps(self, spent: Spent) -> int | None:
-        """How many steps the run will have if it goes on at the pace at which it has used its budget so far; None while nothing
-        says so."""
+        """How many steps the run will have if it goes on at the pace at which it has used its budget so far; None while that
+        is open."""
         ends = [] if self.max_steps is None else [self.max_steps]
         if spent.steps:
             ends += [math.ceil(spent.steps * limit / used) for _, limit, used in self._limits(spent) if used > 0]

@@ -213,7 +213,7 @@ class Ledger:
 
 class LiveChanges:
     """The ledger as the learner sees it. step: of its checkpoint. reached: the highest step in the metrics, before they are cut
-    to that. Raises OSError and DamagedError where it begins; later it goes on with what it knows."""
+    to that. Raises OSError and DamagedError where it begins; later it goes on with what it has read."""
 
     def __init__(self, run: Path, step: int, reached: int) -> None:
         self._ledger = Ledger(run)

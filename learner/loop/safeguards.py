@@ -10,14 +10,12 @@ good ones; good is better than the limit by `margin`, so that between the two th
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_rlhf.buffers.errors import DivergedError, MismatchError, NonFiniteError, RewardError, StalenessError
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.config import GuardConfig
+from async_rlhf.learner.config import GuardConfig, TrainerConfig
 from async_rlhf.learner.loop.metrics import staleness_histogram
 from async_rlhf.learner.step.report import StepReport
 
@@ -26,36 +24,22 @@ _MAX_SECOND_MOMENT, _MAX_CLIP_RATIO = 0.1, 0.3
 _MAX_NONFINITE_STEPS = 3  # refused in a row: one may be a batch's, three are the model's
 
 _log = logging.getLogger(__name__)
-# Too few scores say nothing about a ratio; a batch of the smallest sensible size already passes this.
+# Too few scores are no measure of a ratio; a batch of the smallest sensible size already passes this.
 _MIN_SCORES = 8
 # Of fewer tokens a mean is noise.
 _MIN_TOKENS = 64
 
 
-@dataclass(frozen=True)
-class Limits:
-    """max_failed_ratio: of scores. max_constant_batches, max_unscored_batches: in a row. mismatch_limit:
-    mean |log-ratio| of learner and engine over tokens sampled from the weights a step begins with. guard: its limits to
-    divergence."""
-
-    max_staleness: int
-    max_failed_ratio: float
-    max_constant_batches: int
-    max_unscored_batches: int
-    mismatch_limit: float = math.inf
-    guard: GuardConfig = field(default_factory=GuardConfig)
-
-
 class Safeguards:
     """Ends a run that would go on in vain. Counts what may happen a few times in a row."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, config: TrainerConfig) -> None:
+        self.config = config
         self._constant_in_a_row = self._unscored_in_a_row = self._refused_in_a_row = self._diverged_in_a_row = 0
 
     def certify(self, groups: Sequence[Group], step: int) -> None:
         """The last net, right before the gradient: no token over the bound. Raises StalenessError."""
-        limit = self.limits.max_staleness
+        limit = self.config.max_staleness
         ages = staleness_histogram(groups, step)
         if max(ages, default=0) > limit:
             numbers = [g.number for g in groups if max(staleness_histogram([g], step)) > limit]
@@ -67,12 +51,12 @@ class Safeguards:
     def check_scores(self, groups: Sequence[Group], failed_ratio: float) -> None:
         """Raises RewardError when too many scores failed."""
         scores = [(g.number, name, score) for g in groups for r in g.rollouts for name, score in r.scores.items()]
-        if failed_ratio > self.limits.max_failed_ratio and len(scores) >= _MIN_SCORES:
+        if failed_ratio > self.config.max_failed_ratio and len(scores) >= _MIN_SCORES:
             failed = [each for each in scores if each[2].failure is not None]
             number, name, score = failed[0]
             raise RewardError(
                 f"{len(failed)} of {len(scores)} scores failed ({failed_ratio:.0%}); rewards.max_failed_ratio is "
-                f"{self.limits.max_failed_ratio:.0%}. First: reward {name!r} of group {number}: {score.failure}. "
+                f"{self.config.max_failed_ratio:.0%}. First: reward {name!r} of group {number}: {score.failure}. "
                 "The full traceback is in the run directory: logs/actor-*.log, or logs/scorer.log for a stage that runs there."
             )
 
@@ -84,7 +68,8 @@ class Safeguards:
             return
         unscored = all(score.state == "not_applicable" for _, score in scores)
         self._unscored_in_a_row = self._unscored_in_a_row + 1 if unscored else 0
-        if self._unscored_in_a_row >= self.limits.max_unscored_batches:
+        most, max_steps = self.config.advantage.max_constant_batches, self.config.budget.max_steps
+        if self._unscored_in_a_row >= (most if max_steps is None else min(most, max_steps)):  # a short run ends badly too
             raise RewardError(
                 f"{self._unscored_in_a_row} batches in a row had no score: {', '.join(sorted({name for name, _ in scores}))} "
                 "returned None ('not applicable') for every completion, so there is nothing to learn from. Is a `return` "
@@ -95,7 +80,7 @@ class Safeguards:
         """Raises RewardError after too many batches in a row in which no completion is better than another, of those that were
         not masked because they were cut."""
         self._constant_in_a_row = self._constant_in_a_row + 1 if constant else 0
-        if self._constant_in_a_row >= self.limits.max_constant_batches:
+        if self._constant_in_a_row >= self.config.advantage.max_constant_batches:
             rollouts = sum(len(group.rollouts) for group in groups)
             cut = f"; {masked} of its {rollouts} completions were cut and masked (loss.mask_truncated)" if masked else ""
             way_out = "raise generation.max_completion_length (of episodes max_episode_length), or " if masked else ""
@@ -119,7 +104,7 @@ class Safeguards:
 
     def check_mismatch(self, report: StepReport) -> None:
         """Engine and learner must be one policy under one set of weights. Raises MismatchError."""
-        mismatch, limit = report.metrics["mismatch/abs_log_ratio"], self.limits.mismatch_limit
+        mismatch, limit = report.metrics["mismatch/abs_log_ratio"], self.config.mismatch_limit
         if report.applied and (report.metrics["mismatch/tokens"] or 0) >= _MIN_TOKENS and not mismatch <= limit:
             raise MismatchError(
                 f"log-probabilities of learner and engine differ by {mismatch:.3g} nats on average over tokens sampled from "
@@ -129,7 +114,7 @@ class Safeguards:
 
     def count_diverged(self, metrics: Mapping[str, Any], step: int) -> None:
         """Raises DivergedError after too many steps in a row beyond one of the guard's limits."""
-        found, guard = beyond(metrics, self.limits.guard), self.limits.guard
+        found, guard = beyond(metrics, self.config.guard), self.config.guard
         self._diverged_in_a_row = self._diverged_in_a_row + 1 if found else 0
         if self._diverged_in_a_row >= guard.max_diverged_steps:
             raise DivergedError(
@@ -155,37 +140,6 @@ def beyond(metrics: Mapping[str, Any], guard: GuardConfig) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class StalenessTarget:
-    """The target staleness, and how many steps in a row looked bad or good since it last moved."""
-
-    staleness: int
-    bad: int = 0
-    good: int = 0
-
-
-def adjusted(
-    target: StalenessTarget, metrics: Mapping[str, Any], config: GuardConfig, lowest: int, highest: int
-) -> tuple[StalenessTarget, str | None]:
-    """The target after a step with these metrics, and why it moved (None when it did not).
-
-    `lowest` is the smallest staleness at which the run still goes on, `highest` the hard bound. A metric that is missing or
-    None does not count; a step about which nothing is known changes nothing.
-    """
-    bad, known, clearly_good = _judge(metrics, config)
-    if not known:
-        return target, None
-    if bad:
-        worse = replace(target, bad=target.bad + 1, good=0)
-        if worse.bad < config.patience or target.staleness <= lowest:
-            return worse, None
-        return StalenessTarget(target.staleness - 1), f"{config.patience} steps in a row: {', '.join(bad)}"
-    better = replace(target, bad=0, good=target.good + 1 if clearly_good else 0)
-    if better.good < config.recovery or target.staleness >= highest:
-        return better, None
-    return StalenessTarget(target.staleness + 1), f"{config.recovery} steps in a row well within all limits"
-
-
 def _judge(metrics: Mapping[str, Any], config: GuardConfig) -> tuple[list[str], bool, bool]:
     """What is over its limit, whether anything is known, whether all that is known is better than its limit by the margin."""
     clipped = [metrics.get(name) for name in ("clip_ratio/region_mean", "is/masked_ratio")]
@@ -206,17 +160,16 @@ def _judge(metrics: Mapping[str, Any], config: GuardConfig) -> tuple[list[str], 
     return bad, bool(known), clearly_good
 
 
-@dataclass
 class StalenessController:
-    """The target staleness of the next take, moved by what each step measured. lowest: as of `adjusted`. bound: hard."""
+    """The target staleness of the next take, moved by what each step measured. lowest: at which the run still goes on. bound:
+    the hard one."""
 
-    config: GuardConfig
-    lowest: int
-    bound: int
-    target: StalenessTarget = field(init=False)
+    def __init__(self, config: GuardConfig, lowest: int, bound: int) -> None:
+        self.config, self.lowest, self.bound = config, lowest, bound
+        self._aim_at(self.highest)
 
-    def __post_init__(self) -> None:
-        self.target = StalenessTarget(self.highest)
+    def _aim_at(self, staleness: int) -> None:
+        self.target, self._bad, self._good = staleness, 0, 0
 
     @property
     def highest(self) -> int:
@@ -225,18 +178,27 @@ class StalenessController:
     @property
     def target_staleness(self) -> int | None:
         """What the hub is given: None where nothing aims below the bound."""
-        return self.target.staleness if self.config.enabled or self.config.target is not None else None
+        return self.target if self.config.enabled or self.config.target is not None else None
 
     def follow(self, config: GuardConfig) -> None:
         """Other settings, from the next take on; another `guard.target` is aimed at at once."""
         before, self.config = self.highest, config
         if self.highest != before:
-            self.target = StalenessTarget(self.highest)
+            self._aim_at(self.highest)
 
     def adjust(self, metrics: Mapping[str, Any], step: int) -> None:
-        if not self.config.enabled:
+        """After a step with these metrics. One that is missing or None does not count; a step of which nothing is known changes
+        nothing."""
+        bad, known, clearly_good = _judge(metrics, self.config)
+        if not (self.config.enabled and known):
             return
-        before = self.target.staleness
-        self.target, reason = adjusted(self.target, metrics, self.config, self.lowest, self.highest)
-        if reason is not None:
-            _log.info("step %d: aiming at staleness %d instead of %d: %s", step, self.target.staleness, before, reason)
+        before, reason = self.target, ""
+        self._bad, self._good = (self._bad + 1, 0) if bad else (0, self._good + 1 if clearly_good else 0)
+        if self._bad >= self.config.patience and self.target > self.lowest:
+            self._aim_at(self.target - 1)
+            reason = f"{self.config.patience} steps in a row: {', '.join(bad)}"
+        elif self._good >= self.config.recovery and self.target < self.highest:
+            self._aim_at(self.target + 1)
+            reason = f"{self.config.recovery} steps in a row well within all limits"
+        if reason:
+            _log.info("step %d: aiming at staleness %d instead of %d: %s", step, self.target, before, reason)

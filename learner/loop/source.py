@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from async_rlhf.buffers.clients.connection import HubRestartedError
 from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
@@ -17,9 +17,10 @@ from async_rlhf.buffers.queue.recovery import ArchivedBatch, read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.loop.recording import Recording
-from async_rlhf.learner.step.backend import Backend
+from async_rlhf.learner.step.controller import Controller
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class BatchSource(Protocol):
@@ -88,7 +89,7 @@ class SourceSession:
     def __init__(
         self,
         source: BatchSource,
-        backend: Backend,
+        backend: Controller,
         recording: Recording,
         *,
         step: int,
@@ -110,36 +111,34 @@ class SourceSession:
 
     def take(self, step: int, target_staleness: int | None, try_group: Callable[[Group], None]) -> TakenBatch | str:
         """The next batch, or why there is none. Groups suspected of having ended learners are tried alone before."""
-        while True:
-            try:
-                if not self._registered:
-                    self._register(step)
+
+        def next_batch() -> TakenBatch | str:
+            while True:
                 began = time.monotonic()
                 taken = self._source.take(step, target_staleness)
-                if isinstance(taken, SuspectGroup):
-                    _log.warning("step %d: group %d is tried alone, its batch has ended learners", step, taken.number)
-                    try_group(taken.group())
-                    self._source.tried(taken)
-                    continue
-            except HubRestartedError:
-                _log.warning("the hub was restarted: registering again at step %d", step)
-                self._registered = False
-            else:
                 self.waited_s = time.monotonic() - began
-                return taken
+                if not isinstance(taken, SuspectGroup):
+                    return taken
+                _log.warning("step %d: group %d is tried alone, its batch has ended learners", step, taken.number)
+                try_group(taken.group())
+                self._source.tried(taken)
+
+        return self._registered_at(step, next_batch)
 
     def finish(self, step: int) -> None:
         """No batch is taken any more, at `step` or later: the hub lets the actors go."""
+        self._registered_at(step, lambda: self._source.finish(step))
+
+    def _registered_at(self, step: int, call: Callable[[], T]) -> T:
+        """A call that needs a registration; made again after another one when the hub was restarted meanwhile."""
         while True:
             try:
                 if not self._registered:
                     self._register(step)
-                self._source.finish(step)
+                return call()
             except HubRestartedError:
                 _log.warning("the hub was restarted: registering again at step %d", step)
                 self._registered = False
-            else:
-                return
 
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """Step `step` was made from these groups."""
@@ -161,7 +160,7 @@ class SourceSession:
             self._inform(lambda: self._source.commit(step))
 
     def end(self, step: int) -> None:
-        """The hub knows the last commit, also when it was restarted just now."""
+        """The hub has the last commit, also when it was restarted just now."""
         if not self._registered:
             self._source.register(step, self._committed)
 
@@ -188,7 +187,7 @@ class SourceSession:
         try:
             return self._backend.canary(self._text)
         except NonFiniteError as error:
-            cause = "The first suspect is learner.learning_rate: lower it." if step else "`model` is so from the start."
+            cause = "The most likely cause is learner.learning_rate: lower it." if step else "`model` is so from the start."
             raise NonFiniteError(f"the weights after step {step} cannot be used: {error}. {cause}") from error
 
     def _inform(self, call: Callable[[], object]) -> None:

@@ -10,35 +10,33 @@ The hub may die meanwhile: it then answers `unregistered`, and before it takes a
 step and publishes its weights. When the learner itself dies, a new one begins at the newest checkpoint and is given the
 same batches again. A step is recorded before it is made durable, so the record of a resumed run has no hole. What is
 committed is the step of the oldest checkpoint that is kept, so that a run can go on from each of them. What an operator changes
-(`changes`) is taken up at the border of two steps, before the next batch is asked for.
+(`changes`) is taken up at the border of two steps, before the next batch is requested.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.clients.learner import TakenBatch
-from async_rlhf.buffers.composition import Composition, Statistics
+from async_rlhf.buffers.composition import Statistics
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
 from async_rlhf.learner.checkpoint.evaluated import Cadence, needed
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
-from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.loop.budget import Budget
+from async_rlhf.learner.config import AdvantageConfig, LossConfig, TrainerConfig
 from async_rlhf.learner.loop.changes import LiveChanges
 from async_rlhf.learner.loop.metrics import SourceMetrics, StepClock, data_metrics, sample_record
 from async_rlhf.learner.loop.recording import Recording, as_line, last_step, spent
-from async_rlhf.learner.loop.safeguards import Limits, Safeguards, StalenessController
+from async_rlhf.learner.loop.safeguards import Safeguards, StalenessController
 from async_rlhf.learner.loop.source import BatchSource, SourceSession
 from async_rlhf.learner.objective.estimation import (
     AdvantageEstimates,
@@ -48,59 +46,13 @@ from async_rlhf.learner.objective.estimation import (
     num_masked,
     select_members,
 )
-from async_rlhf.learner.step.backend import Backend
-from async_rlhf.learner.step.optimizer import learning_rate
+from async_rlhf.learner.step.controller import Controller
 from async_rlhf.learner.step.report import StepReport
+from async_rlhf.learner.step.torch_machine import learning_rate
 
 _log = logging.getLogger(__name__)
 # Why the hub gives no more batches to a run that is to go on another time.
 _DRAINED = "drained"
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """What the loop needs to know of the whole run."""
-
-    learner: LearnerConfig
-    loss: LossConfig
-    checkpoint: CheckpointConfig
-    max_steps: int | None
-    """None: the hub, a budget or the data end the run."""
-    max_staleness: int
-    composition: Composition
-    max_failed_ratio: float
-    sampled_groups: int
-    """Groups of every step written to `rollouts.jsonl`."""
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    lowest_staleness: int = 0
-    """The smallest staleness the guard may set as target: below it the run would wait forever."""
-    exact: bool = False
-    """Whether each group is made by one certain version."""
-    evaluate_every: int = 0
-    """Steps between two evaluations, each of which has a checkpoint; 0: none."""
-    mismatch_limit: float = math.inf
-    """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
-    max_log_bytes: int | None = None
-    """After which `rollouts.jsonl` begins anew."""
-    max_trained_tokens: int | None = None
-    max_seconds: float | None = None
-
-    @property
-    def budget(self) -> Budget:
-        return Budget(self.max_steps, self.max_trained_tokens, self.max_seconds)
-
-    @property
-    def limits(self) -> Limits:
-        most = self.advantage.max_constant_batches
-        return Limits(
-            self.max_staleness,
-            self.max_failed_ratio,
-            most,
-            most if self.max_steps is None else min(most, self.max_steps),  # a short run does not end well without a reward
-            self.mismatch_limit,
-            guard=self.guard,
-        )
 
 
 class Trainer:
@@ -113,7 +65,7 @@ class Trainer:
     def __init__(
         self,
         source: BatchSource,
-        backend: Backend,
+        backend: Controller,
         directory: Path,
         config: TrainerConfig,
         changed: Callable[[Mapping[str, Any]], TrainerConfig] | None = None,
@@ -141,10 +93,10 @@ class Trainer:
             self._recording,
             step=self.step,
             committed=self._writer.floor,
-            max_steps=config.max_steps,
+            max_steps=config.budget.max_steps,
             exact=config.exact,
         )
-        self._safeguards = Safeguards(config.limits)
+        self._safeguards = Safeguards(config)
         self._staleness = StalenessController(config.guard, config.lowest_staleness, config.max_staleness)
         self._clock, self._sources = StepClock(), SourceMetrics()
         self._paused_s = 0.0
@@ -162,7 +114,7 @@ class Trainer:
     def _take(self) -> TakenBatch | str:
         """The next batch, or why there is none: the hub's reason, or what of the budget is used up."""
         ended = self._config.budget.ended(self._spent)
-        if not ended or self._is_at_max_steps:  # of its last step the hub knows itself
+        if not ended or self._is_at_max_steps:  # a run of `max_steps` is ended by the hub
             self._adapt()
             return self._session.take(self.step, self._staleness.target_staleness, self.try_group)
         if self._session.published < self.step:
@@ -173,7 +125,7 @@ class Trainer:
 
     @property
     def _is_at_max_steps(self) -> bool:
-        most = self._config.max_steps
+        most = self._config.budget.max_steps
         return most is not None and self.step >= most
 
     def _adapt(self) -> None:
@@ -186,7 +138,7 @@ class Trainer:
         self._cadence = Cadence(self._changes.course("evaluation.every", self._first.evaluate_every))
         self._checkpoints.keep(self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)
         self._backend.learn_at(self._config.learner.learning_rate)
-        self._safeguards.limits = self._config.limits
+        self._safeguards.config = self._config
         self._staleness.follow(self._config.guard)
 
     def _train(self, batch: TakenBatch) -> None:
@@ -206,7 +158,7 @@ class Trainer:
         self._session.trained(step, groups)
         self.step = step + 1
         self._spent = replace(self._spent, steps=self.step, tokens=self._spent.tokens + data["num_tokens"])
-        if self.step == config.max_steps:
+        if self._is_at_max_steps:
             self._session.canary(self.step)  # no actor adopts the last weights, and they are what the run is for
         elif self.step % config.learner.publish_every == 0 and not config.budget.ended(self._spent):
             self._session.publish(self.step)
@@ -233,7 +185,7 @@ class Trainer:
             estimates, _ = self._estimate(groups, rewards)
             as_line(sample_record(group, self.step, estimates.advantages[0], [None] * len(group.rollouts)))
             if updates := self._updates(groups, estimates):
-                self._backend.rehearse(updates, self.step)
+                self._backend.dry_run(updates, self.step)
 
     def _rewards(self, groups: Sequence[Group], statistics: Statistics) -> list[list[float | None]]:
         """Of each member of each group, after `statistics` have seen them."""
@@ -272,7 +224,7 @@ class Trainer:
                 "groups": [group.number for group in batch.groups],
                 "applied": report.applied,
                 "learning_rate": learning_rate(self._config.learner, self.step - 1),
-                "staleness/target": self._staleness.target.staleness,
+                "staleness/target": self._staleness.target,
                 "changes/in_force": self._changes.num_in_force(self.step),
                 **measured,
                 "num_tokens_total": self._spent.tokens,
@@ -295,13 +247,13 @@ class Trainer:
 
     def _is_saved(self, step: int) -> bool:
         config = self._config
-        return self._cadence.is_due(step) or step % config.checkpoint.save_every == 0 or step == config.max_steps
+        return self._cadence.is_due(step) or step % config.checkpoint.save_every == 0 or step == config.budget.max_steps
 
     def _save(self) -> None:
         """Begin a checkpoint of the present step; training goes on while it is written."""
         began = time.monotonic()
         rewards = copy.deepcopy(self._statistics.state)
-        state = {"version": self.step, "max_steps": self._config.max_steps, "rewards": rewards}
+        state = {"version": self.step, "max_steps": self._config.budget.max_steps, "rewards": rewards}
         self._writer.wait()
         self._session.commit(self._writer.floor)
         write = self._backend.snapshot()
@@ -332,7 +284,7 @@ class Trainer:
 
 
 def estimated(
-    groups: Sequence[Group], rewards: Rewards, backend: Backend, advantage: AdvantageConfig, loss: LossConfig
+    groups: Sequence[Group], rewards: Rewards, backend: Controller, advantage: AdvantageConfig, loss: LossConfig
 ) -> tuple[AdvantageEstimates, bool]:
     """Advantages and token targets, and whether nothing can be learned from the batch although there are scores."""
     scored = any(reward is not None for group in rewards for reward in group)

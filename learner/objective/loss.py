@@ -10,16 +10,15 @@ changes the learning rate of what is left. So micro-batches, minibatches and ran
 needs to be known inside a call. Metrics in `sums` are sums over tokens: divide by `counts.num_tokens`.
 
 *Looking at the whole batch.* What cannot be computed within one call (a critic's advantages, KL in the reward, the second
-moment mask) is computed before the first update: the trainer takes from `Backend.evaluate(rows)` a `PolicyEvaluation` of every
-completion, and hands back `TokenTargets`, which come with the rows (`Member.targets`) into these inputs. `evaluate` is called
-only when `needs_evaluation` is true; otherwise the backend finds log p_proximal itself as it goes.
+moment mask) is computed before the first update: the trainer takes from `Controller.evaluate(rows)` a `PolicyEvaluation` of
+every completion, and hands back `TokenTargets`, which come with the rows (`Member.targets`) into these inputs. `evaluate` is
+called only when `needs_evaluation` is true; otherwise the backend finds log p_proximal itself as it goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -65,15 +64,6 @@ class Counts:
     num_tokens: int
     num_sequences: int
     num_groups: int
-
-
-class LossFunction(Protocol):
-    """Returns the loss of each token [N], sequence [S] or pair, by its declared `level`, and sums over tokens.
-
-    `weight_N` is the correction; its masks are in `inputs.mask_N` no more.
-    """
-
-    def __call__(self, inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
 
 def denominator(config: LossConfig, counts: Counts) -> float:

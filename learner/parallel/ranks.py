@@ -8,7 +8,7 @@
 
 Rank 0 controls: it alone talks to the hub, and sends each rank a command and its tensors as JSON and raw bytes; nothing is
 pickled. Each rank counts its collectives. One that fails leaves its count in the store, so that those who waited can name the
-rank that did not come; which process has ended is for the supervisor to say.
+rank that did not come; which process has ended the supervisor reports.
 """
 
 from __future__ import annotations

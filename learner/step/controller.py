@@ -1,127 +1,119 @@
-"""Rank 0 controls the worker ranks: every call of the learner's loop becomes one command that all ranks carry out.
+"""One learner step on all ranks: rank 0 controls the worker ranks, every call of the learner's loop is a command that all of
+them carry out.
 
 waits for   controller: what its ranks do together, at most `learner.rank_timeout_s`; worker rank: the next command
 on close    the worker ranks end
+
+A step is made the same way on plain torch and on DeepSpeed, which differ behind `Machine`. The proximal policy is the one
+before the first update; where it must be known beforehand (a later update, a second pass), it is computed before any weight
+moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from async_rlhf.buffers.errors import NonFiniteError
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing
-from async_rlhf.learner.batch.partition import Update, partition
+from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, Update, partition
 from async_rlhf.learner.batch.rows import Row, check_references, check_sampling_masks, check_tokens
 from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.model.critic import value_loss
 from async_rlhf.learner.objective.estimation import PolicyEvaluation
-from async_rlhf.learner.objective.loss import Counts
+from async_rlhf.learner.objective.loss import Counts, LossInputs, denominator
+from async_rlhf.learner.objective.objective import objective
 from async_rlhf.learner.parallel.ranks import Ranks, Tensors
 from async_rlhf.learner.registry import loss_spec
-from async_rlhf.learner.step.machine import MachineSettings, make_machine
-from async_rlhf.learner.step.report import StepReport
-from async_rlhf.learner.step.update import Step
-
-
-@dataclass(frozen=True)
-class RankParts:
-    """What every rank is made of: how it makes a step, with which machine, and its place among the ranks."""
-
-    step: Step
-    ranks: Ranks
-
-
-def assemble(
-    model_dir: Path,
-    config: LearnerConfig,
-    loss: LossConfig,
-    publish_dtype: str = "float32",
-    ranks: Ranks | None = None,
-    value_clip: float | None = None,
-    reference_recorded: bool = False,
-) -> RankParts:
-    """reference_recorded: rollouts carry their log-probabilities under the reference, so it is not loaded here."""
-    ranks = ranks or Ranks()
-    with_reference = loss.needs_reference and not reference_recorded
-    settings = MachineSettings(model_dir, config, publish_dtype, with_reference)
-    machine = make_machine(settings, ranks)
-    # ranks that share rows compute the whole loss each: there is nothing to add up
-    adding = ranks if config.ranks_per_row == 1 else Ranks()
-    return RankParts(Step(machine, config, loss, adding, value_clip), ranks)
+from async_rlhf.learner.step.report import StepReport, StepSums
+from async_rlhf.learner.step.torch_machine import Machine, make_machine
 
 
 class Controller:
-    """A `Backend` made of all ranks; lives on rank 0."""
+    """Owns model, optimizer and schedule. The learner's loop calls rank 0's public methods; a worker rank is in `work`.
 
-    def __init__(self, parts: RankParts) -> None:
-        self.machine, self._step, self._ranks = parts.step.machine, parts.step, parts.ranks
-        loss, config = self._step.loss, self._step.learner
+    value_clip: of the critic's loss, see `AdvantageConfig`.
+    """
+
+    def __init__(
+        self, machine: Machine, config: LearnerConfig, loss: LossConfig, ranks: Ranks, value_clip: float | None = None
+    ) -> None:
+        self.machine, self._learner, self._loss, self._ranks, self._value_clip = machine, config, loss, ranks, value_clip
+        # ranks that share rows compute the whole loss each: there is nothing to add up
+        self._adding = ranks if config.ranks_per_row == 1 else Ranks()
         spec = loss_spec(loss.kind)
         self._ratios = spec.takes_ratios and not loss.allow_uncorrected
         self._packing = Packing(
             config.micro_batch_tokens,
             whole_groups=spec.level == "pair",
             sampling_masks=spec.takes_ratios,
-            recorded_references=loss.needs_reference and not self.machine.settings.with_reference,
+            recorded_references=loss.needs_reference and not machine.with_reference,
         )
+
+    # -- rank 0: commands of the learner's loop ----------------------------------------------------------------------
 
     @property
     def row_tokens(self) -> int:
-        """See `Backend.row_tokens`."""
+        """Most tokens of a row that holds several completions; 1 where each has a row of its own."""
         return self.machine.config.row_tokens if self.machine.policy.packs else 1
 
     def evaluate(self, rows: Sequence[Row]) -> Mapping[int, PolicyEvaluation]:
-        """See `Backend.evaluate`."""
+        """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
         (update,) = self._distribute("evaluate", [rows])
-        gathered = self._ranks.gather(_packed(self._step.evaluate(update.batches)))
-        assert gathered is not None
-        return {member: found for each in gathered for member, found in _unpacked(each).items()}
+        return self._evaluate(update)
 
     def learn_at(self, rate: float) -> None:
-        """See `Backend.learn_at`. The other ranks get it with each step."""
+        """From the next step on `learner.learning_rate` is this, on all ranks; the others get it with each step."""
         self.machine.learn_at(rate)
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
-        """See `Backend.step`."""
+        """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0."""
         rate = self.machine.config.learning_rate
-        return self._step.train(self._distribute("step", updates, step=step, learning_rate=rate), step)
+        return self._train(self._distribute("step", updates, step=step, learning_rate=rate), step)
 
-    def rehearse(self, updates: Sequence[Sequence[Row]], step: int) -> None:
-        """See `Backend.rehearse`."""
-        self._step.rehearse(self._distribute("rehearse", updates, step=step), step)
+    def dry_run(self, updates: Sequence[Sequence[Row]], step: int) -> None:
+        """All that `step` does with these updates but the updates: forward, loss, backward, norm, report. Raises what `step`
+        would raise. Nothing that a later step or checkpoint depends on is changed, and the gradient is forgotten. As in a step,
+        ranks that were given work when one of them raises do not go on."""
+        self._dry_run(self._distribute("dry_run", updates, step=step), step)
 
-    def gradient(self, rows: Sequence[Row], step: int) -> torch.Tensor:
-        """float32 [P]: see `Step.gradient`."""
+    def gradient(self, rows: Sequence[Row], step: int) -> Tensor:
+        """float32 [P]: what an update would be made from, over all ranks and before it is clipped; see `Machine.gradient`. The
+        policy at the start of the step is the present one; nothing is changed. Raises NonFiniteError."""
         (update,) = self._distribute("gradient", [rows], step=step)
-        return self._step.gradient(update, step)
+        return self._gradient(update, step)
 
     def tensors(self) -> Mapping[str, RawTensor]:
-        """See `Backend.tensors`."""
+        """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
+
+        Copies in host memory that is used again: they hold until the next call.
+        """
         self._together("tensors")
         return self.machine.tensors()
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:
-        """See `Backend.canary`."""
+        """A text and its log-probabilities under the weights that `tensors` gives. ids: how it begins; none: any tokens.
+
+        Raises NonFiniteError when those are no numbers.
+        """
         self._together("canary", ids=list(ids))
         return self.machine.canary(ids)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """See `Backend.snapshot`."""
+        """Begin to save the present state. The writer that comes back may run in another thread while steps go on; it fills
+        an existing directory with `model/` (a Hugging Face directory), the optimizer's state and the critic."""
         self._together("snapshot")
         return self.machine.snapshot()
 
-    def save(self, directory: Path) -> None:
-        """See `Backend.save`."""
-        self.snapshot()(directory)
-
     def load(self, directory: Path) -> None:
-        """See `Backend.load`."""
+        """Restore what was saved, by any backend on any number of ranks; on CPU a lone torch rank goes on bit for bit."""
         self._ranks.command({"do": "load", "directory": str(directory)})
         self.machine.load(directory)
 
@@ -141,7 +133,7 @@ class Controller:
                 check_sampling_masks(rows)
             if self._packing.recorded_references:
                 check_references(rows)
-        together = self._step.learner.ranks_per_row
+        together = self._learner.ranks_per_row
         parts = partition(updates, self._ranks.size // together, self._packing)
         return [part for part in parts for _ in range(together)]
 
@@ -158,6 +150,142 @@ class Controller:
             self._ranks.command({"do": name, "updates": named, **header}, tensors)
         return parts[0]
 
+    # -- worker ranks ------------------------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Carry out rank 0's commands until `close`. Raises RankLostError when none comes in time."""
+        while True:
+            header, tensors = self._ranks.commanded()
+            if header["do"] == "close":
+                return
+            self._carry_out(header, _updates(header, tensors))
+
+    def _carry_out(self, header: Mapping[str, Any], updates: Sequence[Update]) -> None:
+        match header["do"]:
+            case "step":
+                self.machine.learn_at(header["learning_rate"])
+                self._train(updates, header["step"])
+            case "dry_run":
+                self._dry_run(updates, header["step"])
+            case "gradient":
+                self._gradient(updates[0], header["step"])
+            case "evaluate":
+                self._evaluate(updates[0])
+            case "load":
+                self.machine.load(Path(header["directory"]))
+            case "canary":
+                self.machine.canary(header["ids"])
+            case "tensors":
+                self.machine.tensors()
+            case "snapshot":
+                self.machine.snapshot()
+
+    # -- every rank: its part ----------------------------------------------------------------------------------------
+
+    def _evaluate(self, update: Update) -> dict[int, PolicyEvaluation]:
+        """On rank 0 of all ranks' completions, on the others of none."""
+        own: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for batch in self._placed(update.batches):
+                proximal_N, _, value_N = self.machine.predict(batch)
+                named = {"logp_proximal": proximal_N, "logp_reference": self._reference(batch), "value": value_N}
+                values = {name: each.float().cpu() for name, each in named.items() if each is not None}
+                owner_N = batch.member_N.cpu()
+                for member in sorted(set(owner_N.tolist())):
+                    own |= {f"{member}.{name}": each[owner_N == member] for name, each in values.items()}
+        found: dict[int, dict[str, np.ndarray]] = {}
+        for key, tensor in ((key, tensor) for each in self._ranks.gather(own) or () for key, tensor in each.items()):
+            member, _, name = key.partition(".")
+            found.setdefault(int(member), {})[name] = tensor.numpy()
+        return {member: PolicyEvaluation(**arrays) for member, arrays in found.items()}
+
+    def _train(self, updates: Sequence[Update], step: int, applies: bool = True) -> StepReport:
+        """This rank's part of a learner step; rank 0's report is of all ranks, the others' of nothing. applies: False refuses
+        the updates as those are whose gradient is not finite, and goes on to the next."""
+        sums = StepSums(interpolates=self._loss.proximal == "interpolate")
+        proximal = self._proximal(updates)
+        applied = True
+        for update in updates:
+            loss = self._accumulate(update, proximal.get(update.number), step, sums)
+            norm, applied = self.machine.apply(step, finite=applies and math.isfinite(loss))
+            sums.ended(loss, norm)
+            if applies and not applied:
+                break
+        return sums.report(self._adding, applied, self._loss.is_cap)
+
+    def _dry_run(self, updates: Sequence[Update], step: int) -> None:
+        self._train(updates, step, applies=False)
+        self.machine.begin()
+
+    def _gradient(self, update: Update, step: int) -> Tensor:
+        loss = self._accumulate(update, None, step, StepSums())
+        found_P = self.machine.gradient()
+        self.machine.begin()
+        if not (math.isfinite(loss) and bool(torch.isfinite(found_P).all())):
+            raise NonFiniteError(f"step {step}: the loss is {loss}, and the gradient has numbers that are not finite")
+        return found_P
+
+    def _proximal(self, updates: Sequence[Update]) -> dict[int, list[Tensor]]:
+        """Log-probabilities before the first update, of what is not computed then anyway; by the number of the update."""
+        if self._loss.proximal == "interpolate":  # the loss finds it between the other two
+            return {}
+        once = {update.number: update.batches for update in updates[1:]}
+        with torch.no_grad():
+            return {n: [self.machine.predict(batch)[0] for batch in self._placed(batches)] for n, batches in once.items()}
+
+    def _accumulate(self, update: Update, proximal: Sequence[Tensor] | None, step: int, sums: StepSums) -> float:
+        """The gradient of an update, left in the machine; its loss comes back, over all ranks."""
+        self.machine.begin()
+        loss = 0.0
+        for index, batch in enumerate(self._placed(update.batches)):
+            logp_N, entropy_N, value_N = self.machine.predict(batch)
+            if batch.num_tokens:
+                inputs = self._inputs(batch, logp_N, entropy_N, None if proximal is None else proximal[index], step)
+                outputs = objective(inputs, self._loss)
+                total = self._critic(batch, value_N, update, sums)
+                if step >= self._learner.critic.warmup_steps:  # before, only the critic learns
+                    total = total + outputs.total / denominator(self._loss, update.counts)
+                sums.add(batch, inputs, outputs)
+            else:  # takes part in what ranks do together, and adds nothing
+                self._reference(batch)
+                total = logp_N.sum() + entropy_N.sum() + (0.0 if value_N is None else value_N.sum())
+            loss += float(total.detach())
+            self.machine.backward(total, last=index == len(update.batches) - 1)
+        return self._adding.total(loss)
+
+    def _placed(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """One after the other, with all its tensors, on the machine's device."""
+        return (batch.to(self.machine.device) for batch in batches)
+
+    def _inputs(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, known_N: Tensor | None, step: int) -> LossInputs:
+        known_N = batch.logp_proximal_N if batch.logp_proximal_N is not None else known_N
+        return LossInputs(
+            logp_current_N=logp_N,
+            logp_proximal_N=logp_N.detach() if known_N is None else known_N,
+            logp_behaviour_N=batch.logp_behaviour_N,
+            advantage_N=batch.advantage_N,
+            sequence_N=batch.sequence_N,
+            group_S=batch.group_S,
+            staleness_N=step - batch.version_N,
+            mask_N=batch.mask_N,
+            logp_reference_N=self._reference(batch),
+            entropy_N=entropy_N,
+        )
+
+    def _reference(self, batch: MicroBatch) -> Tensor | None:
+        if batch.logp_reference_N is not None:
+            return batch.logp_reference_N
+        with torch.no_grad():
+            return self.machine.reference(batch)
+
+    def _critic(self, batch: MicroBatch, value_N: Tensor | None, update: Update, sums: StepSums) -> Tensor:
+        """The critic's part of the loss, per token of the update; 0 without one."""
+        if value_N is None or batch.value_N is None or batch.return_N is None:
+            return torch.zeros((), device=batch.ids_RL.device)
+        loss = value_loss(value_N, batch.value_N, batch.return_N, self._value_clip).sum()
+        sums.add_critic(loss, value_N, batch.return_N)
+        return self._learner.critic.coefficient * loss / update.counts.num_tokens
+
 
 def make_backend(
     model_dir: Path,
@@ -168,65 +296,16 @@ def make_backend(
     value_clip: float | None = None,
     reference_recorded: bool = False,
 ) -> Controller:
-    """The backend of rank 0; arguments as of `assemble`."""
-    return Controller(assemble(model_dir, config, loss, publish_dtype, ranks, value_clip, reference_recorded))
-
-
-def work(parts: RankParts) -> None:
-    """A worker rank: carry out rank 0's commands until `close`. Raises RankLostError when none comes in time."""
-    while True:
-        header, tensors = parts.ranks.commanded()
-        if header["do"] == "close":
-            return
-        _carry_out(parts, header, tensors)
-
-
-def _carry_out(parts: RankParts, header: Mapping[str, Any], tensors: Sequence[Tensors]) -> None:
-    match header["do"]:
-        case "step":
-            parts.step.machine.learn_at(header["learning_rate"])
-            parts.step.train(_updates(header, tensors), header["step"])
-        case "rehearse":
-            parts.step.rehearse(_updates(header, tensors), header["step"])
-        case "gradient":
-            (update,) = _updates(header, tensors)
-            parts.step.gradient(update, header["step"])
-        case "evaluate":
-            parts.ranks.gather(_packed(parts.step.evaluate(_updates(header, tensors)[0].batches)))
-        case "load":
-            parts.step.machine.load(Path(header["directory"]))
-        case "canary":
-            parts.step.machine.canary(header["ids"])
-        case "tensors":
-            parts.step.machine.tensors()
-        case "snapshot":
-            parts.step.machine.snapshot()
+    """This rank's part of the learner. publish_dtype: what the engines serve. reference_recorded: rollouts carry their
+    log-probabilities under the reference, so it is not loaded here. Raises ConfigError as `Machine`."""
+    ranks = ranks or Ranks()
+    machine = make_machine(model_dir, config, ranks, publish_dtype, loss.needs_reference and not reference_recorded)
+    return Controller(machine, config, loss, ranks, value_clip)
 
 
 def _updates(header: Mapping[str, Any], tensors: Sequence[Tensors]) -> list[Update]:
     waiting = iter(tensors)
     return [
-        Update(
-            tuple(MicroBatch.of(next(waiting)) for _ in range(each["batches"])),
-            Counts(*each["counts"]),
-            each["number"],
-        )
-        for each in header["updates"]
+        Update(tuple(MicroBatch.of(next(waiting)) for _ in range(each["batches"])), Counts(*each["counts"]), each["number"])
+        for each in header.get("updates", ())
     ]
-
-
-def _packed(found: Mapping[int, PolicyEvaluation]) -> dict[str, torch.Tensor]:
-    return {
-        f"{member}.{name}": torch.from_numpy(np.ascontiguousarray(value))
-        for member, each in found.items()
-        for name, value in vars(each).items()
-        if value is not None
-    }
-
-
-def _unpacked(tensors: Tensors) -> dict[int, PolicyEvaluation]:
-    by_member: dict[int, dict[str, np.ndarray]] = {}
-    for key, tensor in tensors.items():
-        member, _, name = key.partition(".")
-        by_member.setdefault(int(member), {})[name] = tensor.numpy()
-    return {member: PolicyEvaluation(**values) for member, values in by_member.items()}

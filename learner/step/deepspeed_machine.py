@@ -24,7 +24,6 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
@@ -35,14 +34,12 @@ from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.check import check_division
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
-from async_rlhf.learner.model.files import load_model, write_model
+from async_rlhf.learner.model.files import load_model
 from async_rlhf.learner.model.policy import Policy
-from async_rlhf.learner.model.verification import check_policy
 from async_rlhf.learner.parallel.devices import communication
 from async_rlhf.learner.parallel.ranks import Ranks
 from async_rlhf.learner.parallel.tensor import autotp_settings, joined, own_part, split_dimension
-from async_rlhf.learner.step.machine import Machine, MachineSettings, probe, raw
-from async_rlhf.learner.step.optimizer import make_adamw, parameter_groups, set_learning_rate
+from async_rlhf.learner.step.torch_machine import Machine, raw, set_learning_rate
 
 # Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
 _BUCKET_BYTES = 256 * 2**20
@@ -71,35 +68,19 @@ class DeepSpeedMachine(Machine):
 
     collective = True
 
-    def __init__(self, settings: MachineSettings, ranks: Ranks) -> None:
-        super().__init__(settings, ranks)
-        config = self.config
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        zero = deepspeed_settings(config)
-        _join(self._ranks, self.device)
-        model = load_model(settings.model_dir, torch.device("cpu"))
-        text = cast(Any, model).config.get_text_config()
-        check_division(config, lambda name: getattr(text, name, None))
-        if config.tensor_parallel > 1:
-            zero["tensor_parallel"] = autotp_settings(model, config.tensor_parallel)
-        self._aliases = _aliases(model)
-        self._lora = config.lora if config.lora.rank else None
-        if self._lora is not None:
-            lora.add_adapters(model, self._lora)
-        self.policy = Policy(model, config, with_critic=True)
-        check_policy(self.policy)
-        if settings.with_reference:
-            self._reference = self._load_reference(self.device) if config.zero_stage < 3 else self._share_reference()
+    def __init__(
+        self, model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
+    ) -> None:
+        self._zero = deepspeed_settings(config)
+        super().__init__(model_dir, config, ranks, publish_dtype, with_reference)
+        model = self.policy.model
         learned = model.state_dict() if self._lora is None else lora.adapters(model)
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in learned.items()}
         whole = {name: p.shape for name, p in self.policy.named_parameters()}
-        critic = {} if self.policy.critic is None else dict(self.policy.critic.named_parameters())
-        learning = parameter_groups(dict(self.policy.model.named_parameters()), critic)
         # the output layer's weight is used outside its own forward pass
         deepspeed.zero.register_external_parameter(self.policy, self.policy.output_layer.weight)
-        optimizer = make_adamw(learning, config, self.device)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=self.policy, optimizer=optimizer, config=zero, dist_init_required=False
+            model=self.policy, optimizer=self._optimizer, config=self._zero, dist_init_required=False
         )
         if config.tensor_parallel > 1:
             self._engine.first_dataloader_check.remove()  # it compares inputs as pickles; here they are one rank's, sent once
@@ -107,10 +88,23 @@ class DeepSpeedMachine(Machine):
         own = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
         self._dimensions = {name: split_dimension(own[name], shape) for name, shape in whole.items()}
 
-    def _share_reference(self) -> nn.Module:
-        """Shared out over all ranks, also where they share the policy's layers too."""
-        reference = self._load_reference(torch.device("cpu"))
-        deepspeed.zero.register_external_parameter(reference, reference.output_layer.weight)
+    def _load_model(self) -> nn.Module:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        _join(self._ranks, self.device)
+        model = load_model(self._model_dir, torch.device("cpu"))
+        text = cast(Any, model).config.get_text_config()
+        check_division(self.config, lambda name: getattr(text, name, None))
+        if self.config.tensor_parallel > 1:
+            self._zero["tensor_parallel"] = autotp_settings(model, self.config.tensor_parallel)
+        self._aliases = _aliases(model)
+        return model
+
+    def _load_reference(self, device: torch.device | None = None) -> nn.Module:
+        """At ZeRO-3 shared out over all ranks, also where they share the policy's layers too."""
+        if self.config.zero_stage < 3:
+            return super()._load_reference(device)
+        reference = super()._load_reference(torch.device("cpu"))
+        deepspeed.zero.register_external_parameter(reference, cast(Policy, reference).output_layer.weight)
         engine, *_ = deepspeed.initialize(model=reference, config=reference_settings(self.config), dist_init_required=False)
         groups._release_process_group_references()
         return cast(nn.Module, engine)
@@ -133,6 +127,9 @@ class DeepSpeedMachine(Machine):
         replicas = self._ranks.size // self.config.tensor_parallel
         with self._ranks.named("a backward pass"):
             self._engine.backward(loss * replicas)  # DeepSpeed takes the mean over them, the loss is a part of a sum
+
+    def gradient(self) -> Tensor:
+        raise ConfigError("learner.backend = 'deepspeed' gives no whole gradient; 'torch' does")
 
     def apply(self, step: int, finite: bool) -> tuple[float, bool]:
         set_learning_rate(self._optimizer, self.config, step)
@@ -166,10 +163,9 @@ class DeepSpeedMachine(Machine):
                         found |= self._copies(lora.merged(self.policy.model, named))
         return found
 
-    @torch.no_grad()
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         with self._ranks.named("the canary"):
-            return probe(self.policy, self.device, ids, self.publish_dtype)
+            return super().canary(ids)
 
     def snapshot(self) -> Callable[[Path], None]:
         """Gathered before it returns; only rank 0's writer writes."""
@@ -192,14 +188,13 @@ class DeepSpeedMachine(Machine):
                 return
             own = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
             named = lora.merged(self.policy.model, own)
-            state = {name: named[first] for name, first in self._aliases.items()}
-            write_model(directory / "model", self.policy.model, state, self.settings.model_dir)
-            if self._lora is not None:
-                lora.write_adapter(directory / "adapter", {name: own[name] for name in self._shapes}, self._lora)
-            save_file({n.removeprefix("model."): v for n, v in moments.items()}, directory / "optimizer.safetensors")
-            if self.policy.critic is not None:
-                critic = {n.removeprefix("critic."): v for n, v in weights.items() if n.startswith("critic.")}
-                save_file(critic, directory / "critic.safetensors")
+            parts = {
+                "model": {name: named[first] for name, first in self._aliases.items()},
+                "adapter": {} if self._lora is None else {name: own[name] for name in self._shapes},
+                "optimizer": {name.removeprefix("model."): value for name, value in moments.items()},
+                "critic": {n.removeprefix("critic."): v for n, v in weights.items() if n.startswith("critic.")},
+            }
+            self._write(directory, parts)
 
         return write
 

@@ -55,7 +55,7 @@ class StepTokens:
 
 
 def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
-    """One number for each of `NAMES`; None where no token could say anything.
+    """One number for each of `NAMES`; None where there is no token to measure.
 
     is/*: of the ratio proximal / behaviour before truncation. second_moment: mean squared log-ratio. tail_negative: share of
     all ratio mass that lies above the cap on tokens with a negative advantage, the unbounded side of a policy loss.
@@ -86,11 +86,6 @@ def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
         "drift/kl": None if stale is None else stale - (mismatch or 0.0),
         "drift/by_staleness": _curve(k3_N, tokens.staleness_N),
     }
-
-
-def of_nothing() -> dict[str, Any]:
-    """The same names, of a step without a token."""
-    return dict.fromkeys(NAMES)
 
 
 def _curve(k3_N: Tensor, staleness_N: Tensor) -> Mapping[str, Mapping[str, float]]:

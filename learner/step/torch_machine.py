@@ -1,62 +1,104 @@
-"""The seam with plain torch: every rank holds everything, gradients are summed over the ranks."""
+"""One rank's model and optimizer in plain torch: every rank holds everything, gradients are summed over the ranks.
+
+`Controller` drives it. `DeepSpeedMachine` is the same with parameters, gradients and optimizer shared out. Where `collective`
+is True all methods are called on all ranks at once; else those of a step and `load` are, and the rest on rank 0 only. Batches
+come on the machine's device.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+from async_rlhf.buffers.errors import NonFiniteError
 from async_rlhf.buffers.protocol.wire import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.checkpoint.writer import Snapshot
+from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
-from async_rlhf.learner.model.files import load_model, write_model
+from async_rlhf.learner.model.files import load_model, saved_weights, write_model
 from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.model.verification import check_policy
+from async_rlhf.learner.parallel.devices import take_device
 from async_rlhf.learner.parallel.ranks import Ranks
-from async_rlhf.learner.step.machine import Machine, MachineSettings, probe, raw
-from async_rlhf.learner.step.optimizer import (
-    load_optimizer_state,
-    make_adamw,
-    optimizer_state,
-    parameter_groups,
-    set_learning_rate,
-)
+
+# Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
+_PROBE_TOKENS = 128
+# Where torch has AdamW as one kernel for a whole list of parameters.
+_FUSED = ("cpu", "cuda", "mps", "xpu")
 
 
-class TorchMachine(Machine):
-    """See `Machine`."""
+class Machine:
+    """`policy` learns. publish_dtype: what the engines serve. with_reference: a frozen reference is held here.
 
-    def __init__(self, settings: MachineSettings, ranks: Ranks) -> None:
-        super().__init__(settings, ranks)
-        config = self.config
+    Raises ConfigError when `model_dir` holds no causal language model or the device is not there.
+    """
+
+    collective = False
+
+    def __init__(
+        self, model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
+    ) -> None:
+        self.config, self.with_reference, self._model_dir, self._ranks = config, with_reference, model_dir, ranks
+        torch.set_num_threads(config.threads)
+        self.publish_dtype: torch.dtype = getattr(torch, publish_dtype)
+        self.device = take_device(config.device, ranks.rank)
         self._lora = config.lora if config.lora.rank else None
-        self._model = load_model(settings.model_dir, self.device)
+        model = self._load_model()
         if self._lora is not None:
-            lora.add_adapters(self._model, self._lora)
-        self.policy = Policy(self._model, config, with_critic=True)
+            lora.add_adapters(model, self._lora)
+        self.policy = Policy(model, config, with_critic=True)
         check_policy(self.policy)
-        if settings.with_reference:
-            self._reference = self._load_reference(self.device)
+        self._reference: Callable[[MicroBatch], Any] | None = self._load_reference() if with_reference else None
         critic = {} if self.policy.critic is None else dict(self.policy.critic.named_parameters())
-        groups = parameter_groups(dict(self._model.named_parameters()), critic)
-        self._optimizer = make_adamw(groups, config, self.device)
+        self._optimizer: Any = make_adamw(dict(model.named_parameters()), critic, config, self.device)
         self._readers: list[Callable[[], object]] = []  # of the weights as they are
         self._memory: dict[int, Tensor] = {}
+        self._leaving: dict[str, Tensor] = {}
+
+    def _load_model(self) -> nn.Module:
+        return load_model(self._model_dir, self.device)
+
+    def _load_reference(self, device: torch.device | None = None) -> nn.Module:
+        """The model that training began with, frozen."""
+        kind = self.config.reference_dtype
+        model = load_model(self._model_dir, device or self.device, getattr(torch, kind)).requires_grad_(False)
+        computed = self.config.dtype if kind == "float32" else kind
+        reference = Policy(model, self.config.model_copy(update={"dtype": computed}))
+        reference.packs = self.policy.packs
+        return reference
 
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
+    def learn_at(self, rate: float) -> None:
+        """From the next update on `learner.learning_rate` is this."""
+        if rate != self.config.learning_rate:
+            self.config = self.config.model_copy(update={"learning_rate": rate})
+
+    def reference(self, batch: MicroBatch) -> Tensor | None:
+        """[N]: log-probabilities under the frozen reference, or None without one."""
+        return None if self._reference is None else self._reference(batch)[0]
+
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """([N], [N], [N] or None): log-probability, entropy and value of each token, with gradients where they are on."""
         return self.policy(batch)  # type: ignore[no-any-return]
 
     def begin(self) -> None:
+        """Forget the gradient."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, last: bool) -> None:
+        """Add this rank's gradient; after the `last` of an update it is summed over the ranks."""
         loss.backward()  # type: ignore[no-untyped-call]
         if last and self._ranks.size > 1:
             for p in self._learning():
@@ -64,10 +106,14 @@ class TorchMachine(Machine):
             self._ranks.add_up([p.grad for p in self._learning() if p.grad is not None])
 
     def gradient(self) -> Tensor:
+        """float32 [P], a copy: what `backward` has summed, of every parameter that learns, one after the other; 0 for one that
+        the loss does not reach. Raises ConfigError where ranks hold only parts of it."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._learning()]
         return torch.cat([grad.detach().float().reshape(-1) for grad in grads])
 
     def apply(self, step: int, finite: bool) -> tuple[float, bool]:
+        """Norm of the gradient before clipping, and whether the update was made: not when `finite` is False or the norm is
+        not; weights and optimizer are then as they were. Waits for a snapshot that still reads the weights."""
         norm = torch.nn.utils.clip_grad_norm_(self._learning(), self.config.max_grad_norm)
         if not finite or not bool(torch.isfinite(norm)):
             return float(norm), False
@@ -81,27 +127,54 @@ class TorchMachine(Machine):
             read()
         self._readers.clear()
 
-    def _learning(self) -> Iterator[torch.nn.Parameter]:
+    def _learning(self) -> Iterator[nn.Parameter]:
         return (p for p in self.policy.parameters() if p.requires_grad)
 
     # -- what leaves -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> Mapping[str, RawTensor]:
+        """See `Controller.tensors`."""
+        model = self.policy.model
         if self._lora is not None and self._lora.publish == "adapter":
-            return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in lora.factors(self._model)}
-        return self._copies(dict(self._model.named_parameters()) if self._lora is None else lora.merged(self._model))
+            return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in lora.factors(model)}
+        return self._copies(dict(model.named_parameters()) if self._lora is None else lora.merged(model))
+
+    def _copies(self, named: Mapping[str, Tensor]) -> dict[str, RawTensor]:
+        """In the type that is published, in host memory that is used again: fresh memory costs more than the copy. It is pinned
+        for a copy that a CUDA device makes by itself."""
+        for name, tensor in named.items():
+            if name not in self._leaving:
+                self._leaving[name] = torch.empty(tensor.shape, dtype=self.publish_dtype, pin_memory=tensor.is_cuda)
+            converted = tensor.detach().to(self.publish_dtype) if tensor.is_cuda else tensor.detach()  # half the bytes
+            self._leaving[name].copy_(converted, non_blocking=tensor.is_cuda)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return {name: raw(self._leaving[name]) for name in named}
 
     @torch.no_grad()
     def canary(self, ids: Sequence[int] = ()) -> Canary:
-        return probe(self.policy, self.device, ids, self.publish_dtype)
+        """The beginning of a text, or without one any tokens, with the log-probabilities under the present weights in the dtype
+        that engines serve. Raises NonFiniteError when they are no numbers."""
+        text = np.array(ids[:_PROBE_TOKENS], np.int64)
+        if len(text) < 2:
+            text = np.random.default_rng(0).integers(self.policy.vocabulary, size=_PROBE_TOKENS // 4)
+        with _rounded(self.policy.model, self.publish_dtype):
+            logprobs = self.policy.probe(torch.from_numpy(text).to(self.device))
+        if not torch.isfinite(logprobs).all():
+            raise NonFiniteError("the model's log-probabilities are not finite")
+        return Canary(ids=text.tolist(), logprobs=logprobs.tolist())
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Callable[[Path], None]:
-        """The copy is made by a thread; `apply` waits for it."""
-        critic = self.policy.critic
+        """See `Controller.snapshot`. The copy is made by a thread; `apply` waits for it."""
+        model, critic = self.policy.model, self.policy.critic
         parts = {
-            "model": self._model.state_dict() if self._lora is None else lora.merged_state(self._model),
-            "adapter": {} if self._lora is None else {n: p.detach() for n, p in lora.adapters(self._model).items()},
-            "optimizer": optimizer_state(self._optimizer, self._named()),
+            "model": model.state_dict() if self._lora is None else lora.merged_state(model),
+            "adapter": {} if self._lora is None else {name: p.detach() for name, p in lora.adapters(model).items()},
+            "optimizer": {
+                f"{name}.{key}": value for name, p in self._named() for key, value in self._optimizer.state.get(p, {}).items()
+            },
             "critic": {} if critic is None else critic.state_dict(),
         }
         tensors = {f"{part} {name}": tensor for part, named in parts.items() for name, tensor in named.items()}
@@ -110,31 +183,148 @@ class TorchMachine(Machine):
 
         def write(directory: Path) -> None:
             copied = snapshot.wait()
-            by_part = {part: {name: copied[f"{part} {name}"] for name in named} for part, named in parts.items()}
-            write_model(directory / "model", self._model, by_part["model"], self.settings.model_dir)
-            save_file(by_part["optimizer"], directory / "optimizer.safetensors")
-            if self._lora is not None:
-                lora.write_adapter(directory / "adapter", by_part["adapter"], self._lora)
-            if critic is not None:
-                save_file(by_part["critic"], directory / "critic.safetensors")
+            self._write(directory, {part: {n: copied[f"{part} {n}"] for n in named} for part, named in parts.items()})
 
         return write
 
+    def _write(self, directory: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The files of a checkpoint: state dicts of the `model`, its `adapter`, the `optimizer` and the `critic`."""
+        write_model(directory / "model", self.policy.model, parts["model"], self._model_dir)
+        save_file(dict(parts["optimizer"]), directory / "optimizer.safetensors")
+        if self._lora is not None:
+            lora.write_adapter(directory / "adapter", parts["adapter"], self._lora)
+        if self.policy.critic is not None:
+            save_file(dict(parts["critic"]), directory / "critic.safetensors")
+
     def load(self, directory: Path) -> None:
+        """See `Controller.load`."""
         self._await_readers()
-        own = self._model.state_dict() if self._lora is None else lora.adapters(self._model)
+        model = self.policy.model
+        own = model.state_dict() if self._lora is None else lora.adapters(model)
         saved = self._saved(directory, own)
         if self._lora is None:
-            self._model.load_state_dict(saved["model"])
+            model.load_state_dict(saved["model"])
         else:
             for name, value in saved["model"].items():
                 own[name].data.copy_(value)
-        load_optimizer_state(self._optimizer, self._named(), saved["optimizer"])
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in saved["optimizer"].items():
+            name, _, kind = key.rpartition(".")
+            state.setdefault(name, {})[kind] = value
+        for name, p in self._named():  # one without a state begins anew
+            self._optimizer.state[p] = {kind: value.to(p.device) for kind, value in state.get(name, {}).items()}
         if self.policy.critic is not None:
             self.policy.critic.load_state_dict(saved["critic"])
 
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _saved(self, directory: Path, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint has, by part: `model` (its adapters, where those learn), `optimizer`, `critic`. On the CPU of every
+        rank; rank 0 reads it, for the others may be on hosts that have no such file. own: the names and shapes of what learns.
+
+        Raises CheckpointError.
+        """
+
+        def read() -> dict[str, Tensor]:
+            learned = saved_weights(directory, own) if self._lora is None else lora.read_adapter(directory / "adapter", own)
+            parts = {"model": learned, "optimizer": load_file(directory / "optimizer.safetensors")}
+            if self.policy.critic is not None:
+                parts["critic"] = load_file(directory / "critic.safetensors")
+            return {f"{part} {name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+        found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "critic": {}}
+        for key, tensor in self._ranks.shared(read).items():
+            part, _, name = key.partition(" ")
+            found[part][name] = tensor
+        return found
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything that learns, under the names that the optimizer's file has."""
-        yield from self._model.named_parameters()
+        yield from self.policy.model.named_parameters()
         if self.policy.critic is not None:
             yield from self.policy.critic.named_parameters(prefix="critic")
+
+
+def make_machine(
+    model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
+) -> Machine:
+    """The machine of `learner.backend`."""
+    kind: type[Machine]
+    # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
+    os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
+    if config.backend == "deepspeed":
+        from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine
+
+        kind = DeepSpeedMachine
+    else:
+        kind = Machine
+    return kind(model_dir, config, ranks, publish_dtype, with_reference)
+
+
+def learning_rate(config: LearnerConfig, step: int, peak: float | None = None) -> float:
+    """The learning rate of step `step` (from 0): linear rise over the warm-up, then constant, linear or cosine fall.
+
+    The cosine is that of SGDR without restarts (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5). `peak` is another
+    highest rate on the same curve, as the critic's.
+    """
+    scale = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    peak = config.learning_rate if peak is None else peak
+    if config.schedule == "constant" or config.schedule_steps is None or scale < 1.0:
+        return peak * scale
+    whole = max(1, config.schedule_steps - config.warmup_steps)
+    done = min(1.0, max(0, step - config.warmup_steps) / whole)
+    left = 1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+    final = config.final_learning_rate * peak / config.learning_rate
+    return final + (peak - final) * left
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: LearnerConfig, step: int) -> None:
+    for group in optimizer.param_groups:
+        peak = config.critic.learning_rate if group.get("name") == "critic" else config.learning_rate
+        group["lr"] = learning_rate(config, step, peak)
+
+
+def make_adamw(
+    policy: Mapping[str, nn.Parameter], critic: Mapping[str, nn.Parameter], config: LearnerConfig, device: torch.device
+) -> torch.optim.AdamW:
+    """AdamW, fused where there is such a kernel, of what learns; the critic's parameters have a learning rate of their own."""
+    named = {"policy": policy, "critic": critic}
+    learning = {name: [p for p in parameters.values() if p.requires_grad] for name, parameters in named.items()}
+    groups = [{"params": parameters, "name": name} for name, parameters in learning.items() if parameters]
+    rate, betas, decay = config.learning_rate, config.adam_betas, config.weight_decay
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, weight_decay=decay, fused=device.type in _FUSED)
+
+
+@contextmanager
+def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within, each module computes with its own parameters as they are in `dtype`; copied for one module at a time.
+
+    Rounding swallows small updates (steps of 1e-6 move few bfloat16 numbers), and all of them point one way: so an engine that
+    serves the rounded weights, as it should, lags behind the others by whole nats.
+    """
+    own: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+
+    def put(module: nn.Module, _: object) -> None:
+        own[module] = dict(module._parameters)
+        for name, held in own[module].items():
+            if held is not None:
+                module._parameters[name] = nn.Parameter(held.to(dtype).to(held.dtype), requires_grad=False)
+
+    def take_back(module: nn.Module, *_: object) -> None:
+        module._parameters.update(own.pop(module))
+
+    hooks = []
+    if dtype != torch.float32:
+        for module in model.modules():
+            if any(each is not None and each.dtype != dtype for each in module._parameters.values()):
+                hooks.append(module.register_forward_pre_hook(put))
+                hooks.append(module.register_forward_hook(take_back, prepend=True, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def raw(tensor: torch.Tensor) -> RawTensor:
+    """Its row-major bytes: a view where it lies in CPU memory already."""
+    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
+    return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)

@@ -48,7 +48,7 @@ CASES = {
     "no such reward file": ({"rewards.functions": ["nowhere.py:f"]}, "nowhere.py"),
     "unknown sampling masks": (
         {"engine.kind": "vllm", "generation.top_p": 0.9},
-        "generation.top_p = 0.9 cuts off.*vLLM does not say what is left unless top_k is set too",
+        "generation.top_p = 0.9 cuts off.*vLLM does not report what is left unless top_k is set too",
     ),
     "heads that ranks cannot share": (
         {"learner.backend": "deepspeed", "learner.ranks": 3, "learner.tensor_parallel": 3},

@@ -28,7 +28,7 @@ from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.objective.loss import LossInputs
 from async_rlhf.learner.objective.objective import objective
-from async_rlhf.learner.step.optimizer import make_adamw, parameter_groups
+from async_rlhf.learner.step.torch_machine import make_adamw
 from async_rlhf.run.checks import memory
 from async_rlhf.run.checks.memory import Shape
 
@@ -77,7 +77,7 @@ def measured(config: Qwen3Config, learner: LearnerConfig, monkeypatch: pytest.Mo
         model = Qwen3ForCausalLM(config).eval()
         policy, batch = Policy(model, learner), micro_batch()
         named = dict(model.named_parameters())
-        optimizer = make_adamw(parameter_groups(named, {}), learner, torch.device("cpu"))
+        optimizer = make_adamw(named, {}, learner, torch.device("cpu"))
         for p in policy.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.step()

@@ -19,8 +19,9 @@ from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.checkpoint.store import complete, step_of
-from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
+from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, LearnerConfig, LossConfig, TrainerConfig
+from async_rlhf.learner.loop.budget import Budget
+from async_rlhf.learner.loop.trainer import Trainer
 from async_rlhf.learner.step.controller import make_backend
 from tests.learner.making import make_group, weights
 
@@ -145,6 +146,8 @@ class Life:
         hub: ScriptedHub,
         *,
         max_steps: int = STEPS,
+        max_trained_tokens: int | None = None,
+        max_seconds: float | None = None,
         save_every: int = 2,
         keep_last: int = 2,
         background: bool = False,
@@ -162,8 +165,9 @@ class Life:
         value_clip = (believing or {}).get("advantage", AdvantageConfig()).value_clip
         self.backend = make_backend(model_dir, config, loss, value_clip=value_clip)
         checkpoint = CheckpointConfig(save_every=save_every, keep_last=keep_last, background=background)
+        budget = Budget(max_steps, max_trained_tokens, max_seconds)
         whole = TrainerConfig(
-            config, loss, checkpoint, max_steps, max_staleness, composition or Composition(), max_failed_ratio,
+            config, loss, checkpoint, budget, max_staleness, composition or Composition(), max_failed_ratio,
             sampled_groups=1, **(believing or {}),
         )  # fmt: skip
         self.trainer = Trainer(

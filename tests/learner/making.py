@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.objective.estimation import TokenTargets
+from async_rlhf.learner.step import controller
 from async_rlhf.learner.step.controller import Controller
 
 TINY_SPELLER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
@@ -111,3 +116,37 @@ def _spans(version: int, length: int, observed: Sequence[tuple[int, int]]) -> li
             spans += [(version, start - at), (None, end - start)]
             at = end
     return [*spans, (version, length - at)]
+
+
+GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
+ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
+ROWS = make_rows(GROUPS, ADVANTAGES, 512)
+
+
+def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advantages: Any = ADVANTAGES) -> list[list[Row]]:
+    return split_updates(make_rows(groups, advantages, 512), num_updates)
+
+
+def make_backend(path: Path, loss: LossConfig | None = None, publish_dtype: str = "float32", **settings: Any) -> Controller:
+    """A lone rank; settings: of `[learner]`."""
+    return controller.make_backend(
+        path, LearnerConfig(**{"learning_rate": 1e-3, **settings}), loss or LossConfig(), publish_dtype
+    )
+
+
+def save(backend: Controller, directory: Path) -> Path:
+    """The directory, which is new and has the backend's checkpoint."""
+    directory.mkdir()
+    backend.snapshot()(directory)
+    return directory
+
+
+def with_returns(backend: Controller, value: float) -> list[Row]:
+    """`ROWS` with what the critic sees of them now, and a return for every token to fit."""
+    seen = backend.evaluate(ROWS)
+
+    def targets(index: int) -> TokenTargets:
+        returns = np.full_like(seen[index].logp_proximal, value)
+        return TokenTargets(seen[index], advantage=returns, returns=returns)
+
+    return [replace(row, members=tuple(replace(m, targets=targets(m.index)) for m in row.members)) for row in ROWS]

@@ -19,7 +19,7 @@ from making import make_group
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.parallel.ranks import Ranks
-from async_rlhf.learner.step.controller import Controller, RankParts, assemble, work
+from async_rlhf.learner.step.controller import Controller, make_backend
 
 # One has an episode whose row begins anew.
 GROUPS = [make_group(n, [3, 1, 6, 2], version=0, observed=[(2, 4)] if n == 1 else (), anew=[0]) for n in range(4)]
@@ -28,14 +28,14 @@ ADVANTAGES = [[1.0, -1.5, 0.5, None], [0.5, 0.25, -1.0, 1.0], [2.0, -0.5, 0.0, -
 SETTINGS = {"learning_rate": 1e-3, "max_grad_norm": 1e6, "micro_batch_tokens": 40, "weight_decay": 0.1}
 
 
-def make(job: dict[str, Any], ranks: Ranks | None) -> RankParts:
+def make(job: dict[str, Any], ranks: Ranks | None) -> Controller:
     config = LearnerConfig(**SETTINGS | job.get("settings", {}))
     loss = LossConfig(kl_coef=0.1) if job.get("reference") else LossConfig()
-    return assemble(Path(job["model"]), config, loss, ranks=ranks)
+    return make_backend(Path(job["model"]), config, loss, ranks=ranks)
 
 
 def control(backend: Any, job: dict[str, Any], out: Path) -> None:
-    """What rank 0 asks for: maybe load, look at the batch, make steps (the one at `poison` with a NaN; with `rehearse` two that
+    """What rank 0 asks for: maybe load, look at the batch, make steps (the one at `poison` with a NaN; with `dry_run` two that
     are not made before each; at some with other `rates`; a `pause` after that one until there is a file `go`), save."""
     out.mkdir()
     if "load" in job:
@@ -47,16 +47,16 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
         advantages = [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]] if job.get("poison") == step else ADVANTAGES
         if (rate := job.get("rates", {}).get(str(step))) is not None:
             backend.learn_at(rate)
-        if job.get("rehearse"):
+        if job.get("dry_run"):
             for values in (ADVANTAGES, [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]]):
-                backend.rehearse(split_updates(make_rows(GROUPS, values, 512), 2), step)
+                backend.dry_run(split_updates(make_rows(GROUPS, values, 512), 2), step)
         reports.append(backend.step(split_updates(make_rows(GROUPS, advantages, 512), job.get("updates", 1)), step))
         if job.get("watch"):
             sys.stdout.write(f"step {step}\n")
             sys.stdout.flush()
         while job.get("pause") == step and not (out.parent / "go").exists():
             time.sleep(0.02)
-    backend.save(out)
+    backend.snapshot()(out)
     tensors = backend.tensors()
     reference = backend.machine._reference
     referred = backend.evaluate(make_rows(GROUPS, ADVANTAGES, 512)) if reference is not None else {}
@@ -81,11 +81,10 @@ def main(rank: int, size: int, meeting: str, directory: Path) -> None:
         rank, size, meeting, timeout_s=plan[0].get("timeout_s", 60.0), idle_timeout_s=plan[0].get("idle_timeout_s", 60.0)
     )
     for job in plan:
-        parts = make(job, ranks)
+        controller = make(job, ranks)
         if rank > 0:
-            work(parts)
+            controller.work()
             continue
-        controller = Controller(parts)
         control(controller, job, directory / job["name"])
         controller.close()
     ranks.close()

@@ -69,7 +69,7 @@ def limited(tmp_path: Path, live: Live) -> Live:
     def make(faults: dict[tuple[str, int], str] | None = None, *, name: str = "life", **budget: Any) -> Life:
         hub = EndedHub(make_batches(8), faults)
         hub.directory = tmp_path / name
-        return live(hub=hub, name=name, max_steps=budget.pop("max_steps", 8), save_every=5, believing=budget)
+        return live(hub=hub, name=name, max_steps=budget.pop("max_steps", 8), save_every=5, **budget)
 
     return make
 

@@ -1,25 +1,29 @@
-"""Combinations of settings without meaning are refused with the reason and the nearest valid choice, which is then accepted."""
+"""Settings without meaning, and settings of the machine that cannot work, are refused with the reason and the nearest valid
+choice, which is then accepted."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.check import RunContext, check
+from async_rlhf.learner.check import RunContext, check, check_division, check_machine, remarks
 from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.step.deepspeed_machine import deepspeed_settings
 
 DATA = {"group_size": 4, "max_staleness": 2, "lowest_staleness": 0, "exact": False, "truncated": None}
 
 
-def checked(settings: dict[str, Any]) -> None:
-    """Sections by their dotted keys; `data.` stands for what the rest of the configuration says."""
+def checked(*settings: str) -> None:
+    """Lines of a configuration, `;` between them; later ones win, and "none" is None. `data.` stands for the rest of it."""
     sections: dict[str, dict[str, Any]] = {"learner": {}, "advantage": {}, "loss": {}, "guard": {}, "data": dict(DATA)}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        sections[section][name] = value
+    for text in settings:
+        for name, values in tomllib.loads(text.replace(";", "\n")).items():
+            sections[name] |= {key: None if value == "none" and key != "kind" else value for key, value in values.items()}
     check(
         LearnerConfig(**sections["learner"]),
         AdvantageConfig(**sections["advantage"]),
@@ -30,174 +34,149 @@ def checked(settings: dict[str, Any]) -> None:
 
 
 # what is asked, what the refusal says, and what makes it right as the refusal says
-CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "an estimator without its critic": (
-        {"advantage.kind": "traced"},
-        "'traced' needs a critic's values.*learner.critic.kind = 'head'",
-        {"learner.critic": {"kind": "head"}},
-    ),
-    "a critic nobody asks": (
-        {"learner.critic": {"kind": "model"}},
-        "has no use for values.*learner.critic.kind = 'none'",
-        {"learner.critic": {"kind": "none"}},
-    ),
-    "token advantages in a loss of completions": (
-        {"advantage.kind": "v_trace", "learner.critic": {"kind": "head"}, "loss.kind": "gspo"},
-        "one advantage for a completion.*loss.kind = 'decoupled_ppo'",
-        {"loss.kind": "decoupled_ppo"},
-    ),
-    "returns to go in a loss of completions": (
-        {"advantage.kind": "reinforce_pp", "advantage.gamma": 0.9, "loss.kind": "gspo"},
-        "'reinforce_pp' one for each token.*loss.kind = 'decoupled_ppo'",
-        {"loss.kind": "decoupled_ppo"},
-    ),
-    "turns without a group": (
-        {"advantage.level": "turn", "advantage.kind": "reinforce_pp"},
-        "compared within a group.*advantage.kind = 'leave_one_out'",
-        {"advantage.kind": "leave_one_out"},
-    ),
-    "turns in a loss of completions": (
-        {"advantage.level": "turn", "loss.kind": "gspo"},
-        "one advantage for a completion.*loss.kind = 'decoupled_ppo'",
-        {"loss.kind": "decoupled_ppo"},
-    ),
-    "turns where groups are dropped by their rewards": (
-        {"advantage.level": "turn", "advantage.constant_groups": "drop"},
-        "turns can differ.*'keep'",
-        {"advantage.constant_groups": "keep"},
-    ),
-    "cut completions out of a baseline that is a critic": (
-        {"advantage.kind": "v_trace", "learner.critic": {"kind": "head"}, "loss.mask_truncated": "loss and baseline"},
-        "with advantage.kind = 'v_trace' no baseline is made from rewards.*'loss'",
-        {"loss.mask_truncated": "loss"},
-    ),
-    "cut completions out of a baseline that only ranks": (
-        {"loss.kind": "best_of_n", "loss.mask_truncated": "loss and baseline"},
-        "with loss.kind = 'best_of_n' no baseline.*'loss'",
-        {"loss.mask_truncated": "loss"},
-    ),
-    "a trace longer than its step": (
-        {"advantage.c_cap": 2.0},
-        "c_cap = 2 is above .*rho_cap = 1.*Highest: 1",
-        {"advantage.c_cap": 1.0},
-    ),
-    "pairs of one": ({"loss.kind": "online_dpo", "data.group_size": 1}, "group_size is 1. Lowest.*= 2", {"data.group_size": 2}),
-    "a group of one": (
-        {"data.group_size": 1},
-        "every advantage would be 0.*advantage.kind = 'reinforce_pp'",
-        {"advantage.kind": "reinforce_pp"},
-    ),
-    "dropping groups of one": (
-        {"data.group_size": 1, "advantage.kind": "reinforce_pp", "advantage.constant_groups": "drop"},
-        "leaves nothing.*'keep'",
-        {"advantage.constant_groups": "keep"},
-    ),
-    "refill by running statistics": (
-        {"advantage.constant_groups": "refill", "data.normalised": ("judge",)},
-        r"rewards.normalise = \['judge'\].*'drop', or rewards.normalise = \[\]",
-        {"advantage.constant_groups": "drop"},
-    ),
-    "a correction with nothing to correct": (
-        {"loss.kind": "best_of_n", "loss.sequence_mask": (0.9, 1.1)},
-        "does not matter which policy sampled.*loss.sequence_mask = 'none'",
-        {"loss.sequence_mask": None},
-    ),
-    "a token mask on whole completions": (
-        {"loss.kind": "gspo", "loss.token_mask": (0.5, 2.0)},
-        "masks single tokens.*loss.kind = 'decoupled_ppo'",
-        {"loss.kind": "decoupled_ppo"},
-    ),
-    "a second weight": (
-        {"loss.kind": "ppo_clip", "loss.is_level": "sequence"},
-        "has the ratio to the behaviour policy in itself.*is_level = 'token'",
-        {"loss.is_level": "token"},
-    ),
-    "a mask that takes what is on-policy": (
-        {"loss.token_mask": (1.1, 2.0)},
-        r"token_mask = \[1.1, 2.0\] must have 1 inside.*\[0.5, 2.0\]",
-        {"loss.token_mask": (0.5, 2.0)},
-    ),
-    "a reduction over tokens of a loss of pairs": (
-        {"loss.kind": "online_dpo", "loss.reduction": "sequence"},
-        "is a whole pair.*at 'token'",
-        {"loss.reduction": "token"},
-    ),
-    "a fixed length that is not given": (
-        {"loss.reduction": "fixed"},
-        "needs loss.fixed_length",
-        {"loss.fixed_length": 16},
-    ),
-    "a divergence in rewards that only rank": (
-        {"loss.kind": "online_dpo", "loss.kl_coef": 0.1, "loss.kl_in": "reward"},
-        "only ranks.*'loss'",
-        {"loss.kl_in": "loss"},
-    ),
-    "uncorrected asynchrony": (
-        {"loss.is_cap": None},
-        "max_staleness = 2 without an importance weight.*loss.is_cap = 2.0",
-        {"loss.is_cap": 2.0},
-    ),
-    "uncorrected REINFORCE": (
-        {"loss.kind": "truncated_is", "loss.is_cap": None},
-        "without an importance weight.*allow_uncorrected = true",
-        {"loss.allow_uncorrected": True},
-    ),
-    "a critic fitted to old policies": (
-        {"advantage.kind": "gae", "learner.critic": {"kind": "head"}},
-        "fits the critic to the policies that sampled.*advantage.kind = 'traced'",
-        {"advantage.kind": "traced"},
-    ),
-    "ratios over an unknown part of the vocabulary": (
-        {"data.truncated": "generation.top_p = 0.9", "data.support_recorded": False},
-        "top_p = 0.9 cuts off.*would not be 1.*Set generation.top_k",
-        {"data.support_recorded": True},
-    ),
-    "the same, and a loss without ratios": (
-        {"data.truncated": "generation.min_p = 0.1", "data.support_recorded": False},
-        "min_p = 0.1 cuts off.*loss.kind = 'online_dpo'",
-        {"loss.kind": "online_dpo"},
-    ),
-    "a guard of what is fixed": (
-        {"guard.enabled": True, "data.exact": True},
-        "exact = true fixes it",
-        {"data.exact": False},
-    ),
-    "a target beside an exact one": (
-        {"guard.target": 1, "data.exact": True},
-        r"guard\.target = 1 aims at a staleness, and queue\.exact = true fixes it\. Set guard\.target = 'none'",
-        {"guard.target": None},
-    ),
-    "a target beyond the bound": (
-        {"guard.target": 9},
-        r"guard\.target = 9 is not between .* queue\.max_staleness = 2, the bound; nearest: 2",
-        {"guard.target": 2},
-    ),
-    "a guard without room below its target": (
-        {"guard.enabled": True, "guard.target": 0},
-        r"no room below guard\.target = 0, .* Set guard\.target = 1 or more, or guard\.enabled = false",
-        {"guard.target": 1},
-    ),
-    "a guard without room": (
-        {"guard.enabled": True, "data.lowest_staleness": 2},
-        "no room below queue.max_staleness = 2.*= 3 or more",
-        {"data.max_staleness": 3},
-    ),
-}
+CASES = [
+    ("advantage.kind='traced'", "'traced' needs a critic's values.*critic.kind = 'head'", "learner.critic={kind='head'}"),
+    ("learner.critic={kind='model'}", "has no use for values.*learner.critic.kind = 'none'", "learner.critic={kind='none'}"),
+    ("advantage.kind='v_trace'; learner.critic={kind='head'}; loss.kind='gspo'",
+     "one advantage for a completion.*loss.kind = 'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
+    ("advantage.kind='reinforce_pp'; advantage.gamma=0.9; loss.kind='gspo'",
+     "'reinforce_pp' one for each token.*loss.kind = 'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
+    ("advantage.level='turn'; advantage.kind='reinforce_pp'",
+     "compared within a group.*advantage.kind = 'leave_one_out'", "advantage.kind='leave_one_out'"),
+    ("advantage.level='turn'; loss.kind='gspo'",
+     "one advantage for a completion.*loss.kind = 'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
+    ("advantage.level='turn'; advantage.constant_groups='drop'",
+     "turns can differ.*'keep'", "advantage.constant_groups='keep'"),
+    ("advantage.kind='v_trace'; learner.critic={kind='head'}; loss.mask_truncated='loss and baseline'",
+     "with advantage.kind = 'v_trace' no baseline is made from rewards.*'loss'", "loss.mask_truncated='loss'"),
+    ("loss.kind='best_of_n'; loss.mask_truncated='loss and baseline'",
+     "with loss.kind = 'best_of_n' no baseline.*'loss'", "loss.mask_truncated='loss'"),
+    ("advantage.c_cap=2.0", "c_cap = 2 is above .*rho_cap = 1.*Highest: 1", "advantage.c_cap=1.0"),
+    ("loss.kind='online_dpo'; data.group_size=1", "group_size is 1. Lowest.*= 2", "data.group_size=2"),
+    ("data.group_size=1", "every advantage would be 0.*advantage.kind = 'reinforce_pp'", "advantage.kind='reinforce_pp'"),
+    ("data.group_size=1; advantage.kind='reinforce_pp'; advantage.constant_groups='drop'",
+     "leaves nothing.*'keep'", "advantage.constant_groups='keep'"),
+    ("advantage.constant_groups='refill'; data.normalised=['judge']",
+     r"rewards.normalise = \['judge'\].*'drop', or rewards.normalise = \[\]", "advantage.constant_groups='drop'"),
+    ("loss.kind='best_of_n'; loss.sequence_mask=[0.9, 1.1]",
+     "does not matter which policy sampled.*loss.sequence_mask = 'none'", "loss.sequence_mask='none'"),
+    ("loss.kind='gspo'; loss.token_mask=[0.5, 2.0]",
+     "masks single tokens.*loss.kind = 'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
+    ("loss.kind='ppo_clip'; loss.is_level='sequence'",
+     "has the ratio to the behaviour policy in itself.*is_level = 'token'", "loss.is_level='token'"),
+    ("loss.token_mask=[1.1, 2.0]",
+     r"token_mask = \[1.1, 2.0\] must have 1 inside.*\[0.5, 2.0\]", "loss.token_mask=[0.5, 2.0]"),
+    ("loss.kind='online_dpo'; loss.reduction='sequence'", "is a whole pair.*at 'token'", "loss.reduction='token'"),
+    ("loss.reduction='fixed'", "needs loss.fixed_length", "loss.fixed_length=16"),
+    ("loss.kind='online_dpo'; loss.kl_coef=0.1; loss.kl_in='reward'", "only ranks.*'loss'", "loss.kl_in='loss'"),
+    ("loss.is_cap='none'", "max_staleness = 2 without an importance weight.*loss.is_cap = 2.0", "loss.is_cap=2.0"),
+    ("loss.kind='truncated_is'; loss.is_cap='none'",
+     "without an importance weight.*allow_uncorrected = true", "loss.allow_uncorrected=true"),
+    ("advantage.kind='gae'; learner.critic={kind='head'}",
+     "fits the critic to the policies that sampled.*advantage.kind = 'traced'", "advantage.kind='traced'"),
+    ("data.truncated='generation.top_p = 0.9'; data.support_recorded=false",
+     "top_p = 0.9 cuts off.*would not be 1.*Set generation.top_k", "data.support_recorded=true"),
+    ("data.truncated='generation.min_p = 0.1'; data.support_recorded=false",
+     "min_p = 0.1 cuts off.*loss.kind = 'online_dpo'", "loss.kind='online_dpo'"),
+    ("guard.enabled=true; data.exact=true", "exact = true fixes it", "data.exact=false"),
+    ("guard.target=1; data.exact=true",
+     r"target = 1 aims at a staleness, and queue\.exact = true fixes it\. Set guard\.target = 'none'", "guard.target='none'"),
+    ("guard.target=9", r"target = 9 is not between .* queue\.max_staleness = 2, the bound; nearest: 2", "guard.target=2"),
+    ("guard.enabled=true; guard.target=0",
+     r"no room below guard\.target = 0, .* Set guard\.target = 1 or more, or guard\.enabled = false", "guard.target=1"),
+    ("guard.enabled=true; data.lowest_staleness=2",
+     "no room below queue.max_staleness = 2.*= 3 or more", "data.max_staleness=3"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_has_no_meaning_is_refused_and_what_the_refusal_proposes_is_accepted(case: str) -> None:
-    asked, message, remedy = CASES[case]
+@pytest.mark.parametrize(("asked", "message", "remedy"), CASES, ids=[asked for asked, *_ in CASES])
+def test_what_has_no_meaning_is_refused_and_what_is_proposed_is_accepted(asked: str, message: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         checked(asked)
     assert re.search(message, str(refusal.value)), refusal.value
-    checked({**asked, **remedy})
-
-
-def test_the_defaults_are_accepted() -> None:
-    checked({})
+    checked(asked, remedy)
 
 
 @pytest.mark.parametrize("kind", ["ppo_clip", "topr", "proximal_rloo", "online_dpo", "best_of_n"])
-def test_a_loss_that_needs_no_weight_may_be_stale_without_one(kind: str) -> None:
-    checked({"loss.kind": kind, "loss.is_cap": None})
+def test_the_defaults_are_accepted_and_a_loss_that_needs_no_weight_may_be_stale_without_one(kind: str) -> None:
+    checked()
+    checked(f"loss.kind='{kind}'; loss.is_cap='none'")
+
+
+DEEPSPEED = {"backend": "deepspeed", "ranks": 2}
+MACHINES: list[tuple[dict[str, Any], str]] = [
+    ({"ranks": 5}, r"learner.ranks = 5 cannot share an update of 4 groups.*Highest: learner.ranks = 4"),
+    ({"ranks": 3, "updates_per_step": 2}, "of 2 groups.*Highest: learner.ranks = 2"),
+    ({"ranks": 2, "device": "cuda:1"}, "'cuda:1' is one device for 2 ranks; 'cuda' gives every rank"),
+    ({"schedule": "cosine"}, "needs learner.schedule_steps; over the whole run: 100"),
+    ({"schedule": "linear", "schedule_steps": 5, "warmup_steps": 5}, "within the warm-up.*lowest: 6"),
+    ({"learning_rate": 1e-4, "final_learning_rate": 1e-3}, "highest: 0.0001"),
+    ({"deepspeed_config": "ds.json"}, "is for learner.backend = 'deepspeed'"),
+    ({"backend": "deepspeed", "compile": True}, "set learner.compile = false, or learner.backend ="),
+    ({"backend": "deepspeed", "deepspeed_config": "/nowhere/ds.json"}, "'/nowhere/ds.json' is no file"),
+    (DEEPSPEED | {"sequence_parallel": 2, "ranks": 4}, "all ranks share a row, or none; set it to 4 or 1"),
+    ({"sequence_parallel": 2, "ranks": 2}, "set learner.backend = 'deepspeed'"),
+    (DEEPSPEED | {"sequence_parallel": 2, "critic": {"kind": "head"}},
+     "with a critic, which ranks do not share; set it to 1, or learner.critic.kind = 'none'"),
+    (DEEPSPEED | {"tensor_parallel": 2, "ranks": 4}, "learner.tensor_parallel = 2 of learner.ranks = 4: .*set it to 4 or 1"),
+    ({"tensor_parallel": 2, "ranks": 2}, "or learner.tensor_parallel = 1"),
+    (DEEPSPEED | {"tensor_parallel": 2, "critic": {"kind": "model"}}, "set it to 1, or learner.critic.kind = 'none'"),
+    (DEEPSPEED | {"tensor_parallel": 2, "lora": {"rank": 4}},
+     "with adapters, whose layers are not split; set it to 1, or learner.lora.rank = 0"),
+    (DEEPSPEED | {"tensor_parallel": 2, "sequence_parallel": 2}, "ranks share positions or layers; set one of them to 1"),
+    ({"lora": {"publish": "adapter"}}, "there is no adapter. Set learner.lora.rank = 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "message"), MACHINES)
+def test_what_cannot_work_is_refused_with_what_can(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_machine(LearnerConfig(**settings), groups_per_batch=4, max_steps=100)
+    assert re.search(message, str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize(
+    ("setting", "choice"),
+    [
+        ("sequence_parallel", "num_attention_heads = 12, num_key_value_heads = 6; choose 1, 2, 3, 6"),
+        ("tensor_parallel", "num_attention_heads = 12, num_key_value_heads = 6, intermediate_size = 32; choose 1, 2"),
+    ],
+)
+def test_ranks_that_do_not_divide_what_they_share_are_refused_with_what_does(setting: str, choice: str) -> None:
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 32}
+    config = LearnerConfig(backend="deepspeed", ranks=4, **{setting: 4})
+    with pytest.raises(ConfigError, match=f"learner.{setting} = 4 does not divide all of the model's {choice}"):
+        check_division(config, sizes.get)
+    check_division(LearnerConfig(backend="deepspeed", ranks=2, **{setting: 2}), sizes.get)
+    check_division(LearnerConfig(ranks=4), sizes.get)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "must hold one JSON object"),
+        ('{"optimizer": {}, "train_batch_size": 8}', "sets train_batch_size, optimizer, which"),
+        ('{"tensor_parallel": {"autotp_size": 2}}', "sets tensor_parallel, which"),
+        ('{"zero_optimization": {"stage": 1}}', "asks for ZeRO stage 1; set learner.zero_stage = 1"),
+        ('{"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": true}', ""),
+    ],
+)
+def test_a_deepspeed_file_is_laid_over_ours_and_refused_where_it_contradicts_the_run(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    config = LearnerConfig(backend="deepspeed", dtype="bfloat16", deepspeed_config=str(tmp_path / "ds.json"))
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            deepspeed_settings(config)
+        return
+    settings = deepspeed_settings(config.model_copy(update={"zero_stage": 3}))
+    assert settings["zero_optimization"] | {"stage": 3, "reduce_bucket_size": 7} == settings["zero_optimization"]
+    assert settings["wall_clock_breakdown"] and settings["bf16"]["enabled"] and settings["gradient_clipping"] == 1.0
+
+
+def test_products_in_float32_on_a_gpu_are_remarked_upon() -> None:
+    (remark,) = remarks(LearnerConfig(device="cuda:1"))
+    assert re.search("'float32' on learner.device = 'cuda:1'.*Set learner.dtype = 'bfloat16'", remark)
+    assert remarks(LearnerConfig()) == remarks(LearnerConfig(device="cuda", dtype="bfloat16")) == ()

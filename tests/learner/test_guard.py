@@ -1,60 +1,87 @@
-"""The guard's decision: patience on the way down, hysteresis on the way up, never outside its limits, always with a reason."""
+"""The guard: patience on the way down, hysteresis on the way up, never outside its limits, always with a reason; and the limits
+to divergence."""
 
 from __future__ import annotations
 
-from hypothesis import given
+import logging
+
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.learner.config import GuardConfig
-from async_rlhf.learner.loop.safeguards import StalenessTarget, adjusted
+from async_rlhf.learner.loop.safeguards import StalenessController, beyond
 
 GOOD = {"is/ess": 0.99, "is/second_moment": 0.001, "clip_ratio/region_mean": 0.0, "is/masked_ratio": 0.0}
 BETWEEN = {**GOOD, "is/ess": 0.55}  # above the limit of 0.5, but not by the margin
 OLD = {**GOOD, "is/ess": 0.3}
+UNKNOWN: dict[str, float | None] = dict.fromkeys(GOOD)
 CONFIG = GuardConfig(enabled=True, patience=3, recovery=4)
+LOWERED = [OLD] * 6  # to 2, of 4
+
+MOVES = {
+    "bad steps in a row lower it by one": ([OLD] * 3, 3),
+    "fewer do not": ([OLD] * 2, 4),
+    "the second moment counts": ([{**GOOD, "is/second_moment": 0.2}] * 3, 3),
+    "clipped tokens count": ([{**GOOD, "clip_ratio/region_mean": 0.4}] * 3, 3),
+    "masked tokens count": ([{**GOOD, "is/masked_ratio": 0.4}] * 3, 3),
+    "both together count": ([{**GOOD, "clip_ratio/region_mean": 0.2, "is/masked_ratio": 0.2}] * 3, 3),
+    "a good step between starts the patience anew": ([OLD, OLD, GOOD, OLD, OLD], 4),
+    "a step of which nothing is known changes nothing": ([OLD, OLD, UNKNOWN, OLD], 3),
+    "good steps in a row raise it again": ([*LOWERED, *[GOOD] * 4], 3),
+    "what is good by less than the margin does not": ([*LOWERED, *[BETWEEN] * 40], 2),
+    "nor does it count among good steps": ([*LOWERED, GOOD, GOOD, GOOD, BETWEEN, GOOD], 2),
+}
 
 
-def after(
-    metrics: list[dict[str, float | None]], start: int = 4, lowest: int = 1, highest: int = 4
-) -> tuple[StalenessTarget, list[str]]:
-    aim, reasons = StalenessTarget(start), []
-    for each in metrics:
-        aim, reason = adjusted(aim, each, CONFIG, lowest, highest)
-        reasons += [] if reason is None else [reason]
-    return aim, reasons
+@pytest.mark.parametrize(("metrics", "target"), MOVES.values(), ids=MOVES)
+def test_the_target_moves(metrics: list[dict[str, float | None]], target: int) -> None:
+    controller = StalenessController(CONFIG, lowest=1, bound=4)
+    for step, each in enumerate(metrics):
+        controller.adjust(each, step)
+    assert controller.target == target
 
 
-def test_bad_steps_in_a_row_lower_the_aim_by_one_and_say_why() -> None:
-    aim, reasons = after([OLD] * 3)
-    assert aim == StalenessTarget(3) and reasons == ["3 steps in a row: is/ess 0.3 below 0.5"]
-    assert after([OLD] * 2)[0].staleness == 4
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from([GOOD, BETWEEN, OLD, UNKNOWN]), max_size=60), st.integers(1, 4))
+def test_it_never_leaves_its_limits_moves_by_one_and_with_a_reason(
+    caplog: pytest.LogCaptureFixture, metrics: list[dict[str, float | None]], lowest: int
+) -> None:
+    caplog.set_level(logging.INFO)
+    controller = StalenessController(CONFIG, lowest, bound=4)
+    for step, each in enumerate(metrics):
+        caplog.clear()
+        before = controller.target
+        controller.adjust(each, step)
+        assert lowest <= controller.target <= 4
+        assert abs(controller.target - before) == len(caplog.messages)
 
 
-def test_every_signal_counts() -> None:
-    for name, value in {"is/second_moment": 0.2, "clip_ratio/region_mean": 0.4, "is/masked_ratio": 0.4}.items():
-        assert after([{**GOOD, name: value}] * 3)[0].staleness == 3
-    assert after([{**GOOD, "clip_ratio/region_mean": 0.2, "is/masked_ratio": 0.2}] * 3)[0].staleness == 3
+def test_it_goes_up_to_its_setting_and_begins_at_a_new_one() -> None:
+    guard = GuardConfig(enabled=True, target=2, patience=1, recovery=1)
+    controller = StalenessController(guard, lowest=0, bound=4)
+    controller.adjust({"is/ess": 0.1}, 1)
+    assert controller.target_staleness == 1
+    for step in range(4):
+        controller.adjust({"is/ess": 0.99}, step)
+    assert controller.target_staleness == 2
+    controller.follow(guard.model_copy(update={"target": 3}))
+    assert controller.target_staleness == 3
+    controller.adjust({"is/ess": 0.1}, 9)
+    controller.follow(guard.model_copy(update={"target": 3, "min_ess": 0.3}))
+    assert controller.target_staleness == 2, "what the guard has done stays, where its setting does"
 
 
-def test_a_good_step_between_starts_the_patience_anew() -> None:
-    assert after([OLD, OLD, GOOD, OLD, OLD])[0].staleness == 4
-
-
-def test_only_what_is_better_by_a_margin_raises_the_aim_again() -> None:
-    assert after([GOOD] * 4, start=2)[0].staleness == 3
-    assert after([BETWEEN] * 40, start=2)[0] == StalenessTarget(2)
-    assert after([GOOD, GOOD, GOOD, BETWEEN, GOOD], start=2)[0].staleness == 2
-
-
-def test_a_step_of_which_nothing_is_known_changes_nothing() -> None:
-    assert after([OLD, OLD, dict.fromkeys(GOOD), OLD])[0].staleness == 3
-
-
-@given(st.lists(st.sampled_from([GOOD, BETWEEN, OLD, dict.fromkeys(GOOD)]), max_size=60), st.integers(1, 4))
-def test_the_aim_never_leaves_its_limits_and_moves_by_one(metrics: list[dict[str, float | None]], lowest: int) -> None:
-    aim = StalenessTarget(4)
-    for each in metrics:
-        next_aim, reason = adjusted(aim, each, CONFIG, lowest, 4)
-        assert lowest <= next_aim.staleness <= 4
-        assert abs(next_aim.staleness - aim.staleness) == (0 if reason is None else 1)
-        aim = next_aim
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        ({"kl/behaviour": 0.4, "entropy": 0.1, "reward": -1.0}, []),
+        ({"kl/behaviour": 0.9, "kl/reference": 0.4, "entropy": None}, []),  # what is not measured is within
+        ({"kl/behaviour": 0.9}, ["kl/behaviour 0.9 above guard.max_kl = 0.5"]),
+        ({"entropy": 0.05}, ["entropy 0.05 below guard.min_entropy = 0.1"]),
+        ({"reward": -2.0}, ["reward -2 below guard.min_reward = -1"]),
+        ({"kl/reference": float("nan")}, ["kl/reference nan above guard.max_kl = 0.5"]),
+    ],
+)
+def test_each_limit_is_about_its_metric(metrics: dict[str, float | None], found: list[str]) -> None:
+    assert beyond(metrics, GuardConfig(max_kl=0.5, min_entropy=0.1, min_reward=-1.0)) == found

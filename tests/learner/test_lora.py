@@ -5,24 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import making
 import numpy as np
 import pytest
 import torch
-from making import make_group, make_model
+from making import ADVANTAGES, GROUPS, make_model, make_updates, save
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.checkpoint.store import CheckpointError
-from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.step import controller
 from async_rlhf.learner.step.controller import Controller
 
-GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(2)]
-UPDATES = split_updates(make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 2, 512), 1)
+UPDATES = make_updates(1, GROUPS[:2], ADVANTAGES[:2])
 
 
 @pytest.fixture(params=["llama", "llama-tied"])
@@ -32,8 +28,7 @@ def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def make_backend(path: Path, **lora: Any) -> Controller:
-    config = LearnerConfig(learning_rate=1e-2, lora={"rank": 2, "alpha": 4.0, **lora})  # type: ignore[arg-type]
-    return controller.make_backend(path, config, LossConfig())
+    return making.make_backend(path, learning_rate=1e-2, lora={"rank": 2, "alpha": 4.0, **lora})
 
 
 def published(backend: Controller) -> dict[str, np.ndarray]:
@@ -42,7 +37,7 @@ def published(backend: Controller) -> dict[str, np.ndarray]:
 
 def test_training_begins_at_the_model_and_moves_only_what_has_an_adapter(model_dir: Path) -> None:
     backend = make_backend(model_dir, targets=("q_proj", "v_proj"))
-    whole = controller.make_backend(model_dir, LearnerConfig(), LossConfig())
+    whole = making.make_backend(model_dir)
     start = published(backend)
     assert start.keys() == published(whole).keys()
     assert all(np.array_equal(start[name], value) for name, value in published(whole).items())
@@ -55,8 +50,7 @@ def test_what_leaves_is_the_policy_that_learns(model_dir: Path, tmp_path: Path) 
     """Merged weights in a plain model give the adapted policy's log-probabilities; so does the adapter on peft's own way."""
     backend = make_backend(model_dir)
     backend.step(UPDATES, 0)
-    (tmp_path / "saved").mkdir()
-    backend.save(tmp_path / "saved")
+    save(backend, tmp_path / "saved")
     canary = backend.canary()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "model").eval()
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "saved" / "adapter").eval()
@@ -75,7 +69,7 @@ def test_adapters_alone_make_the_merged_weights(tmp_path: Path, name: str, targe
     """Also those of layers whose weights are stored turned."""
     make_model(name).save_pretrained(tmp_path)
     merged, alone = (make_backend(tmp_path, publish=kind, **targets) for kind in ("merged", "adapter"))
-    base = published(controller.make_backend(tmp_path, LearnerConfig(), LossConfig()))
+    base = published(making.make_backend(tmp_path))
     for backend in (merged, alone):
         backend.step(UPDATES, 0)
     whole, factors = published(merged), published(alone)
@@ -96,44 +90,13 @@ def test_an_engine_that_adds_adapters_alone_agrees_with_the_canary(model_dir: Pa
         np.testing.assert_allclose(engine.probe(canary.ids), canary.logprobs, rtol=0, atol=1e-4)
 
 
-def test_saved_and_loaded_training_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path) -> None:
-    straight, resumed = make_backend(model_dir), make_backend(model_dir)
-    straight.step(UPDATES, 0)
-    (tmp_path / "saved").mkdir()
-    straight.save(tmp_path / "saved")
-    straight.step(UPDATES, 1)
-    resumed.load(tmp_path / "saved")
-    resumed.step(UPDATES, 1)
-    ours, theirs = published(resumed), published(straight)
-    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_a_layer_that_is_not_there_is_refused_with_those_that_are(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"learner.lora.targets = \['nowhere'\].*Layers here: .*q_proj"):
-        make_backend(model_dir, targets=("nowhere",))
-
-
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_an_adapter_of_the_embeddings_is_refused(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="has the input embeddings, and adapters are for linear layers"):
-        make_backend(model_dir, targets=("q_proj", "embed_tokens"))
-
-
 def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir: Path, tmp_path: Path) -> None:
     for name, backend in (
-        ("plain", controller.make_backend(model_dir, LearnerConfig(), LossConfig())),
+        ("plain", making.make_backend(model_dir)),
         ("other", make_backend(model_dir, rank=3)),
     ):
-        (tmp_path / name).mkdir()
-        backend.save(tmp_path / name)
+        save(backend, tmp_path / name)
     with pytest.raises(CheckpointError, match="checkpoint plain has no adapters"):
         make_backend(model_dir).load(tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"checkpoint other has other adapters than learner.lora asks for"):
         make_backend(model_dir).load(tmp_path / "other")
-
-
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_an_adapter_of_a_layer_that_shares_its_weight_is_refused(tmp_path: Path) -> None:
-    make_model("llama-tied").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor, .*leave it out"):
-        make_backend(tmp_path, targets=("q_proj", "lm_head"))

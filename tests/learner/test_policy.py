@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import making
 import numpy as np
 import pytest
 import torch
-from making import make_group, make_model, weights
+from making import ADVANTAGES, GROUPS, ROWS, make_group, make_model, weights, with_returns
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
+from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.policy import Policy
-from async_rlhf.learner.objective.estimation import TokenTargets
-from async_rlhf.learner.step import controller
 from async_rlhf.learner.step.controller import Controller
 
-GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
-ROWS = make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 4, 512)
-
-
-def make_backend(path: Path, **settings: Any) -> Controller:
-    return controller.make_backend(
-        path, LearnerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 1e6, **settings}), LossConfig()
-    )
+make_backend = partial(making.make_backend, max_grad_norm=1e6)
 
 
 def gradient(backend: Controller) -> dict[str, Tensor]:
@@ -86,7 +78,7 @@ def test_one_mask_in_the_type_of_the_products_serves_all_layers_and_rows_of_one_
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
     with torch.no_grad():
-        backend.evaluate(make_rows(GROUPS, [[1.0, -1.5, 0.5]] * 4, 8))  # of each group two share a row and one is alone
+        backend.evaluate(make_rows(GROUPS, ADVANTAGES, 8))  # of each group two share a row and one is alone
     first, second, *alone = made
     mask, same = first["attn_mask"], second["attn_mask"]
     assert mask.data_ptr() == same.data_ptr() and mask.dtype == same.dtype == torch.bfloat16
@@ -108,7 +100,7 @@ def test_compiled_layers_give_the_same_steps_and_are_not_compiled_anew_for_other
     for step in range(4):
         lengths = np.random.default_rng(step).integers(2, 16, (4, 3)).tolist()
         groups = [make_group(n, each, prompt_length=3 + step) for n, each in enumerate(lengths)]
-        rows = make_rows(groups, [[1.0, -1.5, 0.5]] * 4, 512)
+        rows = make_rows(groups, ADVANTAGES, 512)
         ours, theirs = compiled.step([rows], step), plain.step([rows], step)
         assert ours.metrics["grad_norm"] == pytest.approx(theirs.metrics["grad_norm"], rel=1e-5)
         counts.append(compiler.frame_count)
@@ -128,11 +120,9 @@ def test_a_model_that_the_compiler_refuses_is_refused_by_name(model_dir: Path, m
 
 
 def test_a_reference_in_half_precision_gives_nearly_the_divergence_of_a_whole_one(model_dir: Path) -> None:
-    settings = {"learning_rate": 1e-2, "max_grad_norm": 1e6}
     found = []
     for kind in ("float32", "bfloat16"):
-        config = LearnerConfig(**settings, reference_dtype=kind)
-        backend = controller.make_backend(model_dir, config, LossConfig(kl_coef=0.1))
+        backend = make_backend(model_dir, LossConfig(kl_coef=0.1), reference_dtype=kind)
         reference: Any = backend.machine._reference
         assert {p.dtype for p in reference.parameters()} == {getattr(torch, kind)}
         found.append(backend.evaluate(ROWS)[0].logp_reference)
@@ -171,17 +161,6 @@ def test_a_model_that_does_more_to_its_logits_keeps_its_own_output_layer(model_d
     assert float(logp_N[0]) == pytest.approx(float(first), abs=1e-4) and bool((entropy_N > 0).all())
 
 
-def with_returns(backend: Controller, value: float) -> list[Row]:
-    """The rows with what the critic sees of them now, and a return for every token to fit."""
-    seen = backend.evaluate(ROWS)
-
-    def targets(index: int) -> TokenTargets:
-        returns = np.full_like(seen[index].logp_proximal, value)
-        return TokenTargets(seen[index], advantage=returns, returns=returns)
-
-    return [replace(row, members=tuple(replace(m, targets=targets(m.index)) for m in row.members)) for row in ROWS]
-
-
 @pytest.mark.parametrize("kind", ["head", "model"])
 def test_a_critic_learns_the_returns_and_only_it_does_while_it_warms_up(model_dir: Path, kind: str) -> None:
     critic = {"kind": kind, "learning_rate": 3e-2, "warmup_steps": 40}
@@ -197,20 +176,6 @@ def test_a_critic_learns_the_returns_and_only_it_does_while_it_warms_up(model_di
     assert values is not None and abs(float(values.mean()) - 2.0) < 0.7
     if kind == "model":  # a head shares the policy's trunk, which the value loss moves
         assert weights(backend) == before
-
-
-@pytest.mark.parametrize("kind", ["head", "model"])
-def test_a_critic_is_saved_and_goes_on_bit_for_bit(model_dir: Path, tmp_path: Path, kind: str) -> None:
-    straight, resumed = (make_backend(model_dir, critic={"kind": kind}) for _ in range(2))
-    rows = with_returns(straight, 1.0)
-    straight.step([rows], 0)
-    (tmp_path / "saved").mkdir()
-    straight.save(tmp_path / "saved")
-    straight.step([rows], 1)
-    resumed.load(tmp_path / "saved")
-    resumed.step([rows], 1)
-    ours, theirs = (dict(each.machine.policy.named_parameters()) for each in (resumed, straight))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and any("critic" in name for name in theirs)
 
 
 def test_a_second_pass_over_the_rows_is_around_the_policy_before_the_first(model_dir: Path) -> None:

@@ -24,11 +24,9 @@ from rank_role import ADVANTAGES, GROUPS, control, make
 from safetensors.torch import load_file
 
 from async_rlhf.launch.network import LOOPBACK
-from async_rlhf.learner.batch.micro_batch import Packing
-from async_rlhf.learner.batch.partition import count, partition, partition_rows
+from async_rlhf.learner.batch.micro_batch import Packing, count, partition, partition_rows
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.parallel.ranks import RankLostError, Ranks
-from async_rlhf.learner.step.controller import Controller
 from tests.conftest import REPOSITORY, kept_port, wait_for
 
 ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
@@ -99,7 +97,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lora-three": {"steps": 3, "settings": LORA},
         **{name: {"steps": 2, "settings": CLIPPED, "model": str(directory / f"{name}-model")} for name in SPLIT},
     }.items():
-        control(Controller(make(job | own, None)), job | own, directory / name)
+        control(make(job | own, None), job | own, directory / name)
     return directory
 
 
@@ -108,14 +106,14 @@ def jobs(alone: Path, directory: Path) -> dict[str, dict[str, Any]]:
     zero_3 = ZERO["zero-3"]
     loaded = {"steps": 3, "first": 2}
     return {
-        "torch": {"rehearse": True},
+        "torch": {"dry_run": True},
         "rates": {"steps": 3, "rates": RATES},
         # with a reference: held by every rank, and shared out
         "updates": {"updates": 2, "reference": True},
         "updates-zero-3": {"updates": 2, "reference": True, "settings": zero_3},
         "updates-tensor": {"updates": 2, "reference": True, "settings": zero_3 | TENSOR},
         "reference-bfloat16": {"steps": 1, "reference": True, "settings": zero_3 | {"reference_dtype": "bfloat16"}},
-        **{name: {"settings": own, "rehearse": True} for name, own in ZERO.items()},
+        **{name: {"settings": own, "dry_run": True} for name, own in ZERO.items()},
         "zero-3-on": loaded | {"settings": zero_3, "load": str(directory / "zero-1")},
         "zero-2-on": loaded | {"settings": ZERO["zero-2"], "load": str(alone / "two")},
         "zero-1-on": loaded | {"settings": ZERO["zero-1"], "load": str(directory / "zero-3")},
@@ -251,7 +249,7 @@ def test_what_one_stage_or_number_of_ranks_saved_another_goes_on_from(alone: Pat
 @each("torch", "zero-3", "tensor-poisoned")
 def test_one_rank_goes_on_from_what_two_saved(alone: Path, together: Path, tmp_path: Path, name: str) -> None:
     job = {"model": str(alone / "model"), "first": 2, "steps": 3, "load": str(together / name)}
-    control(Controller(make(job, None)), job, tmp_path / "out")
+    control(make(job, None), job, tmp_path / "out")
     assert_same_state(tmp_path / "out", alone / "three", ODD)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import making
 import numpy as np
 import oracles
 import pytest
 import torch
-from making import CONFIGS, TINY_SPELLER, make_group, make_model, weights
+from making import ADVANTAGES, CONFIGS, GROUPS, TINY_SPELLER, make_group, make_model, make_updates, save, weights, with_returns
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,23 +24,13 @@ from async_rlhf.buffers.errors import ConfigError, NonFiniteError
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
-from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.step import controller, update
+from async_rlhf.learner.config import CriticConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.step import controller
 from async_rlhf.learner.step.controller import Controller
 from async_rlhf.learner.step.report import STEP_METRICS, StepReport
+from async_rlhf.learner.step.torch_machine import learning_rate
 
-GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
-ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
-
-
-def make_backend(path: Path, is_cap: float | None = 2.0, **settings: Any) -> Controller:
-    config = {"learning_rate": 1e-3, "weight_decay": 0.1, "warmup_steps": 4, "micro_batch_tokens": 40, **settings}
-    return controller.make_backend(path, LearnerConfig(**config), LossConfig(is_cap=is_cap))
-
-
-def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advantages: Any = ADVANTAGES) -> list[list[Row]]:
-    return split_updates(make_rows(groups, advantages, 512), num_updates)
+make_backend = partial(making.make_backend, weight_decay=0.1, warmup_steps=4, micro_batch_tokens=40)
 
 
 def optimizer_state(backend: Controller) -> dict[str, Tensor]:
@@ -125,13 +117,13 @@ def test_a_report_has_the_metrics_a_backend_owes_and_they_are_the_twins(model_di
 def test_the_proximal_policy_is_the_one_before_the_first_update(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(model_dir, warmup_steps=0, learning_rate=1e-2)
     seen: list[tuple[Tensor, Tensor]] = []
-    loss = update.objective
+    loss = controller.objective
 
     def spy(inputs: Any, config: LossConfig) -> Any:
         seen.append((inputs.logp_current_N.detach(), inputs.logp_proximal_N))
         return loss(inputs, config)
 
-    monkeypatch.setattr(update, "objective", spy)
+    monkeypatch.setattr(controller, "objective", spy)
     with torch.no_grad():
         before = [logprobs(backend, group, rollout) for group in GROUPS for rollout in group.rollouts]
     report = backend.step(make_updates(2), 0)
@@ -177,36 +169,38 @@ def test_after_a_refused_update_the_later_ones_of_the_step_are_not_tried(model_d
     assert weights(backend) == weights(alone)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
+LORA = {"lora": {"rank": 2, "alpha": 4.0}}
+RESUMED: dict[str, tuple[str, dict[str, Any], int]] = {
+    **{name: (name, {}, 2) for name in CONFIGS},
+    "before the first step": ("llama", {}, 0),
+    **{f"a critic of kind {kind}": ("llama", {"critic": {"kind": kind}}, 2) for kind in ("head", "model")},
+    **{f"adapters of {name}": (name, LORA, 2) for name in ("llama", "llama-tied")},
+}
+
+
+@pytest.mark.parametrize(("name", "settings", "at"), RESUMED.values(), ids=RESUMED)
+def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path, name: str, settings: dict[str, Any], at: int) -> None:
+    def train(backend: Controller, step: int) -> None:
+        backend.step([with_returns(backend, 1.0)] if "critic" in settings else make_updates(2), step)
+
     make_model(name).save_pretrained(tmp_path / "start")
-    (tmp_path / "saved").mkdir()
-    straight = make_backend(tmp_path / "start")
+    straight, resumed = (make_backend(tmp_path / "start", **settings) for _ in range(2))
     for step in range(4):
-        if step == 2:
-            straight.save(tmp_path / "saved")
-        straight.step(make_updates(2), step)
-    resumed = make_backend(tmp_path / "start")
-    resumed.load(tmp_path / "saved")
-    for step in (2, 3):
-        resumed.step(make_updates(2), step)
-    assert weights(resumed) == weights(straight)
+        if step == at:
+            resumed.load(save(straight, tmp_path / "saved"))
+        train(straight, step)
+    for step in range(at, 4):
+        train(resumed, step)
+    ours, theirs = (dict(each.machine.policy.named_parameters()) for each in (resumed, straight))
+    assert_equal(ours, theirs)
     assert_equal(optimizer_state(resumed), optimizer_state(straight))
-
-
-def test_a_checkpoint_of_no_steps_can_be_loaded(tmp_path: Path, model_dir: Path) -> None:
-    one, other = make_backend(model_dir), make_backend(model_dir)
-    one.save(tmp_path)
-    other.load(tmp_path)
-    one.step(make_updates(), 0)
-    other.step(make_updates(), 0)
-    assert weights(one) == weights(other)
+    assert any("critic" in each for each in theirs) == ("critic" in settings)
 
 
 def test_what_is_saved_is_a_model_directory_like_the_one_it_began_with(tmp_path: Path) -> None:
     backend = make_backend(TINY_SPELLER)
     backend.step(make_updates(), 0)
-    backend.save(tmp_path)
+    backend.snapshot()(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
     trained = {name: bytes(p.detach().numpy().tobytes()) for name, p in model.named_parameters()}
     assert trained == weights(backend)
@@ -225,8 +219,7 @@ def test_a_model_of_bfloat16_goes_on_from_float32_and_loads_as_bfloat16_with_all
     (start / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     backend = make_backend(start)
     backend.step(make_updates(), 0)
-    (tmp_path / "saved").mkdir()
-    backend.save(tmp_path / "saved")
+    save(backend, tmp_path / "saved")
     model = tmp_path / "saved" / "model"
     assert AutoModelForCausalLM.from_pretrained(model).dtype == torch.bfloat16
     exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -239,8 +232,7 @@ def test_a_generation_config_that_cannot_be_saved_is_copied(tmp_path: Path) -> N
     shutil.copytree(TINY_SPELLER, start)
     odd = {"do_sample": False, "temperature": 0.6, "eos_token_id": 1}  # as many published models have it
     (start / "generation_config.json").write_text(json.dumps(odd))
-    (tmp_path / "saved").mkdir()
-    make_backend(start).save(tmp_path / "saved")
+    save(make_backend(start), tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "model" / "generation_config.json").read_text()) == odd
 
 
@@ -253,7 +245,7 @@ def test_tied_parameters_are_published_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_leave_as_a_copy_in_memory_that_is_used_again(model_dir: Path, dtype: str) -> None:
-    backend = controller.make_backend(model_dir, LearnerConfig(learning_rate=1e-3), LossConfig(), dtype)
+    backend = make_backend(model_dir, publish_dtype=dtype)
     left: list[dict[str, bytes]] = []
     for step in range(2):
         tensors = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in backend.tensors().items()}
@@ -322,12 +314,59 @@ def test_the_learning_rate_rises_from_the_first_step_on(model_dir: Path) -> None
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
-def test_a_device_that_is_not_there_is_refused_by_name(model_dir: Path, device: str) -> None:
-    with pytest.raises(ConfigError, match=rf"learner.device = '{device}' cannot be used: .*; use 'cpu'"):
-        make_backend(model_dir, device=device)
+TARGETS = {name: {"lora": {"rank": 2, "targets": ("q_proj", name)}} for name in ("embed_tokens", "lm_head")}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a device that is not there": ("llama", {"device": "cuda:99"}, r"learner.device = 'cuda:99' cannot be used: .*; use 'cpu'"),
+    "a device without a meaning": (
+        "llama",
+        {"device": "nonsense"},
+        r"learner.device = 'nonsense' cannot be used: .*; use 'cpu'",
+    ),
+    "a directory without a model": ("", {}, "is no Hugging Face causal language model"),
+    "an adapter of no layer": (
+        "llama",
+        {"lora": {"rank": 2, "targets": ("nowhere",)}},
+        r"\['nowhere'\].*Layers here: .*q_proj",
+    ),
+    "one of the embeddings": ("llama", TARGETS["embed_tokens"], "has the input embeddings, and adapters are for linear layers"),
+    "one of a tied weight": (
+        "llama-tied",
+        TARGETS["lm_head"],
+        r"lm_head\.weight and model\.embed_tokens\.weight are one tensor, .*leave it out",
+    ),
+}
 
 
-def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no Hugging Face causal language model"):
-        make_backend(tmp_path)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(("name", "settings", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path, name: str, settings: dict[str, Any], says: str) -> None:
+    if name:
+        make_model(name).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        make_backend(tmp_path, **settings)
+
+
+RATES = {
+    "constant": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+    "linear": [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2],
+    "cosine": [0.5, 1.0, 1.0, 0.2 + 0.8 * (1 + 2**-0.5) / 2, 0.6, 0.2 + 0.8 * (1 - 2**-0.5) / 2, 0.2, 0.2],
+}
+
+
+@pytest.mark.parametrize("schedule", RATES)
+def test_it_rises_over_the_warm_up_and_falls_to_the_final_one(schedule: str) -> None:
+    config = LearnerConfig(
+        learning_rate=1.0,
+        warmup_steps=2,
+        schedule=schedule,  # type: ignore[arg-type]
+        schedule_steps=6,
+        final_learning_rate=0.2,
+    )
+    assert [learning_rate(config, step) for step in range(8)] == pytest.approx(RATES[schedule])
+
+
+def test_the_critics_follows_the_same_curve_from_its_own_peak() -> None:
+    config = LearnerConfig(learning_rate=1e-4, schedule="linear", schedule_steps=4, final_learning_rate=1e-5)
+    config = config.model_copy(update={"critic": CriticConfig(kind="head", learning_rate=1e-2)})
+    for step in range(6):
+        assert learning_rate(config, step, 1e-2) == pytest.approx(100 * learning_rate(config, step))

@@ -67,7 +67,7 @@ def test_it_takes_trains_publishes_and_commits_in_this_order(live: Live) -> None
         ("take", 4), ("commit", 4),
     ]  # fmt: skip
     assert life.trainer.step == life.hub.committed == STEPS
-    assert set(life.hub.targets) == {None}, "without a guard nothing is said of an aim"
+    assert set(life.hub.targets) == {None}, "without a guard there is no target"
 
 
 def test_every_step_is_recorded_with_everything_that_is_promised(live: Live) -> None:
@@ -252,7 +252,7 @@ FORGETS = [
 
 
 @pytest.mark.parametrize("fault", FORGETS, ids=lambda fault: f"{fault[0]} {fault[1]}")
-def test_a_hub_that_was_restarted_is_told_where_we_are_and_no_batch_is_trained_twice(
+def test_a_hub_that_was_restarted_is_sent_the_step_and_no_batch_is_trained_twice(
     live: Live, undisturbed: dict[str, bytes], fault: tuple[str, int]
 ) -> None:
     life = live(faults={fault: "forget"})
@@ -262,14 +262,14 @@ def test_a_hub_that_was_restarted_is_told_where_we_are_and_no_batch_is_trained_t
     assert_each_batch_was_trained_once(life, undisturbed)
     assert hub.committed == hub.step == STEPS
     _, again = [n for n, (name, _) in enumerate(hub.calls) if name == "register"]
-    # A hub that does not know us is told nothing else, but for what was said before a publication under way has found it out.
+    # A hub that has no registration is sent nothing else, but for what left before a publication under way had found it out.
     first = max(0, again - 3) if fault[0] == "publish" else again - 1
     assert fault[0] in {name for name, _ in hub.calls[first:again]}
     if again == len(hub.calls) - 1:
-        assert fault == ("commit", 1)  # there is nothing more to say
+        assert fault == ("commit", 1)  # there is nothing more to send
         return
     step = hub.calls[again][1]
-    # nothing is said between the registration and the publication, and then the batch is taken that was next
+    # nothing is sent between the registration and the publication, and then the batch is taken that was next
     expected = [("take", step)] if step == STEPS else [("publish", step), ("take", step)]
     assert hub.calls[again + 1 : again + 1 + len(expected)] == expected
 
@@ -415,7 +415,7 @@ def test_a_step_of_several_updates_deals_out_whole_groups(live: Live, monkeypatc
     assert seen == [[{2 * n}, {2 * n + 1}] for n in range(STEPS)]
 
 
-def test_the_guard_tells_the_hub_what_it_aims_at_and_says_why(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_hub_is_sent_the_target_of_the_guard_which_logs_its_reason(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     guard = GuardConfig(enabled=True, min_ess=0.999, patience=2)  # made-up log-probabilities are far from the model's
     with caplog.at_level("INFO"):
         life = live(max_staleness=3, believing={"guard": guard, "lowest_staleness": 1}).ran()
@@ -424,7 +424,7 @@ def test_the_guard_tells_the_hub_what_it_aims_at_and_says_why(live: Live, caplog
     assert len(moves) == 2 and "aiming at staleness 2 instead of 3: 2 steps in a row: is/ess" in moves[0]
 
 
-def test_groups_that_say_nothing_are_left_out_and_counted(live: Live) -> None:
+def test_constant_groups_are_left_out_and_counted(live: Live) -> None:
     batches = [[make_group(0, [3, 1], rewards=[1.0, 1.0]), make_group(1, [2, 2], rewards=[0.0, 1.0])]]
     life = live(batches, max_steps=1, believing=advantage("group_relative", constant_groups="drop"))
     (record,) = life.ran().metrics()
@@ -488,22 +488,28 @@ def test_a_reward_that_always_returns_none_ends_the_run(live: Live, max_steps: i
     assert life.trainer.step == limit - 1
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        LossConfig(kind="online_dpo"),
-        LossConfig(kind="best_of_n"),
-        LossConfig(kind="gspo", kl_coef=0.1),
-        LossConfig(second_moment=0.04, proximal="interpolate"),
-        LossConfig(kl_coef=0.1, kl_in="reward", entropy_coef=0.01),
-    ],
-    ids=lambda loss: f"{loss.kind}-{loss.kl_in}",
-)
-def test_every_kind_of_belief_reaches_the_gradient_of_a_real_model(live: Live, loss: LossConfig) -> None:
-    life = live(loss=loss)
+BELIEFS: dict[str, dict[str, Any]] = {
+    "pairs": {"loss": LossConfig(kind="online_dpo")},
+    "the best alone": {"loss": LossConfig(kind="best_of_n")},
+    "whole completions": {"loss": LossConfig(kind="gspo", kl_coef=0.1)},
+    "a mask over the batch": {"loss": LossConfig(second_moment=0.04, proximal="interpolate")},
+    "divergence in the reward": {"loss": LossConfig(kl_coef=0.1, kl_in="reward", entropy_coef=0.01)},
+    **{
+        kind: {"believing": advantage(kind), "critic": {"kind": "head", "learning_rate": 1e-2}}
+        for kind in ("gae", "v_trace", "traced")
+    },
+}
+
+
+@pytest.mark.parametrize("settings", BELIEFS.values(), ids=BELIEFS)
+def test_every_loss_and_estimator_reaches_the_gradient_of_a_real_model(live: Live, settings: dict[str, Any]) -> None:
+    life = live(**settings)
     before = life.weights
-    assert life.ran().weights != before
-    assert all(applied(life))
+    assert life.ran().weights != before and all(applied(life))
+    if "critic" in settings:
+        first, *later = life.metrics()
+        assert first["critic/value_mean"] == 0.0  # its last layer begins at zero
+        assert all(record["critic/loss"] > 0 and record["critic/value_mean"] != 0.0 for record in later)
 
 
 def test_in_the_background_a_checkpoint_holds_the_step_it_was_begun_at_however_long_it_takes(
@@ -566,15 +572,6 @@ def test_epochs_go_over_the_batch_again_around_the_same_policy(live: Live) -> No
     assert any(record["clip_ratio/region_mean"] > 0 for record in twice.metrics())
 
 
-@pytest.mark.parametrize("kind", ["gae", "v_trace", "traced"])
-def test_with_a_critic_policy_and_values_learn_from_token_advantages(live: Live, kind: str) -> None:
-    life = live(believing=advantage(kind), critic={"kind": "head", "learning_rate": 1e-2}).ran()
-    first, *later = life.metrics()
-    assert all(applied(life))
-    assert first["critic/value_mean"] == 0.0  # its last layer begins at zero
-    assert all(record["critic/loss"] > 0 and record["critic/value_mean"] != 0.0 for record in later)
-
-
 TRIED: dict[str, dict[str, Any]] = {
     "plain": {},
     "several updates and passes": {"updates_per_step": 2, "epochs": 2},
@@ -629,7 +626,7 @@ def test_groups_that_are_suspected_are_tried_and_named_before_the_batch_is_taken
     assert_each_batch_was_trained_once(life, undisturbed)
 
 
-def test_a_suspected_group_that_ends_the_learner_is_not_said_to_have_passed(live: Live) -> None:
+def test_a_suspected_group_that_ends_the_learner_is_not_reported_as_passed(live: Live) -> None:
     life = live()
     life.hub.suspects = [make_batches()[0][0], other_tokens(make_batches()[0][1])]
     with pytest.raises(RecordError, match=f"group 1 has token {VOCABULARY}"):

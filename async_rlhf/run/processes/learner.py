@@ -14,16 +14,16 @@ from async_rlhf.run.config import Config, changed
 from async_rlhf.run.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from async_rlhf.learner.config import TrainerConfig
     from async_rlhf.learner.loop.source import BatchSource
-    from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
+    from async_rlhf.learner.loop.trainer import Trainer
     from async_rlhf.learner.parallel.ranks import Ranks
-    from async_rlhf.learner.step.backend import Backend
-    from async_rlhf.learner.step.controller import RankParts
+    from async_rlhf.learner.step.controller import Controller
 
 _log = logging.getLogger(__name__)
 
 
-def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backend) -> Trainer:
+def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Controller) -> Trainer:
     """The learner's loop of this configuration, fed by a hub or by an archive."""
     from async_rlhf.learner.loop.trainer import Trainer
 
@@ -34,15 +34,13 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Backen
 
 
 def _settings(config: Config) -> TrainerConfig:
-    from async_rlhf.learner.loop.trainer import TrainerConfig
+    from async_rlhf.learner.config import TrainerConfig
 
     return TrainerConfig(
         learner=config.learner,
         loss=config.loss,
         checkpoint=config.checkpoint,
-        max_steps=config.max_steps,
-        max_trained_tokens=config.max_trained_tokens,
-        max_seconds=config.max_seconds,
+        budget=config.budget,
         max_staleness=config.queue.max_staleness,
         exact=config.queue.exact,
         composition=config.rewards.composition,
@@ -58,7 +56,7 @@ def _settings(config: Config) -> TrainerConfig:
 
 
 @contextmanager
-def backend_of(config: Config, meeting: str) -> Iterator[Backend]:
+def backend_of(config: Config, meeting: str) -> Iterator[Controller]:
     """The backend that the learner's loop calls. meeting: IP:PORT, where a learner of several ranks meets the others, which end
     with the block.
 
@@ -66,12 +64,11 @@ def backend_of(config: Config, meeting: str) -> Iterator[Backend]:
     """
     from async_rlhf.learner.objective.estimation import check_estimator
     from async_rlhf.learner.objective.trial import check_loss
-    from async_rlhf.learner.step.controller import Controller
 
     check_estimator(config.advantage)
     check_loss(config.loss)
     ranks = _join(config, 0, meeting)
-    controller = Controller(_assemble(config, ranks))
+    controller = _make_backend(config, ranks)
     yield controller
     controller.close()
     ranks.close()
@@ -91,10 +88,8 @@ def ranks_beside(run: RunDir, config: Config) -> Iterator[str]:
 
 def run_rank(config: Config, rank: int, meeting: str) -> None:
     """A rank above 0 of the learner: executes the commands of rank 0."""
-    from async_rlhf.learner.step.controller import work
-
     ranks = _join(config, rank, meeting)
-    work(_assemble(config, ranks))
+    _make_backend(config, ranks).work()
     ranks.close()
 
 
@@ -118,11 +113,10 @@ def _join(config: Config, rank: int, meeting: str) -> Ranks:
     )
 
 
-def _assemble(config: Config, ranks: Ranks | None) -> RankParts:
-    """This process's part of the model."""
-    from async_rlhf.learner.step.controller import assemble
+def _make_backend(config: Config, ranks: Ranks) -> Controller:
+    from async_rlhf.learner.step.controller import make_backend
 
-    return assemble(
+    return make_backend(
         Path(config.model),
         config.learner,
         config.loss,

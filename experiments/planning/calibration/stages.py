@@ -30,7 +30,7 @@ from async_rlhf.experiments.planning.model.costs import Costs, Fit, fit
 from async_rlhf.launch.sockets import hub_address, socket_directory
 
 if TYPE_CHECKING:
-    from async_rlhf.learner.step.backend import Backend
+    from async_rlhf.learner.step.controller import Controller
 
 _DEADLINE_S = 60.0
 _NEW_TOKENS = 32
@@ -119,7 +119,7 @@ def generate(engine: Engine, vocabulary: int, rows: int, context: int, new: int)
     return steps, first_s
 
 
-def measure_training(backend: Backend, vocabulary: int, seconds: float) -> Fit:
+def measure_training(backend: Controller, vocabulary: int, seconds: float) -> Fit:
     """Of a learner step, in the terms of `Costs`."""
     from async_rlhf.learner.batch.rows import make_rows
 
@@ -167,7 +167,7 @@ class Published:
     adopt_s: float
 
 
-def measure_publication(backend: Backend, engine: Engine, seconds: float) -> Published:
+def measure_publication(backend: Controller, engine: Engine, seconds: float) -> Published:
     """Through a real hub on a private socket, from the learner's backend into the engine, as in a run."""
     found = list[tuple[float, float, float]]()
     with hub() as address:
