@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from async_rlhf.buffers.clients.connection import Connection, Patience
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.record import Group
-from async_rlhf.buffers.transport.link import Connect, SocketLink
+from async_rlhf.buffers.transport.link import Connect, Connection, Patience, SocketLink
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.weight_set import WeightSet
 

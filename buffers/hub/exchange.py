@@ -31,7 +31,7 @@ from async_rlhf.buffers.hub.outbox import Outbox
 from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.queue.admission import Credit
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal

@@ -30,7 +30,7 @@ from async_rlhf.buffers.config import QueueConfig, WeightsConfig
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.prompts import Prompts
-from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal

@@ -16,8 +16,7 @@ from contextlib import ExitStack, closing
 import torch
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Engine
-from async_rlhf.actors.engines import load_engine
+from async_rlhf.actors.engine import Engine, load_engine
 from async_rlhf.experiments.throughput.engine import (
     DTypeOption,
     Load,

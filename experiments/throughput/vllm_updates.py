@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import OnUpdate, Request, RolloutKey
-from async_rlhf.actors.engines import load_engine
+from async_rlhf.actors.engine import OnUpdate, Request, RolloutKey, load_engine
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.experiments.throughput.engine import ThreadsOption, make_model
 from async_rlhf.experiments.throughput.harness import Bench, Row

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
-from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.errors import DeadlineError, RefusedError, WeightsError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.link import Connection
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import a_group
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rlhf.buffers.clients.connection import HubRestartedError
+from async_rlhf.buffers.errors import HubRestartedError
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES
 from tests.buffers.hub.place import QUICK_LEASE_S, Place, come_back, delivered, taken, tensors, train, until

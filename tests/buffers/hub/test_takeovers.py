@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rlhf.buffers.clients.connection import HubRestartedError
-from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.errors import HubRestartedError, RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from tests.buffers.hub.place import DEADLINE_S, Place, a_group, come_back, taken, tensors, train, until
