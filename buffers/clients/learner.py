@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import Connect, Connection, SocketLink
@@ -180,12 +181,12 @@ class LearnerClient:
         """The oldest checkpoint that is kept has `step` steps; the groups of earlier steps may be deleted."""
         self._connection.ask(wire.Commit(fence=self.fence, step=step), timeout_s=self._timeout_s)
 
-    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> None:
+    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None:
         """Send a weight set; returns when the hub has verified it whole. Raises RefusedError when it is not."""
         self.begin_publish(version, tensors, canary)
         self._end_upload()
 
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> WeightUpload:
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
         """Begin to send a weight set, when the one before is there. The tensors are read until the upload has ended: all
         that waits for it (`trained`, `register`, another upload) comes before they may change."""
         self._end_upload()

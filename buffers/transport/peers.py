@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from async_rlhf.buffers.protocol.message import Telemetry
+from async_rlhf.buffers.protocol.wire import Telemetry
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Protocol, cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import delta
 from async_rlhf.buffers.weights.shared import HeapMemory, SealedMemory, is_local
@@ -36,7 +37,7 @@ class WeightSender:
         self._before: WeightSet | None = None
         self._wants_delta = False
 
-    def publish(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None) -> None:
+    def publish(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None) -> None:
         """Raises RefusedError when the hub does not take the set, DeadlineError when it does not answer."""
         weights = WeightSet.of(fence, version, tensors, canary, SealedMemory.make if self._shares else HeapMemory)
         step = self._delta(weights)

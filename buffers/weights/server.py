@@ -14,6 +14,7 @@ from typing import cast
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.manifest import DeltaSpec
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.transport.peers import Peer, Peers
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
@@ -32,7 +33,7 @@ class _Incoming:
     assembly: Assembly
     wanted: wire.Wanted
     base: WeightSet | None
-    delta: wire.DeltaSpec | None
+    delta: DeltaSpec | None
     delta_bytes: ChunkedBytes
 
     def add(self, chunk: wire.Chunk, data: bytes) -> None:
@@ -160,7 +161,7 @@ class WeightServer:
         """Where the set can be mapped, or by which deltas it can be made of what the asker holds, or neither."""
         weights = self.store.get(request.version)
         manifest = weights.manifest()
-        deltas: list[wire.DeltaSpec] = []
+        deltas: list[DeltaSpec] = []
         place = manifest.place if request.maps and self._config.transport != "chunks" else None
         if place is None:
             self._sends_chunks = True

@@ -15,7 +15,8 @@ import msgpack
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, WeightsError
 from async_rlhf.buffers.files import DISK, FULL, Files
 from async_rlhf.buffers.formats import WEIGHTS
-from async_rlhf.buffers.protocol.weight_messages import DeltaSpec, Manifest
+from async_rlhf.buffers.protocol.manifest import DeltaSpec
+from async_rlhf.buffers.protocol.wire import Manifest
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_bytes
@@ -113,7 +114,9 @@ class WeightStore:
 
 
 def _save(weights: WeightSet, path: Path, files: Files) -> None:
-    head = msgpack.packb({"format": WEIGHTS.newest, **weights.manifest().model_dump(exclude={"place", "deltas"})})
+    head = msgpack.packb(
+        {"format": WEIGHTS.newest, "type": Manifest.type, **weights.manifest().model_dump(exclude={"place", "deltas"})}
+    )
     temporary = path.with_suffix(".tmp")
     try:
         file = files.create(temporary)
@@ -139,11 +142,12 @@ def _load(path: Path, data: bytes, make: MakeMemory) -> WeightSet:
     try:
         head = msgpack.unpackb(data[8 : 8 + length])
         WEIGHTS.check(head.pop("format", 1), path)
+        del head["type"]
         assembly = Assembly(Manifest.model_validate(head), make)
         for index in range(len(assembly.missing)):
             assembly.add(index, blob[index * chunk_bytes() : (index + 1) * chunk_bytes()])
         return assembly.whole()
     except FormatError:
         raise
-    except (ValueError, AttributeError, msgpack.exceptions.UnpackException, WeightsError) as error:
+    except (ValueError, KeyError, AttributeError, msgpack.exceptions.UnpackException, WeightsError) as error:
         raise DamagedError(f"{path} is damaged: {error}. Restore it, or start a new run directory.") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.rows import Row
 from async_rlhf.learner.objective.estimation import PolicyEvaluation

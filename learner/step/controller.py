@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing
 from async_rlhf.learner.batch.partition import Update, partition

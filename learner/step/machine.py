@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from async_rlhf.buffers.errors import ConfigError, NonFiniteError
-from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.config import LearnerConfig

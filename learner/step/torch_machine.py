@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.checkpoint.writer import Snapshot

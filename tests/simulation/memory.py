@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from random import Random
 from unittest.mock import patch
 
-from async_rlhf.buffers.protocol.weight_messages import Place
+from async_rlhf.buffers.protocol.manifest import Place
 from tests.simulation.world import ViolationError
 
 SEALING = (

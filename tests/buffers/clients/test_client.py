@@ -248,7 +248,7 @@ def test_a_question_is_repeated_until_its_answer_comes_and_not_longer_than_its_d
     link.say(credit(1))  # unasked
     link.say(wire.Status(status={"a": 1}), request=2)
     assert connection.ask(wire.GetStatus(), timeout_s=7.0)[0] == wire.Status(status={"a": 1})
-    link.say(wire.Refused(reason="malformed", detail="protocol 1; this side speaks 2"))
+    link.say(wire.Refused(reason="malformed", detail="protocol 1; this side has protocol 2"))
     with pytest.raises(RefusedError, match="malformed: protocol 1"):
         connection.ask(wire.GetStatus(), timeout_s=7.0)
 

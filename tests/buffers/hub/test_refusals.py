@@ -48,10 +48,10 @@ def nested(depth: int) -> Any:
 
 OLD = {"fence": 1, "step": 0}
 WRONG: dict[str, tuple[wire.Frames, str, str]] = {
-    "another protocol": (said({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side speaks"),
+    "another protocol": (said({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side has protocol"),
     "a protocol of text": (said({"type": "bye"}, protocol="two"), "protocol", "protocol two"),
-    "an unknown type": (said({"type": "exec"}), "unknown-type", "'exec' is no message of ours"),
-    "no type": (said({}), "unknown-type", "is no message of ours"),
+    "an unknown type": (said({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol"),
+    "no type": (said({}), "unknown-type", "is no message of this protocol"),
     "a message for others": (said({"type": "stop", "reason": "x"}), "unknown-type", "'stop' is not for the hub"),
     "an empty header": ([b""], "malformed", "no MessagePack"),
     "a header cut short": ([put()[0][:-9], *ARRAYS], "malformed", "no MessagePack"),
