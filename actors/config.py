@@ -1,4 +1,4 @@
-"""The dials of the actors' wing: generation, engine, rewards, scoring; those of prompts and environments stand in their rooms.
+"""Settings of the actors' wing: generation, engine, rewards, scoring; those of prompts and environments stand in their rooms.
 No torch."""
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Request:
     context: tokens behind the prompt that are already there: turns sampled before, and observations. The completion
         continues `prefix_ids`, and holds the new turn only.
     hold: when the request ends, its keys and values and its place in line may be kept for one of the same key that
-        continues it (whose context begins with this one's context and tokens). The next one of its key lets go of them, as
-        `abort` does.
+        continues it (whose context begins with this one's context and tokens). The next one of its key releases them,
+        as `abort` does.
     """
 
     key: RolloutKey
@@ -190,7 +190,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything; the engine is not used any more."""
+        """Release everything; the engine is not used any more."""
         ...
 
 

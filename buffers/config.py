@@ -1,4 +1,4 @@
-"""The dials of the ground floor, and the base every configuration section shares. No torch, no sockets."""
+"""Settings of the ground floor, and the base every configuration section shares. No torch, no sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dials of prompts: where they come from, and how a row becomes what the model reads. No torch."""
+"""Settings of prompts: where they come from, and how a row becomes what the model reads. No torch."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class VLLMEngine:
             )
         if request.partial_every and not self._session.has.partials:
             raise EngineError(
-                f"{request.key} is to be read while it is written, and this vLLM tells nothing before the end (it lacks "
+                f"{request.key} is to be scored while it is written, and this vLLM does not stream (it lacks "
                 "SamplingParams.stream_interval); set stream_tokens = 0 in scoring.stages, or use the torch engine"
             )
         if request.stop and not self._has_tokenizer:

@@ -1,4 +1,4 @@
-"""The dials of a curriculum."""
+"""Settings of a curriculum."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from async_rlhf.buffers.errors import ConfigError
 
 
 class CurriculumConfig(Section):
-    """Prompts are chosen by how often they have been solved: `reward` names who says so; empty, there is no curriculum."""
+    """Prompts are chosen by how often they have been solved: `reward` names their score; empty: no curriculum."""
 
     reward: str = ""
-    """The reward, by its name, whose score says whether a completion solves its prompt. Empty: prompts come in their order."""
+    """The reward, by its name, whose score decides whether a prompt is solved. Empty: prompts come in their order."""
     passes_at: float = 1.0
     """A completion solves its prompt when that score is at least this; `docs/data.md` has what follows."""
     easy_at: float = Field(default=1.0, gt=0, le=1)

@@ -47,7 +47,9 @@ class LearnerSession:
         """Whether a learner waits for its batch."""
         return self._parked is not None
 
-    def hear(self, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames, full: str) -> wire.Message | None:
+    def handle(
+        self, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames, full: str
+    ) -> wire.Message | None:
         """The answer, or None when it comes later. full: why nothing can be written now.
 
         Raises RefusedError and WireError for what is not the present learner's to say, WeightsError for weights.
@@ -82,7 +84,7 @@ class LearnerSession:
                 self._outbox.hold(identity, wire.Done(), request)
                 return None
             case wire.Publish() | wire.Chunk() | wire.Check():
-                return self._weight_server.hear(message, arrays, admission)
+                return self._weight_server.receive(message, arrays, admission)
             case _:
                 raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
         return wire.Done()
@@ -101,7 +103,7 @@ class LearnerSession:
             numbers = admission.take(take.step)
         except RefusedError as error:
             self._parked = None
-            self._outbox.say(identity, wire.Refused(reason=error.reason, detail=error.detail), request=request)
+            self._outbox.send(identity, wire.Refused(reason=error.reason, detail=error.detail), request=request)
             return ""
         if numbers is not None:
             if fresh:
@@ -132,7 +134,7 @@ class LearnerSession:
         if self._parked is not None:
             identity, request, take = self._parked
             detail = full or status.waiting_for(self._admission)
-            self._outbox.say(identity, wire.Waiting(step=take.step, detail=detail), request=request)
+            self._outbox.send(identity, wire.Waiting(step=take.step, detail=detail), request=request)
 
     def _check_fence(self, message: wire.Message) -> None:
         """Whether this is the present learner. Raises RefusedError: `fenced` for one that was replaced, which is for good;

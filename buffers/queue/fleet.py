@@ -40,7 +40,7 @@ class Actor:
     capacity: int
     fence: int
     version: int
-    heard_at: float
+    last_seen: float
     leases: dict[int, Credit] = field(default_factory=dict)
     life: str = ""
     stuck: dict[int, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Actor:
 
     def forgive(self, seconds: float, now: float) -> None:
         """So long nothing was listened to: it proves nothing about this actor."""
-        self.heard_at = min(now, self.heard_at + seconds)
+        self.last_seen = min(now, self.last_seen + seconds)
         self._moved = {number: (amount, min(now, since + seconds)) for number, (amount, since) in self._moved.items()}
 
 
@@ -191,7 +191,7 @@ class Fleet:
 
     def expire(self, now: float) -> list[str]:
         """Drop the actors not heard for `lease_s` seconds; returns their names."""
-        silent = [name for name, actor in self.actors.items() if now - actor.heard_at > self._lease_s]
+        silent = [name for name, actor in self.actors.items() if now - actor.last_seen > self._lease_s]
         for name in silent:
             self.leave(name, f"was silent for {self._lease_s:g} s", seen=False)
         return silent

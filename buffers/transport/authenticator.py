@@ -56,7 +56,7 @@ class UnfinishedMessageGuard:
         self._before.pop(descriptor, None)
         self._received.pop(descriptor, None)
 
-    def heard(self, descriptor: int) -> None:
+    def message_ended(self, descriptor: int) -> None:
         """A whole message came over this connection."""
         self._looked_at.discard(descriptor)
 
@@ -127,7 +127,7 @@ class Authenticator:
         """The next message and, where there are keys, whose it is; None when there is no message. Never blocks."""
         while (received := frames.receive_from(self._socket, has_keys=self._access is not None)) is not None:
             message, descriptor, key = received
-            self._unfinished.heard(descriptor)
+            self._unfinished.message_ended(descriptor)
             self._identities[descriptor] = message[0]
             if self._access is None:
                 return message, None
@@ -159,7 +159,7 @@ class Authenticator:
             self._count(event["event"], event["value"])
 
     def report(self) -> None:
-        """One line for everything since the last: a peer that knocks all the time must not fill the disk. Looks first whether
+        """One line for everything since the last: repeated connection attempts must not fill the disk. Looks first whether
         the list of keys has changed."""
         self._reread()
         new = {name: count - self._reported[name] for name, count in self.counters.items()}

@@ -173,7 +173,7 @@ class SocketLink:
                 self._num_failed, is_made = 0, True
                 continue
             self._num_failed += 1
-            # After these two ZeroMQ does not try again, and nothing would ever be heard.
+            # After these two ZeroMQ does not try again, and nothing would ever be received.
             final = event["event"] in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
             if final or self._num_failed >= _MAX_FAILED_HANDSHAKES:
                 raise DeadlineError(f"the handshake failed: {self._address}: {self._reason(event['event'])}")
@@ -208,15 +208,15 @@ def check_curve() -> None:
 
 
 class Patience:
-    """How long the other side has been silent while this one listened. A process that was stopped, or busy elsewhere, heard
-    nothing because it did not listen: of each gap between two looks only `_MAX_GAP_S` count.
+    """How long the other side has been silent while this one polled. A process that was stopped, or busy elsewhere,
+    received nothing because it did not poll: of each gap between two polls only `_MAX_GAP_S` count.
     """
 
     def __init__(self, clock: Callable[[], float], limit_s: float) -> None:
         self._clock, self._limit_s = clock, limit_s
-        self.heard()
+        self.reset()
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         self._silent_s, self._looked_at = 0.0, self._clock()
 
     def is_over(self) -> bool:
@@ -272,11 +272,11 @@ class Connection:
                 self._send(self._last_request, message, arrays)
             answer = self.receive(min(_RETRY_S, timeout_s))
             if answer is None and self.link.is_receiving():
-                patience.heard()
+                patience.reset()
                 again.put_off()
             if answer is None or not self._is_answer(answer[0], answer[1]):
                 continue
-            patience.heard()
+            patience.reset()
             again.put_off()
             if isinstance(answer[1], wire.Waiting):
                 detail = answer[1].detail
@@ -302,7 +302,7 @@ class Connection:
             if answer is not None and (answer[0] in open_requests or answer[0] == _UNREADABLE):
                 _raise_refusal(answer[1])
                 if open_requests.pop(answer[0], None) is not None:
-                    patience.heard()
+                    patience.reset()
                     again.put_off()
             if patience.is_over():
                 raise DeadlineError(f"waited {timeout_s:.0f} s for the answers to {len(open_requests)} messages")

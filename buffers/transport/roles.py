@@ -22,7 +22,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _OF_ACTORS = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye, wire.Fetch, wire.FetchChunk)
 _OF_THE_LEARNER = (wire.Register, wire.Take, wire.Tried, wire.Trained, wire.Commit, wire.Publish, wire.Chunk, wire.Check)
 _OF_CONTROL = (wire.GetStatus, wire.Drain, wire.Gone, wire.Quarantine, wire.Halt)
-_WHO_SAYS: dict[type[wire.Message], tuple[Role, ...]] = {
+_SENDERS: dict[type[wire.Message], tuple[Role, ...]] = {
     **dict.fromkeys(_OF_ACTORS, ("actor", "relay")),
     **dict.fromkeys(_OF_THE_LEARNER, ("learner",)),
     **dict.fromkeys(_OF_CONTROL, ("control",)),
@@ -51,7 +51,7 @@ def check(holder: Holder | None, message: wire.Message) -> None:
     """Raises RefusedError with the reason `role` for what this holder may not say."""
     if holder is None:
         return
-    needed = _WHO_SAYS.get(type(message))
+    needed = _SENDERS.get(type(message))
     if needed is not None and holder.roles.isdisjoint(needed):
         raise RefusedError(
             "role",

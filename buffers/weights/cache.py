@@ -35,7 +35,7 @@ class WeightCache:
         self._kept: list[Target] = []
         self.answers: list[wire.Frames] = []
 
-    def ask(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
+    def request(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
         """Answer an actor now, or when the set has come."""
         target = wanted.fence, wanted.version
         if isinstance(wanted, wire.Fetch) and target not in self._kept:
@@ -44,11 +44,11 @@ class WeightCache:
         else:
             self._answer(identity, request, wanted)
 
-    def hear(self, frames: wire.Frames) -> None:
+    def receive(self, frames: wire.Frames) -> None:
         """A message of the hub about the set that is fetched."""
         request, message, arrays = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
         if isinstance(message, wire.Manifest | wire.Chunk):
-            self._weight_receiver.hear(message, arrays)
+            self._weight_receiver.receive(message, arrays)
         elif isinstance(message, wire.Refused):
             self._weight_receiver.refused(request)
             self._give_up(message.detail)
@@ -92,7 +92,7 @@ class WeightCache:
         refused = [] if self._current is None else self._waiting.pop(self._current, [])
         self._current = None
         for identity, request, _ in refused:
-            self._say(identity, wire.Refused(reason="weights", detail=why), request)
+            self._queue(identity, wire.Refused(reason="weights", detail=why), request)
         self._fetch_next()
 
     def _answer(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
@@ -100,9 +100,9 @@ class WeightCache:
             message, arrays = self._weight_server.serve(wanted)
         except WeightsError as error:
             message, arrays = wire.Refused(reason="weights", detail=str(error)), []
-        self._say(identity, message, request, arrays)
+        self._queue(identity, message, request, arrays)
 
-    def _say(self, identity: bytes, message: wire.Message, request: int, arrays: wire.Frames | None = None) -> None:
+    def _queue(self, identity: bytes, message: wire.Message, request: int, arrays: wire.Frames | None = None) -> None:
         self.answers.append([identity, *wire.encode(message, arrays, request)])
 
     def _send(self, message: wire.Message) -> int:

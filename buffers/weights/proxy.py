@@ -1,7 +1,7 @@
 """What a relay does with every message. Knows no socket on the actors' side, and none of the hub's but through links.
 
-Messages of actors go to the hub over a link of their own, and those of the hub go back, unchanged; but requests about
-weights is answered here (`cache`). Only what actors say is let through.
+Messages of actors go to the hub over a link of their own, and those of the hub go back, unchanged; requests about
+weights are answered here (`cache`). Only messages of actors pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Line:
     """One actor's own connection to the hub."""
 
     link: Link
-    heard_at: float
+    last_seen: float
 
 
 class RelayProxy:
@@ -65,13 +65,13 @@ class RelayProxy:
 
     def _pass_on(self, identity: bytes, request: int, message: wire.Message, frames: wire.Frames) -> None:
         if isinstance(message, wire.Fetch | wire.FetchChunk):
-            self._cache.ask(identity, request, message)
+            self._cache.request(identity, request, message)
         elif isinstance(message, _FORWARDED):
             self._line(identity).link.send(frames)
             if isinstance(message, wire.Bye):
-                self._hang_up(identity)
+                self._disconnect(identity)
         else:
-            raise RefusedError("relay", f"a relay lets no {message.type!r} through")
+            raise RefusedError("relay", f"a relay forwards no {message.type!r}")
 
     @property
     def has_work(self) -> bool:
@@ -81,7 +81,7 @@ class RelayProxy:
     def turn(self) -> None:
         """Take in the hub's messages; a piece of verification. Raises DeadlineError when the hub does not let this relay in."""
         while (frames := self._fetch_link.receive(0)) is not None:
-            self._cache.hear(frames)
+            self._cache.receive(frames)
         if self._fetch_link.was_remade():
             self._cache.again()
         self._cache.advance()
@@ -91,30 +91,30 @@ class RelayProxy:
             while (frames := line.link.receive(0)) is not None:
                 self.outbox.append([identity, *frames])
             if line.link.was_remade():
-                # The actor cannot see it, and must say again what it holds.
+                # The actor cannot see it, and must send Hello with what it holds.
                 lost = wire.Refused(reason="unknown-actor", detail="the relay's connection to the hub was lost")
                 self.outbox.append([identity, *wire.encode(lost, request=_ANY_REQUEST)])
 
     def tick(self) -> None:
-        """Time has passed: hang up for actors that say nothing any more, and log what was refused."""
+        """Time has passed: close idle connections, and log what was refused."""
         self._refusals.report()
         now = self._fetch_link.clock()
-        for identity in [identity for identity, line in self._lines.items() if now - line.heard_at > _IDLE_S]:
-            self._hang_up(identity)
+        for identity in [identity for identity, line in self._lines.items() if now - line.last_seen > _IDLE_S]:
+            self._disconnect(identity)
 
     def close(self) -> None:
         for identity in list(self._lines):
-            self._hang_up(identity)
+            self._disconnect(identity)
         self._close(self._fetch_link)
 
     def _line(self, identity: bytes) -> _Line:
         if identity not in self._lines:
             self._lines[identity] = _Line(self._open("relayed"), 0.0)
             _log.info("%d actors are relayed", len(self._lines))
-        self._lines[identity].heard_at = self._fetch_link.clock()
+        self._lines[identity].last_seen = self._fetch_link.clock()
         return self._lines[identity]
 
-    def _hang_up(self, identity: bytes) -> None:
+    def _disconnect(self, identity: bytes) -> None:
         line = self._lines.pop(identity, None)
         if line is not None:
             self._close(line.link)

@@ -72,7 +72,7 @@ class WeightReceiver:
             holds = None if self._held is None else self._held.digest
             self._request = self._send(wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds))
 
-    def hear(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
+    def receive(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
         """One more part of the set that is fetched; parts of others are dropped. Raises WeightsError when it keeps coming
         damaged."""
         if (part.fence, part.version) != self._target:

@@ -67,7 +67,9 @@ class WeightServer:
 
     # -- from the learner --------------------------------------------------------------------------------------------
 
-    def hear(self, message: wire.Publish | wire.Chunk | wire.Check, arrays: wire.Frames, admission: Admission) -> wire.Message:
+    def receive(
+        self, message: wire.Publish | wire.Chunk | wire.Check, arrays: wire.Frames, admission: Admission
+    ) -> wire.Message:
         """The answer to the learner. A set that is whole is stored, and published by `admission`.
 
         Raises RefusedError for a version that may not come, WeightsError for what does not fit or does not match its digest,

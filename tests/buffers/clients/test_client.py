@@ -185,7 +185,7 @@ def test_a_silent_hub_ends_an_actor_and_so_does_a_full_link() -> None:
     with pytest.raises(DeadlineError, match="'put' cannot be sent"):
         client.put(a_group(1, 0, 1, "anna"))
     link.is_full = False
-    with pytest.raises(DeadlineError, match="anna heard nothing from the hub for 10 s"):
+    with pytest.raises(DeadlineError, match="anna received nothing from the hub for 10 s"):
         for _ in range(11):
             client.poll(STATE, wire.Telemetry(), timeout_s=1.0)
 
@@ -198,7 +198,7 @@ def test_the_time_in_which_a_process_was_stopped_is_no_silence_of_the_hub() -> N
         look(client)
     link.now += 1000.0
     client.poll(STATE, wire.Telemetry())  # one look is not enough to know
-    with pytest.raises(DeadlineError, match="anna heard nothing from the hub for 10 s"):
+    with pytest.raises(DeadlineError, match="anna received nothing from the hub for 10 s"):
         for _ in range(6):
             client.poll(STATE, wire.Telemetry(), timeout_s=1.0)
 

@@ -159,7 +159,7 @@ def test_an_unfinished_fetch_goes_on_where_it_was_after_the_connection_was_lost(
     until(lambda: anna.adopted or (fetching._assembly is not None and len(fetching._assembly.missing) < 3), anna)
     if not anna.adopted:
         fetching.reset()  # what a new Hello does
-        anna.client._said_hello = False
+        anna.client._hello_sent = False
     until(lambda: anna.adopted, anna)
     anna.check(0)
 
