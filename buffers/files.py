@@ -161,8 +161,8 @@ def content_digest(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def write_whole(path: Path, data: bytes | str, files: Files = DISK, *, private: bool = False) -> None:
-    """Replace a small file: after a crash or on a full disk it holds the old bytes or the new ones, never a part of them.
+def write_whole(path: Path, *data: bytes | memoryview | str, files: Files = DISK, private: bool = False) -> None:
+    """Replace a file, given in parts: after a crash or on a full disk it holds the old bytes or the new, never a part of them.
 
     private: this user alone may read it. Durable when it returns. Raises OSError; the file is then as it was.
     """
@@ -170,7 +170,8 @@ def write_whole(path: Path, data: bytes | str, files: Files = DISK, *, private: 
     try:
         file = files.create(temporary, private)
         try:
-            file.write(data.encode() if isinstance(data, str) else data)
+            for part in data:
+                file.write(part.encode() if isinstance(part, str) else part)
             file.flush()
             files.sync(file)
         finally:

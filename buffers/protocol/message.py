@@ -2,14 +2,14 @@
 
 Frames are a MessagePack header, [protocol, request, fields], then raw little-endian arrays. Types are strict: a text is no
 number, a float no integer, 1 no truth value. Every integer fits what it is made of again: 64 bits in a header, 32 bits where it
-becomes an array. A protocol is a `Codec` over its messages; that of the hub is in `wire`.
+becomes an array. The messages of the hub are in `wire`.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgpack
@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from async_rlhf.buffers.errors import WireError
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Int = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Version = Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)]
 Amount = Annotated[float, Field(ge=-1e18, le=1e18)]
@@ -55,30 +54,16 @@ class Message(MessageBase):
 M = TypeVar("M", bound=Message)
 
 
-class Codec(Generic[M]):
-    """The messages `kinds` as frames. Anything else raises WireError, which the receiver counts and answers: unknown fields,
-    wrong types, oversized frames, other protocol numbers. Nothing is unpickled.
+class Framing(Generic[M]):
+    """The messages `kinds` of a protocol as frames, with arrays behind them. Anything else raises WireError, which the receiver
+    counts and answers: unknown fields, wrong types, oversized frames, other protocol numbers. Nothing is unpickled."""
 
-    max_binary: bytes of a binary value in a header. unicode_errors: "surrogatepass" where text may hold halves of surrogate
-    pairs. dump: a message's fields; `dict` leaves values as they are that `model_dump` would convert.
-    """
-
-    def __init__(
-        self,
-        protocol: int,
-        kinds: Iterable[type[M]],
-        *,
-        max_binary: int = 0,
-        unicode_errors: str = "strict",
-        dump: Callable[[M], dict[str, Any]] = BaseModel.model_dump,
-    ) -> None:
+    def __init__(self, protocol: int, kinds: Iterable[type[M]]) -> None:
         self._protocol, self._kinds = protocol, {kind.type: kind for kind in kinds}
-        self._max_binary, self._unicode_errors, self._dump = max_binary, unicode_errors, dump
 
     def encode(self, message: M, arrays: Frames | None = None, request: int = 0) -> Frames:
         """request: the sender's number, returned in the answer."""
-        fields = {"type": message.type, **self._dump(message)}
-        return [msgpack.packb([self._protocol, request, fields], unicode_errors=self._unicode_errors), *(arrays or [])]
+        return [msgpack.packb([self._protocol, request, {"type": message.type, **message.model_dump()}]), *(arrays or [])]
 
     def decode(self, frames: Frames, *, max_frame_bytes: int, oldest: int | None = None) -> tuple[int, M, Frames]:
         """Request number, message, array frames. oldest: the protocol it may be of; None: the present one.
@@ -99,8 +84,7 @@ class Codec(Generic[M]):
                 max_array_len=_MAX_ITEMS,
                 max_map_len=_MAX_ITEMS,
                 max_ext_len=0,
-                max_bin_len=self._max_binary,
-                unicode_errors=self._unicode_errors,
+                max_bin_len=0,
                 ext_hook=_no_extension,
             )
         except (ValueError, msgpack.exceptions.UnpackException) as error:

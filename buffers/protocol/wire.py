@@ -21,7 +21,7 @@ from async_rlhf.buffers.protocol import message
 from async_rlhf.buffers.protocol.manifest import Canary, DeltaSpec, Place, TensorSpec
 from async_rlhf.buffers.protocol.message import MAX_FRAME_BYTES as MAX_FRAME_BYTES
 from async_rlhf.buffers.protocol.message import MAX_HEADER_BYTES as MAX_HEADER_BYTES
-from async_rlhf.buffers.protocol.message import Amount, Codec, Count, Digest, GroupId, MessageBase, Name, Version
+from async_rlhf.buffers.protocol.message import Amount, Count, Digest, Framing, GroupId, MessageBase, Name, Version
 from async_rlhf.buffers.protocol.message import Frames as Frames
 from async_rlhf.buffers.protocol.message import check_size as check_size
 from async_rlhf.buffers.record import FinishReason
@@ -395,5 +395,5 @@ Message = (
     | GetStatus | Status | Drain | Gone | Quarantine | Halt | Done | Refused
     | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
 )  # fmt: skip
-_CODEC: Codec[Message] = Codec(PROTOCOL, get_args(Message))
-encode, decode = _CODEC.encode, _CODEC.decode
+_FRAMING: Framing[Message] = Framing(PROTOCOL, get_args(Message))
+encode, decode = _FRAMING.encode, _FRAMING.decode

@@ -138,7 +138,7 @@ class Spool:
         """Name this run in a spool of another file system, which several may use."""
         path = self._directory / _IDENTITY
         if path.name not in self._files.names(self._directory):
-            write_whole(path, secrets.token_hex(8), self._files)
+            write_whole(path, secrets.token_hex(8), files=self._files)
         self._files.sync_path(self._directory)  # a hub that was killed while it wrote it may have left that undone
         self._prefix = f".claimed-{self._files.read(path).decode()}-"
 

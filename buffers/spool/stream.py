@@ -96,7 +96,7 @@ class Stream:
 
     def end(self) -> None:
         """No further row will come. Raises OSError; nothing changes then."""
-        write_whole(self._marker, "", self._files)
+        write_whole(self._marker, files=self._files)
         self.ended = True
 
     def close(self) -> None:

@@ -6,13 +6,14 @@ only for those of a delta to the set published before. Returns when the hub has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol, cast
+from collections.abc import Iterator, Mapping
+from typing import cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.link import Connection
 from async_rlhf.buffers.weights import delta
 from async_rlhf.buffers.weights.shared import HeapMemory, SealedMemory, is_local
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta
@@ -21,17 +22,10 @@ from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, num_chunk
 _CHUNKS_AHEAD = 8  # chunks sent before the first is acknowledged
 
 
-class Asks(Protocol):
-    """Requests to the hub, each with its deadline (`client.Connection`)."""
-
-    def ask(self, message: wire.Message, *, timeout_s: float) -> tuple[wire.Message, wire.Frames]: ...
-    def ask_all(self, messages: Iterable[tuple[wire.Message, wire.Frames]], *, ahead: int, timeout_s: float) -> None: ...
-
-
 class WeightSender:
     """Owns the set published last, while a delta to it may be requested."""
 
-    def __init__(self, connection: Asks, address: str, config: WeightsConfig, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, address: str, config: WeightsConfig, timeout_s: float) -> None:
         self._connection, self._timeout_s, self._config = connection, timeout_s, config
         self._shares = config.transport == "shared" or (config.transport == "auto" and is_local(address))
         self._before: WeightSet | None = None

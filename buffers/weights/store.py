@@ -13,7 +13,7 @@ from pathlib import Path
 import msgpack
 
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, WeightsError
-from async_rlhf.buffers.files import DISK, FULL, Files
+from async_rlhf.buffers.files import DISK, FULL, Files, write_whole
 from async_rlhf.buffers.formats import WEIGHTS
 from async_rlhf.buffers.protocol.manifest import DeltaSpec
 from async_rlhf.buffers.protocol.wire import Manifest
@@ -117,22 +117,11 @@ def _save(weights: WeightSet, path: Path, files: Files) -> None:
     head = msgpack.packb(
         {"format": WEIGHTS.newest, "type": Manifest.type, **weights.manifest().model_dump(exclude={"place", "deltas"})}
     )
-    temporary = path.with_suffix(".tmp")
-    try:
-        file = files.create(temporary)
-        try:
-            file.write(len(head).to_bytes(8, "little") + head)
-            file.write(weights.blob)
-            file.flush()
-            files.sync(file)
-        finally:
-            file.close()
-        files.replace(temporary, path)
-        files.sync_path(path.parent)  # exact mode needs the set again after a crash, and the learner sends only its newest
+    try:  # durable: exact mode needs the set again after a crash, and the learner sends only its newest
+        write_whole(path, len(head).to_bytes(8, "little"), head, weights.blob, files=files)
     except OSError as error:
         if error.errno not in FULL:
             raise
-        files.unlink(temporary)  # half a set must not take the room that is missing
         raise DiskFullError(f"version {weights.version} cannot be kept in {path.parent}: {error}") from error
 
 
