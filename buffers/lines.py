@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from async_rlhf.buffers.appending import Appending
-from async_rlhf.buffers.files import DISK
+from async_rlhf.buffers.files import DISK, Appending
 from async_rlhf.buffers.parsing import json_value
 
 _log = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from async_rlhf.actors.prompts import Template
-from async_rlhf.buffers.config import Section
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig, Section
 
 TASK_PREFIX = "reasoning_gym:"
 CALLER_ROWS = "caller"

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.appending import Appending
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.pools import Pools
 from async_rlhf.buffers.errors import DamagedError, JournalError
-from async_rlhf.buffers.files import DISK, Files
+from async_rlhf.buffers.files import DISK, Appending, Files
 
 FILE_NAME = "order.jsonl"
 

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio's fraction, made odd: numbers beyond 2^53 keep their points
 

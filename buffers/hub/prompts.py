@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.order import Order
 from async_rlhf.buffers.curriculum.pools import pass_rate
 from async_rlhf.buffers.protocol import packing

@@ -18,7 +18,7 @@ from tests.simulation.world import ViolationError
 SEALING = (
     "async_rlhf.buffers.weights.sender",
     "async_rlhf.buffers.weights.server",
-    "async_rlhf.buffers.weights.cache",
+    "async_rlhf.buffers.weights.proxy",
 )
 MAPPING = ("async_rlhf.buffers.weights.server", "async_rlhf.buffers.weights.receiver")
 
