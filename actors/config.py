@@ -29,7 +29,7 @@ class GenerationConfig(Sampling):
     group_size: int = Field(default=8, ge=1, validation_alias=AliasChoices("group_size", "num_generations"))
     """Completions per prompt (alias `num_generations`)."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Longest prompt in tokens; what becomes of a longer one is for `data.on_overlong` to say."""
+    """Longest prompt in tokens; `data.on_overlong` decides about a longer one."""
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens, the end token included; with an environment the longest turn."""
     max_episode_length: int | None = Field(default=None, ge=1)
@@ -323,7 +323,7 @@ class StageConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The frozen initial model, where an actor's stage asks it; the learner's own is as the learner is."""
+    """The frozen initial model, where it is a stage of the actors; the learner's own is as the learner is."""
 
     device: str = "cpu"
     """Torch device."""
@@ -383,6 +383,6 @@ class ActorsConfig(Section):
     count: Annotated[int | Literal["fill"], PlainValidator(_count)] = 1
     """Actor processes, 1 to 1024; `"fill"`: as many as fit on the devices (on CPUs: beside the hub and the learner)."""
     queued_groups: int = Field(default=8, ge=0)
-    """Groups an actor asks for beyond what its slots hold, so that a freed slot is refilled at once."""
+    """Groups an actor requests beyond what its slots hold, so that a freed slot is refilled at once."""
     restart_backoff_s: float = Field(default=0.5, ge=0)
     """First pause before a dead actor is started again; doubles up to 30 s."""

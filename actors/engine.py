@@ -88,7 +88,7 @@ class Request:
 def check_requests(requests: Sequence[Request], known: Set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:
     """The keys of these and of those known already; raises EngineError for the first request that cannot be served.
 
-    `check` raises it for what only one engine knows; everything else is refused here.
+    `check` raises it for what is particular to one engine; everything else is refused here.
     """
     known = set(known)
     for request in requests:
@@ -110,7 +110,7 @@ class Completion:
     """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions.
 
     logprobs: of the distribution really sampled from, what is left after truncation being renormalised.
-    sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine cannot tell.
+    sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine does not report it.
     """
 
     key: RolloutKey

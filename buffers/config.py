@@ -171,7 +171,7 @@ class CurriculumConfig(Section):
         if not self.is_on:
             if self != CurriculumConfig():
                 raise ConfigError(
-                    "data.curriculum has settings and no reward; name the one that says what is solved: "
+                    "data.curriculum has settings and no reward; name the one that decides what is solved: "
                     'data.curriculum.reward = "..."'
                 )
             return

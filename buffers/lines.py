@@ -80,7 +80,7 @@ class LineFile:
         self._file.append(f"{line}\n".encode(), durable=False)
 
     def _begin_anew(self) -> None:
-        self.sync()  # whoever syncs later knows this file alone
+        self.sync()  # a later sync is of this file alone
         self.close()
         DISK.replace(self._path, earlier(self._path))
         self._file = Appending(self._path)

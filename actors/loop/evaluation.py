@@ -26,7 +26,7 @@ _NUM_SHOWN = 8
 
 @dataclass(frozen=True)
 class Judging:
-    """What is asked of every prompt, and what counts as solved.
+    """What is generated for every prompt, and what counts as solved.
 
     group_size: completions of a prompt that are judged together, drawn with `group_sampling`; None: one alone. solved_by: the
     score that decides what is solved, from `solved_at` on; empty: none. num_sampled: further completions a prompt, drawn with

@@ -5,7 +5,7 @@
     load_weights -> an index of sealed memory -> pause (keep) -> workers map it -> resume
 
 A continuation is a request whose prompt is the whole prefix: what vLLM's own prefix cache still has of it, computed by the
-same weights, is not computed again, so `Request.hold` asks for nothing here.
+same weights, is not computed again, so `Request.hold` changes nothing here.
 
 `step()` returns what ended since the last call and waits a moment for the first of it, so that the actor's loop does not
 spin while vLLM decodes.

@@ -86,7 +86,7 @@ class WeightUpload:
 
 
 class LearnerClient:
-    """The learner's end: take batches, say what was trained and what is durable, publish weights. Blocks, with deadlines.
+    """The learner's end: take batches, report what was trained and what is durable, publish weights. Blocks, with deadlines.
 
     Weights have a connection of their own, so that they travel in a thread while everything else goes on. The hub takes a
     version only from a learner that has done so many steps: `trained` waits until the weights of the step before are there, and

@@ -2,8 +2,8 @@
 
 Knows no socket and reads no clock of its own: `hub` feeds it and sends what it finds in the outbox; a simulator can do
 the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed and
-fits the run (`schema`). Where the hub decides which prompt a number has, `prompts` says so. The actors' comings and goings are
-`sessions`', the learner's requests `learner_session`'s.
+fits the run (`schema`). Where the hub decides which prompt a number has, that is in `prompts`; which actors are
+connected in `sessions`; the learner's requests in `learner_session`.
 
     a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)
     a bad frame        is counted by its reason, dropped, and answered with Refused; so is a message that runs into a defect of
@@ -92,7 +92,7 @@ class Exchange:
         self.stopped = False
 
     def settle(self) -> None:
-        """Decide, make durable, and only then say what was decided."""
+        """Decide, make durable, and only then send what was decided."""
         if self._full and not self._retry:
             return
         self._retry = False
@@ -125,7 +125,7 @@ class Exchange:
     def receive(self, identity: bytes, frames: list[bytes], holder: roles.Holder | None = None) -> None:
         """Take one message in, sent with the key of `holder` where there are keys.
 
-        What there is to say goes to the outbox, acknowledgements only with `settle`.
+        Answers go to the outbox, acknowledgements only with `settle`.
         """
         request = 0
         try:
@@ -257,7 +257,7 @@ class Exchange:
         self._session.remind(self._full or self.little_room)
 
     def status(self) -> dict[str, Any]:
-        """Everything an operator asks: plain values, ready for JSON."""
+        """The state of the hub for an operator: plain values, ready for JSON."""
         doing = "draining" if self._admission.draining else "paused" if self.little_room else "running"
         waits = self._session.waits and not self._full
         return {

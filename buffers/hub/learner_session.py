@@ -1,4 +1,4 @@
-"""The learner's side of the hub: who the present learner is, and what it asks for. One at a time, by its fence.
+"""The learner's side of the hub: which learner is registered, and its requests. One at a time, by its fence.
 
 Knows no socket and no clock, like `exchange`, which passes on a learner's messages and looks for the answer to a Take whenever
 something has changed. What rests on a decision is held back in the outbox until the journal is durable.
@@ -52,7 +52,7 @@ class LearnerSession:
     ) -> wire.Message | None:
         """The answer, or None when it comes later. full: why nothing can be written now.
 
-        Raises RefusedError and WireError for what is not the present learner's to say, WeightsError for weights.
+        Raises RefusedError and WireError for what the present learner may not send, WeightsError for weights.
         """
         if isinstance(message, wire.Register):
             return self._register(identity, request, message, full)
@@ -123,7 +123,7 @@ class LearnerSession:
         return ""
 
     def _finish(self, identity: bytes, request: int) -> str:
-        """The learner wants no batch any more: no credit is given, and what is being made is lost, with no blame."""
+        """The learner takes no further batch: no credit is given, and what is being made is lost and counts as no failure."""
         self._admission.draining = True
         self._admission.fleet.disband("the run has ended")
         self._outbox.hold(identity, wire.Ended(reason="finished"), request)

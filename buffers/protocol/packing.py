@@ -68,7 +68,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
 
 
 def _plain(value: Any, depth: int = 0) -> JsonValue:
-    """A column as JSON can say it: tuples and sets are lists, keys are texts, and everything else is its text.
+    """A column as JSON can hold it: tuples and sets are lists, keys are texts, and everything else is its text.
 
     Columns are for the record a person reads; tasks put fractions, dates and sets into them.
     """

@@ -320,7 +320,7 @@ class Publish(message.Message):
 
 
 class Wanted(message.Message):
-    """What the hub wants of an announced set: its chunks, or only those of the delta.
+    """What the hub requests of an announced set: its chunks, or only those of the delta.
 
     delta_next: a delta would be of use with the next set.
     """

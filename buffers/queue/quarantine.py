@@ -55,7 +55,7 @@ class Quarantine:
             records = [json.loads(line) for line in self._files.read(self._path).decode().splitlines()]
             return {record["group"]: record for record in records}
         except (ValueError, KeyError, TypeError):
-            return {}  # edited by hand; the journal knows the numbers
+            return {}  # edited by hand; the journal has the numbers
 
     def _write(self) -> None:
         write_whole(self._path, *(json.dumps(record) + "\n" for record in self._records.values()), files=self._files)

@@ -1,7 +1,7 @@
 """Who is let in at a ROUTER socket: ZeroMQ's questions about keys, counters of connections, messages that never end.
 
 With keys only peers on the allow-list are let in (CURVE; `keys.admit` decides), and every message comes with the holder of
-the key that sent it: what that one may say is for `roles`. The list may change meanwhile. With and without keys, failed
+the key that sent it: what that one may send is decided in `roles`. The list may change meanwhile. With and without keys, failed
 handshakes and ended connections are counted and logged once a tick.
 """
 
@@ -90,7 +90,7 @@ class UnfinishedMessageGuard:
 class Authenticator:
     """Lets peers in, and counts who failed to come in or went: the ZAP socket and the monitor of the hub's socket.
 
-    Must be made before the socket is bound. With `access` the socket becomes a CURVE server that asks here about every key;
+    Must be made before the socket is bound. With `access` the socket becomes a CURVE server whose handshakes are decided here;
     while this does not answer, no peer is let in.
 
     connections         open now, those in their handshake among them

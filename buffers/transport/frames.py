@@ -23,7 +23,7 @@ _LARGE = 1 << 16
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info (linux/tcp.h)
 _HAS_COUNT = sys.platform == "linux"
 UNKNOWN = -1
-"""Descriptor of a connection that ZeroMQ does not tell: its peer speaks a dialect from before version 3."""
+"""Descriptor of a connection that ZeroMQ does not report: its peer has a protocol from before version 3."""
 
 
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:

@@ -27,7 +27,7 @@ from async_rlhf.buffers.transport.frames import Waker, bytes_received, receive, 
 from async_rlhf.buffers.transport.keys import PeerKeys, load_peer
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
-# actor holds, after which `send` refuses. Received: an actor asks for a few chunks of weights of 1 MiB at a time.
+# actor holds, after which `send` refuses. Received: an actor requests a few chunks of weights of 1 MiB at a time.
 _SEND_HWM = 1000
 _RECEIVE_HWM = 1000
 # A handshake that breaks off may be a hub that was killed in the middle of it; at the pauses below these take a second.
@@ -75,7 +75,7 @@ Connect = Callable[[str, str], Link]
 
 
 class SocketLink:
-    """A DEALER socket, with `keys` an encrypted one that speaks only to the hub whose public key they hold.
+    """A DEALER socket, with `keys` an encrypted one that connects only to the hub whose public key they hold.
 
     Owns its context and a bell to be woken by; on close drops what was not sent within half a second.
     `receive` and `was_remade` raise DeadlineError, with the reason, when the handshake is refused or fails again and again.
@@ -184,7 +184,7 @@ class SocketLink:
             return "this key is not allowed; its public key must be in allowed/ of the hub's machine"
         if self._keyed:
             return "hub.public in security.keys is not the key of that hub, or that hub has no keys"
-        return "that hub asks for keys (security.keys), or it is no hub"
+        return "that hub needs keys (security.keys), or it is no hub"
 
 
 def connector(directory: Path | None) -> Connect:
@@ -288,7 +288,7 @@ class Connection:
     def ask_all(self, messages: Iterable[tuple[wire.Message, wire.Frames]], *, ahead: int, timeout_s: float) -> None:
         """Send many requests, up to `ahead` of them before the first is answered; returns when all are.
 
-        What the answers say is dropped but for a refusal. Raises as `ask` does.
+        The answers are dropped, but a refusal is raised. Raises as `ask` does.
         """
         coming, open_requests = iter(messages), dict[int, tuple[wire.Message, wire.Frames]]()
         patience, again = Patience(self.link.clock, timeout_s), _Again(self.link)

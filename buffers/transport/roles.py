@@ -1,9 +1,9 @@
-"""What the holder of an allowed key may say. Pure: `authenticator` knows whose message it is, `exchange` and `relay` ask here.
+"""What the holder of an allowed key may send. Pure: `authenticator` has a message's holder, `exchange` and `relay` check.
 
     actor      makes groups, under its machine's name: NAME or NAME-anything
     relay      the same for others, so under any name
     learner    registers, takes batches, publishes weights
-    control    asks for the status, drains, halts, takes groups back
+    control    requests the status, drains, halts, takes groups back
 
 A stolen key is worth its role and nothing more. Without keys only this machine connects, and roles are not checked.
 """
@@ -48,7 +48,7 @@ def roles_of(words: Iterable[str], where: str) -> frozenset[Role]:
 
 
 def check(holder: Holder | None, message: wire.Message) -> None:
-    """Raises RefusedError with the reason `role` for what this holder may not say."""
+    """Raises RefusedError with the reason `role` for what this holder may not send."""
     if holder is None:
         return
     needed = _SENDERS.get(type(message))

@@ -1,6 +1,6 @@
 """An actor's half of the weight channel: gets the set announced to it, and gives it out whole and verified.
 
-Waits for nothing: `client` hands it the messages about weights, sends what it wants sent, and calls `advance` when it has
+Waits for nothing: `client` hands it the messages about weights, sends its requests, and calls `advance` when it has
 time. One set at a time; a newer target supersedes an unfinished one, and a set that comes damaged is fetched again. It is
 mapped where the hub is on the same machine (which has verified it), else made of what is held with deltas, else fetched chunk
 by chunk.

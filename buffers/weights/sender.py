@@ -1,6 +1,6 @@
 """The learner's half of the weight channel: one copy of the tensors, and the hub takes of it what it cannot see.
 
-The set is put into sealed memory when the hub is on this machine, which then maps it; else the hub asks for its chunks, or
+The set is put into sealed memory when the hub is on this machine, which then maps it; else the hub requests its chunks, or
 only for those of a delta to the set published before. Returns when the hub has verified the whole.
 """
 

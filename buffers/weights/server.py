@@ -1,4 +1,4 @@
-"""The hub's half of the weight channel: takes in what the learner publishes, serves it, and tells actors what to adopt.
+"""The hub's half of the weight channel: takes in what the learner publishes, serves it, and announces to actors what to adopt.
 
 Knows no socket and no group: `exchange` hands it the messages about weights, and `admission` decides who should serve what. A
 set is whole and verified before it is announced. No actor is waited for: an actor fetches when it can, and one that has
@@ -22,7 +22,7 @@ from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, content_digest
 
-# Verified before other peers have a turn: some ten milliseconds. The learner asks for each such part, and waits for it.
+# Verified before other peers have a turn: some ten milliseconds. The learner requests each such part, and waits for it.
 _TURN_BYTES = 64 << 20
 
 
