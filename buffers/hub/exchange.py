@@ -2,7 +2,7 @@
 
 Knows no socket and reads no clock of its own: `hub` feeds it and sends what it finds in the outbox; a simulator can do
 the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed and
-fits the run (`schema`). Where the hub decides which prompt a number has, that is in `prompts`; which actors are
+fits the run (`GroupSchema`). Where the hub decides which prompt a number has, that is in `prompts`; which actors are
 connected in `sessions`; the learner's requests in `learner_session`.
 
     a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)

@@ -155,7 +155,7 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
     """What admission needs to know of the group in the frames of a Put; raises WireError when it cannot be unpacked, or is
     none of this run.
 
-    The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, `schema` (see there), and `record` for
+    The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, `schema` (`GroupSchema`), and `record` for
     everything else. Does not make the group, which costs ten times as much, unless something in it is rare.
     """
     ids, logprobs = _arrays(header, frames[1:])

@@ -17,13 +17,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rlhf.buffers.protocol.wire import Frames
 from async_rlhf.buffers.transport import frames, keys
-from async_rlhf.buffers.transport.frames import bytes_received
+from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, bytes_received
 from async_rlhf.buffers.transport.roles import Holder
 
 _log = logging.getLogger(__name__)
-_HANDSHAKES_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 UNREAD_BY_ZMQ = 64 << 20
 """More than the kernel keeps for a connection: received, and not seen by ZeroMQ yet."""
 _MAX_NAMED = 8  # refused addresses named in one line of the log
@@ -102,7 +99,7 @@ class Authenticator:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], access: keys.HubKeys | None) -> None:
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(_HANDSHAKES_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = socket.get_monitor_socket(HANDSHAKES_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._access = access
         self._listing: list[tuple[str, int, int]] = []  # as it was read last; it may have changed since `access` was
         self._zap = context.socket(zmq.REP)
@@ -202,7 +199,7 @@ class Authenticator:
         if event == zmq.EVENT_ACCEPTED:
             self._unfinished.opened(value)
             self.counters["connections"] += 1
-        elif event & _HANDSHAKES_FAILED:
+        elif event & HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1
             self.counters["connections_ended"] -= 1  # the event of its end comes next
         else:

@@ -23,7 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, HubRestartedError, RefusedError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.transport.frames import Waker, bytes_received, receive, send
+from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, Waker, bytes_received, receive, send
 from async_rlhf.buffers.transport.keys import PeerKeys, load_peer
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
@@ -32,9 +32,6 @@ _SEND_HWM = 1000
 _RECEIVE_HWM = 1000
 # A handshake that breaks off may be a hub that was killed in the middle of it; at the pauses below these take a second.
 _MAX_FAILED_HANDSHAKES = 20
-_HANDSHAKES_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 _RETRY_S = 2.0  # a request unanswered so long is sent again, and then after twice as long: it may have been lost
 _MAX_GAP_S = 5.0  # of a silence: what is longer this process slept through
 _UNREADABLE = 0  # the request number of an answer to what the hub could not read
@@ -97,7 +94,7 @@ class SocketLink:
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _HANDSHAKES_FAILED
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKES_FAILED
         )
         self._descriptor: int | None = None  # of the connection, while there is one
         self._received = 0

@@ -181,6 +181,10 @@ class Actor:
             self.client.close()
 
 
+Begun = tuple[Place, Actor, LearnerClient]
+"""A hub, an actor called anna, and a learner that has published the version of its step."""
+
+
 def shout(address: str, *pieces: bytes) -> None:
     """Bytes at a hub's ipc socket, which are no message; the hub may hang up at any of them."""
     with socket.socket(socket.AF_UNIX) as raw, suppress(OSError):
