@@ -1,4 +1,4 @@
-"""Chat messages as other people write them, read as those that a text template can say. Imports little: a process of an
+"""Chat messages as other people write them, read as those that a text template can write. Imports little: a process of an
 environment reads them too."""
 
 from __future__ import annotations

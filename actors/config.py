@@ -1,4 +1,4 @@
-"""The dials of the actors' wing: generation, engine, rewards, scoring; those of prompts and environments stand in their rooms.
+"""Settings of the actors' wing: generation, engine, rewards, scoring; those of prompts and environments stand in their rooms.
 No torch."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GenerationConfig(Sampling):
     group_size: int = Field(default=8, ge=1, validation_alias=AliasChoices("group_size", "num_generations"))
     """Completions per prompt (alias `num_generations`)."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Longest prompt in tokens; what becomes of a longer one is for `data.on_overlong` to say."""
+    """Longest prompt in tokens; `data.on_overlong` decides about a longer one."""
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens, the end token included; with an environment the longest turn."""
     max_episode_length: int | None = Field(default=None, ge=1)
@@ -314,7 +314,7 @@ class StageConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The frozen initial model, where an actor's stage asks it; the learner's own is as the learner is."""
+    """The frozen initial model, where it is a stage of the actors; the learner's own is as the learner is."""
 
     device: str = "cpu"
     """Torch device."""

@@ -1,4 +1,4 @@
-"""The seam between an actor's loop and whatever generates tokens. No framework here.
+"""The seam between an actor's loop and whatever generates tokens. `load_engine` imports the one that is used, and no other.
 
 An engine owns model weights and a set of slots. It never waits long, and never for the hub: the actor's loop calls
 `step()` again and again, and between two calls it may submit, abort, or load new weights. So new weights are adopted in
@@ -16,16 +16,18 @@ tokens behind the prompt that are there already, exactly as the engine saw them.
 without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none. A
 request of the same key with another prompt begins the row anew: of what is held it takes the place in line, and nothing else.
 
-An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `actors/engines.py` picks it.
+An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `load_engine` here picks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from importlib import import_module
+from typing import Literal, NamedTuple, Protocol, cast
 
-from async_rlhf.buffers.errors import EngineError
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, SamplingMask, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
@@ -52,8 +54,8 @@ class Request:
     context: tokens behind the prompt that are already there: turns sampled before, and observations. The completion
         continues `prefix_ids`, and holds the new turn only.
     hold: when the request ends, its keys and values and its place in line may be kept for one of the same key that
-        continues it (whose context begins with this one's context and tokens). The next one of its key lets go of them, as
-        `abort` does.
+        continues it (whose context begins with this one's context and tokens). The next one of its key releases them,
+        as `abort` does.
     """
 
     key: RolloutKey
@@ -86,7 +88,7 @@ class Request:
 def check_requests(requests: Sequence[Request], known: Set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:
     """The keys of these and of those known already; raises EngineError for the first request that cannot be served.
 
-    `check` raises it for what only one engine knows; everything else is refused here.
+    `check` raises it for what is particular to one engine; everything else is refused here.
     """
     known = set(known)
     for request in requests:
@@ -108,7 +110,7 @@ class Completion:
     """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions.
 
     logprobs: of the distribution really sampled from, what is left after truncation being renormalised.
-    sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine cannot tell.
+    sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine does not report it.
     """
 
     key: RolloutKey
@@ -188,5 +190,22 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything; the engine is not used any more."""
+        """Release everything; the engine is not used any more."""
         ...
+
+
+MODULES = {"torch": "async_rlhf.actors.torch_engine.loading", "vllm": "async_rlhf.actors.vllm_engine.loading"}
+
+
+def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> Engine:
+    """The engine of this kind, serving the weights of `model_dir` stamped `version`.
+
+    Raises ConfigError when its library is not installed, or the engine refuses the model or the configuration.
+    """
+    try:
+        module = import_module(MODULES[config.kind])
+    except ImportError as error:
+        raise ConfigError(
+            f"engine.kind = {config.kind!r} cannot be used: {error}; install the extra of that name, or use 'torch'"
+        ) from error
+    return cast("Engine", module.load_engine(model_dir, config, on_update=on_update, version=version))

@@ -1,7 +1,7 @@
 """What each layer of a model attends to, by its configuration, and how long a text may be. Values only, no torch.
 
 Learner, reference and torch engine make their masks from this. A family is listed when its layers keep nothing but keys and
-values, and attend to all before, to a window, or to a chunk, as `layer_types` or `sliding_window` say; each is held to plain
+values, and attend to all before, to a window, or to a chunk, by `layer_types` or `sliding_window`; each is held to plain
 passes by `tests/families`. Of others nothing is assumed: the learner computes one completion a row without a mask of its own,
 which is what any causal model is made for, and the torch engine refuses them.
 """

@@ -8,6 +8,7 @@
     ├── WireError            a frame that cannot be what it claims: malformed, oversized, unknown protocol
     ├── DeadlineError        a named wait that ran out of time
     ├── RefusedError         the hub refused, with a reason a caller can branch on
+    │   └── HubRestartedError  … because it has restarted: register and publish again
     ├── StalenessError       a token older than the bound was about to be trained on
     ├── WeightsError         a weight set that is not the one its manifest names
     ├── JournalError         the durable queue cannot be read or written
@@ -68,6 +69,10 @@ class RefusedError(AsyncRLHFError):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+
+class HubRestartedError(RefusedError):
+    """The hub does not know this learner any more: register and publish again."""
 
 
 class StalenessError(AsyncRLHFError):

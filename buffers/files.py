@@ -161,8 +161,8 @@ def content_digest(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def write_whole(path: Path, data: bytes | str, files: Files = DISK, *, private: bool = False) -> None:
-    """Replace a small file: after a crash or on a full disk it holds the old bytes or the new ones, never a part of them.
+def write_whole(path: Path, *data: bytes | memoryview | str, files: Files = DISK, private: bool = False) -> None:
+    """Replace a file, given in parts: after a crash or on a full disk it holds the old bytes or the new, never a part of them.
 
     private: this user alone may read it. Durable when it returns. Raises OSError; the file is then as it was.
     """
@@ -170,7 +170,8 @@ def write_whole(path: Path, data: bytes | str, files: Files = DISK, *, private: 
     try:
         file = files.create(temporary, private)
         try:
-            file.write(data.encode() if isinstance(data, str) else data)
+            for part in data:
+                file.write(part.encode() if isinstance(part, str) else part)
             file.flush()
             files.sync(file)
         finally:
@@ -181,3 +182,43 @@ def write_whole(path: Path, data: bytes | str, files: Files = DISK, *, private: 
         with suppress(OSError):
             files.unlink(temporary)
         raise
+
+
+class Appending:
+    """A file that one process appends to: an append is in it whole, or what is left of it is cut off before the next.
+
+    Owns the file, which is made with the first append. end: bytes that count. Raises OSError, as the file system does.
+    """
+
+    def __init__(self, path: Path, files: Files = DISK) -> None:
+        self._path, self._files = path, files
+        self.end = 0
+        self._file: File | None = None
+        self._torn = False  # there may be something behind the end
+
+    def cut(self, end: int) -> None:
+        """Of a file that is there: its first `end` bytes count, the rest is removed."""
+        self.end = end
+        if end < self._files.size(self._path):
+            self._files.truncate(self._path, end)
+
+    def append(self, data: bytes, *, durable: bool = True) -> None:
+        """With the operating system when it returns; durable: on disk. Where it raises, nothing of this counts."""
+        if self._file is None:
+            self._file = self._files.append(self._path)
+        if self._torn:
+            self._files.truncate(self._path, self.end)
+        self._torn = True
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+        if durable:
+            self._files.sync(self._file)
+            if not self.end:
+                self._files.sync_path(self._path.parent)
+        self._torn = False
+        self.end += len(data)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from async_rlhf.buffers.appending import Appending
-from async_rlhf.buffers.files import DISK
+from async_rlhf.buffers.files import DISK, Appending
 from async_rlhf.buffers.parsing import json_value
 
 _log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class LineFile:
         self._file.append(f"{line}\n".encode(), durable=False)
 
     def _begin_anew(self) -> None:
-        self.sync()  # whoever syncs later knows this file alone
+        self.sync()  # a later sync is of this file alone
         self.close()
         DISK.replace(self._path, earlier(self._path))
         self._file = Appending(self._path)

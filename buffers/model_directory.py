@@ -65,7 +65,7 @@ def check_stop_strings(stop: Sequence[str], model: Path) -> None:
         if shorter := next((other for other in stop if other != text and other in text), None):
             raise ConfigError(
                 f"stop string {text!r} is never reached: {shorter!r} is a part of it and ends the completion first. They come "
-                "from generation.stop and from what rewards say (stop_when); leave one of them out"
+                "from generation.stop and from stop_when of the rewards; leave one of them out"
             )
     for token in _special_tokens(model):
         if hidden := next((text for text in stop if token in text), None):

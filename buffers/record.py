@@ -82,7 +82,7 @@ class Rollout:
 
     Of an episode with an environment the completion is all turns, and between them what the environment answered: observations,
     which the model read and did not choose. Of its T tokens N were sampled; they alone have log-probabilities, versions and
-    losses. An episode whose chat template rewrites what was said before consists of several pieces: between two of its turns
+    losses. An episode whose chat template rewrites earlier messages consists of several pieces: between two of its turns
     the whole conversation stands once more, as the prompt of what follows. Axes: T tokens behind the prompt, N sampled ones.
 
     completion_ids: int32 [T] as the engine saw them, each turn with its end token where that was
@@ -91,7 +91,7 @@ class Rollout:
     spans: of the tokens in order; their lengths sum to T.
     reference: float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over
         the same sampling mask; None where no actor computed it.
-    turn_scores: what the environment said of each turn but the last, None where it said nothing; empty where it never does.
+    turn_scores: the environment's score of each turn but the last, None where it gave none; empty where it never does.
     """
 
     completion_ids: Int32Array

@@ -1,4 +1,4 @@
-"""The dials of prompts: where they come from, and how a row becomes what the model reads. No torch."""
+"""Settings of prompts: where they come from, and how a row becomes what the model reads. No torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from async_rlhf.actors.prompts import Template
-from async_rlhf.buffers.config import Section
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig, Section
 
 HELD_OUT_SEED = 1_000_003
 """Of a procedural task's held-out prompts: fixed, so that runs with different seeds share the test set."""

@@ -1,6 +1,6 @@
 """Files that hold rows: JSONL, JSON, CSV, Parquet, and the directories that Hugging Face `datasets` saves.
 
-A reader gives each row as an object, and where it stands, for messages. What a row must be is for `rows` to say. pyarrow and
+A reader gives each row as an object, and where it stands, for messages. What a row must be is decided in `rows`. pyarrow and
 datasets are imported where a file needs them.
 """
 

@@ -34,7 +34,7 @@ def load_rows(
     spool, whose rows come later, none.
 
     given: the rows themselves, instead of what `source` names. read: what an environment uses of a row's columns, where there
-    is one; without it prompts are the same where the template says the same of them. Raises ConfigError for a source, option or
+    is one; without it prompts are the same where the template makes one text. Raises ConfigError for a source, option or
     column that does not exist, a row that is not one, or too few rows.
     """
     if config.spool is not None:

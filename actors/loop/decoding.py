@@ -10,7 +10,7 @@ from async_rlhf.buffers.stages import Activity, StageTime
 RecordSpan = Callable[[str, float, float], None]
 """(what it was, began, ended): a mark for a trace; seconds since the epoch."""
 
-# Between two steps the loop hears the hub and collects scores: less than this is part of decoding.
+# Between two steps the loop receives messages and collects scores: less than this is part of decoding.
 _PAUSE_S = 0.02
 
 

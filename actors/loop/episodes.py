@@ -1,13 +1,13 @@
 """Rollouts as they are played: the model writes a turn, the environment answers, the model goes on, until there is an end.
 
     owns        the transcripts of unfinished rollouts; it alone talks to the engine and to the environment about them
-    waits for   nothing: `step` decodes one token of what runs, and hears what the environment has answered by then
+    waits for   nothing: `step` decodes one token of what runs, and takes in what the environment has answered by then
     on close    nothing; engine and environment belong to the caller
 
-Without an environment the prompt is the row's own and a rollout is one turn. With one, what it says first is the prompt: the
-members of a group begin together when all are heard, and what they say must be equal, for a baseline compares them. An episode
+Without an environment the prompt is the row's own and a rollout is one turn. With one, its first observation is the prompt: the
+members of a group begin together when all have theirs, which must be equal, for a baseline compares them. An episode
 is ended by its environment, or by a limit: its row is full (`context`), it has had its turns (`max_turns`); it then has the
-score that the environment's settings name for that. An environment that fails before it has said anything leaves a member
+score that the environment's settings name for that. An environment that fails before its first observation leaves a member
 without a prompt: the member is sampled for one token, behind the row's own prompt where no other has one, and its score is a
 failed one. So a group is always whole.
 """
@@ -63,9 +63,9 @@ class Play:
 class Played:
     """A rollout that has ended.
 
-    completion: all of it, observations included; text: of that, and where a row began anew of what the environment said then.
-    prompt, prompt_ids: what the environment said first, or the row's ids and no text. turns: what the model wrote. read: what
-    the environment said between them. messages: the conversation, is_chat: as such; num_prompt: of them before the first
+    completion: all of it, observations included; text: of that, and where a row began anew of the observation there.
+    prompt, prompt_ids: the first observation, or the row's ids and no text. turns: what the model wrote. read: what
+    the environment gave between them. messages: the conversation, is_chat: as such; num_prompt: of them before the first
     turn. score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began,
     ended) in seconds since the epoch.
     """
@@ -100,7 +100,7 @@ class Played:
 
 @dataclass(eq=False)
 class _Group:
-    """prompt: what the environment said first, None until all members are heard; text: as the model reads it."""
+    """prompt: the first observation, None until all members have theirs; text: as the model reads it."""
 
     row: Row
     seed: int
@@ -132,13 +132,13 @@ class Episodes:
         self._engine, self._decode, self._play = engine, decode, play
         self._episodes: dict[RolloutKey, _Episode] = {}
         self._opening: set[RolloutKey] = set()
-        # What goes to the engine at the end of `hear`, all at once: turns that may begin, and keys that it may still hold.
+        # What goes to the engine at the end of `poll`, all at once: turns that may begin, and keys that it may still hold.
         self._beginning: list[Request] = []
         self._over: list[RolloutKey] = []
 
     @property
     def num_opening(self) -> int:
-        """Rollouts that wait for what the environments of their group say first."""
+        """Rollouts that wait for the first observations of their group."""
         return len(self._opening)
 
     def begin(self, groups: Iterable[tuple[Row, int, Sequence[Request]]]) -> None:
@@ -155,9 +155,9 @@ class Episodes:
     def step(self) -> list[Played]:
         """Decode a token of what runs; what has ended by then, and what the environment has ended."""
         played = [each for completion in self._engine.step() if (each := self._took(completion)) is not None]
-        return played + self.hear()
+        return played + self.poll()
 
-    def hear(self) -> list[Played]:
+    def poll(self) -> list[Played]:
         """What the environment has answered; nothing without one."""
         if self._play is None:
             return []
@@ -300,7 +300,7 @@ class Episodes:
         )
 
     def _text(self, completion: Completion, read: Sequence[Content]) -> str:
-        """For people: where a row begins anew, what the environment said then, and not the conversation once more."""
+        """For people: where a row begins anew, the observation there, and not the conversation once more."""
         ids, (first, *anew) = completion.token_ids.tolist(), pieces(completion.spans)
         between = [span for span in completion.spans if span.version is None]
         said = [as_text(content) for content, span in zip(read, between, strict=True) if span.restarts]
@@ -319,7 +319,7 @@ class Episodes:
         return [self._episodes[key] for key in group.requests]
 
     def _opened(self, key: RolloutKey, episode: _Episode, said: Content | Score) -> None:
-        """A member is heard for the first time; the last of its group lets all of them begin."""
+        """A member has its first observation; with the last of its group all of them begin."""
         group = episode.group
         group.said[key] = said
         if group.prompt is not None:  # it was begun again, the others are on their way

@@ -26,7 +26,7 @@ _NUM_SHOWN = 8
 
 @dataclass(frozen=True)
 class Judging:
-    """What is asked of every prompt, and what counts as solved.
+    """What is generated for every prompt, and what counts as solved.
 
     group_size: completions of a prompt that are judged together, drawn with `group_sampling`; None: one alone. solved_by: the
     score that decides what is solved, from `solved_at` on; empty: none. num_sampled: further completions a prompt, drawn with
@@ -97,6 +97,15 @@ class EvaluationResult:
     group_size: int | None = None
 
 
+@dataclass
+class _Judged:
+    """A completion and its scores: those of its environment from the beginning, those of rewards when they have come."""
+
+    text: str
+    num_tokens: int
+    scores: dict[str, Score]
+
+
 def evaluate(
     engine: Engine,
     scoring: ScoringPool[RolloutKey],
@@ -114,56 +123,58 @@ def evaluate(
 
     Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
     """
-    asked = [encode(row) for row in rows]
-    requests = [judging.requests(number, tuple(ids)) for number, (_, ids) in enumerate(asked)]
-    num_requests = sum(map(len, requests))
+    prompts = [encode(row) for row in rows]
+    requests = [judging.requests(number, tuple(ids)) for number, (_, ids) in enumerate(prompts)]
+    num_requests, num_scored = sum(map(len, requests)), 0
     episodes = Episodes(engine, decode, play)
     seeds = (environment_seed(judging.seed, number) for number in range(len(rows)))
     episodes.begin(zip(rows, seeds, requests, strict=True))
-    lengths: dict[RolloutKey, int] = {}
-    answers: dict[int, str] = {}
-    scores: dict[RolloutKey, Mapping[str, Score]] = {}
-    heard = time.monotonic()
-    given: dict[RolloutKey, dict[str, Score]] = {}  # by environments
-    while len(scores) < num_requests:
+    judged: dict[RolloutKey, _Judged] = {}
+    last_event = time.monotonic()
+    while num_scored < num_requests:
         ended = episodes.step()
         for played in ended:
             completion, key = played.completion, played.completion.key
-            lengths[key] = len(completion.logprobs)
-            if key.member == 0:
-                answers[key.group] = played.text
-            given[key] = {} if play is None else {play.name: played.score or Score()}
+            given = {} if play is None else {play.name: played.score or Score()}
+            judged[key] = _Judged(played.text, len(completion.logprobs), given)
             fields = fields_of(rows[key.group], played.prompt_ids, completion, played.turns[-1], template)
             scoring.submit(key, fields | played.fields, judging.place(key))
         if scored := scoring.poll():
-            scores.update({result.key: {**result.scores, **given.pop(result.key)} for result in scored})
-            progress(len(scores), num_requests)
+            for result in scored:
+                judged[result.key].scores = {**result.scores, **judged[result.key].scores}
+            num_scored += len(scored)
+            progress(num_scored, num_requests)
         if scored or ended or engine.num_unfinished:
-            heard = time.monotonic()
-        elif time.monotonic() - heard > patience_s:
-            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {num_requests - len(scores)} held-out completions")
+            last_event = time.monotonic()
+        elif time.monotonic() - last_event > patience_s:
+            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {num_requests - num_scored} held-out completions")
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
-    totals = {key: judging.composition.of(rows[key.group].columns).reward(scores[key]) for key in scores}
-    first = [key for key in scores if key.member < judging.num_judged]
-    judged = [total for key in first if (total := totals[key]) is not None]
-    names = list(scores[first[0]]) if first else []
+    return _result(rows, [text for text, _ in prompts], judged, judging)
+
+
+def _result(
+    rows: Sequence[Row], prompts: Sequence[str], judged: Mapping[RolloutKey, _Judged], judging: Judging
+) -> EvaluationResult:
+    """prompts: as the model saw them."""
+    totals = {key: judging.composition.of(rows[key.group].columns).reward(each.scores) for key, each in judged.items()}
+    first = {key: each for key, each in judged.items() if key.member < judging.num_judged}
+    rewards = [total for key in first if (total := totals[key]) is not None]
+    names = next((list(each.scores) for each in first.values()), [])
     members = range(judging.num_judged, judging.num_judged + judging.num_sampled)
-    drawn = [[RolloutKey(i, 0, member) for member in members] for i in range(len(rows))]
+    drawn = [[RolloutKey(number, 0, member) for member in members] for number in range(len(rows))]
+    samples = [(text, RolloutKey(number, 0, 0)) for number, text in enumerate(prompts[:_NUM_SHOWN])]
     return EvaluationResult(
-        mean_reward=_mean(judged),
-        accuracy=_mean([judging.solved(scores[key]) for key in first]),
-        rewards={name: _mean([scores[key][name].value for key in first]) for name in names},
+        mean_reward=_mean(rewards),
+        accuracy=_mean([judging.solved(each.scores) for each in first.values()]),
+        rewards={name: _mean([each.scores[name].value for each in first.values()]) for name in names},
         num_prompts=len(rows),
-        failed=len(first) - len(judged),
-        mean_length=_mean([lengths[key] for key in first]) or 0.0,
-        samples=[
-            {"prompt": text, "completion": answers[number], "reward": totals[RolloutKey(number, 0, 0)]}
-            for number, (text, _) in enumerate(asked[:_NUM_SHOWN])
-        ],
+        failed=len(first) - len(rewards),
+        mean_length=_mean([each.num_tokens for each in first.values()]) or 0.0,
+        samples=[{"prompt": text, "completion": judged[key].text, "reward": totals[key]} for text, key in samples],
         sampled=summary_of_samples(
             [totals[key] for keys in drawn for key in keys],
-            [[judging.solved(scores[key]) for key in keys] for keys in drawn],
+            [[judging.solved(judged[key].scores) for key in keys] for keys in drawn],
             judging,
         )
         if judging.num_sampled

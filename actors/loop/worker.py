@@ -35,7 +35,7 @@ from async_rlhf.buffers.stages import GENERATION, StageTime, pack, pack_ahead
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
-# The longest an idle actor sleeps before it looks round by itself; credits and scores wake it at once.
+# The longest an idle actor sleeps before it polls by itself; credits and scores wake it at once.
 _IDLE_WAIT_S = 0.2
 # Room for further groups goes to the hub at most so often while something is being decoded.
 _ROOM_EVERY_S = 0.01
@@ -133,8 +133,8 @@ class Worker:
         self._coming: WeightSet | None = None  # loaded, and not yet served: what runs ends first
         self._open: dict[int, _Open] = {}
         self._shown: dict[RolloutKey, int] = {}  # tokens of running completions that judges have been shown
-        self._told: tuple[int, int, int] | None = None  # fence, version, capacity
-        self._told_at = 0.0
+        self._announced: tuple[int, int, int] | None = None  # fence, version, capacity
+        self._announced_at = 0.0
         self._newest: ActorState | None = None
         self._count = dict.fromkeys(
             ("busy_s", "idle_s", "tokens_total", "completions_total", "groups_total", "dropped_tokens_total"), 0.0
@@ -147,7 +147,7 @@ class Worker:
         return self._client.stop_reason
 
     def turn(self) -> None:
-        """Hear the hub, decode one token of everything, pass on what ended."""
+        """Take in the hub's messages, decode one token of everything, pass on what ended."""
         began = self._clock()
         idle = not self._engine.num_unfinished
         # As it was at the end of the turn before: nothing has changed since.
@@ -164,7 +164,7 @@ class Worker:
             self._show()
         for scored in self._scoring.poll():
             self._collect(scored)
-        self._tell()
+        self._announce()
         self._count["idle_s" if idle else "busy_s"] += self._clock() - began
 
     def _step(self) -> list[Played]:
@@ -191,7 +191,7 @@ class Worker:
         self._serve()
 
     def _serve(self) -> None:
-        """Once the engine has adopted what was loaded, nothing is sampled from it before the canary has sung."""
+        """Once the engine has adopted what was loaded, nothing is sampled from it before the probe passed."""
         if self._coming is not None and self._engine.version == self._coming.version:
             weights, self._coming = self._coming, None
             self._verify_canary(weights)
@@ -265,7 +265,7 @@ class Worker:
         self._scoring.submit(key, fields | played.fields, place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
-        """A completion has all its scores; the last one of its group sends the group off."""
+        """A completion has all its scores; with the last one of its group the group is put."""
         number = scored.key.group
         group = self._open[number]
         played, generated = group.played[scored.key.member]
@@ -303,7 +303,7 @@ class Worker:
         return {self._work.play.name: StageTime(ended - seconds, ended, hidden)}
 
     def _account(self, number: int, lengths: Sequence[Length]) -> None:
-        """The group goes off; now and then, what became of the others."""
+        """The group is put; once in `_GROUPS_A_REPORT`, whether long completions are dropped more often."""
         self._length_bias.trained(number, lengths)
         if self._count["groups_total"] % _GROUPS_A_REPORT == 0:
             before, self._bias = self._bias, self._length_bias.report(self._clock())
@@ -330,17 +330,17 @@ class Worker:
             progress=tuple((number, group.progress) for number, group in self._open.items()),
         )
 
-    def _tell(self) -> None:
-        """Tell the hub at once what changes whom it can give credits to; the rest goes with the next beat."""
+    def _announce(self) -> None:
+        """Send at once what changes which credits the hub can give; the rest goes with the next beat."""
         self._newest = state = self._state()
         self._client.works_on(state)
         news, now = (state.fence, state.version, state.capacity), self._clock()
-        if news == self._told:
+        if news == self._announced:
             return
         # Where environments take episodes out of the engine and bring them back, room changes with nearly every token.
-        is_of_room = self._told is not None and news[:2] == self._told[:2] and self._engine.num_unfinished > 0
-        if not is_of_room or now - self._told_at >= _ROOM_EVERY_S:
-            self._told, self._told_at = news, now
+        is_of_room = self._announced is not None and news[:2] == self._announced[:2] and self._engine.num_unfinished > 0
+        if not is_of_room or now - self._announced_at >= _ROOM_EVERY_S:
+            self._announced, self._announced_at = news, now
             self._client.beat(state, self._telemetry())
 
     def _telemetry(self) -> Telemetry:

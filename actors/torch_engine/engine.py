@@ -169,7 +169,7 @@ class TorchEngine:
         else:
             self._rows.close_spans(self._scheduler.num_rows, self._version)
         if self._on_update != "keep" or version < self._version:
-            # Going back, "the oldest weights" would not tell what is mixed in a held cache.
+            # Going back, "the oldest weights" would not describe what is mixed in a held cache.
             self._scheduler.release_caches()
         adopt_weights(self._model, tensors, self._base)
         self._forward.refresh()
@@ -242,7 +242,7 @@ class TorchEngine:
         )
 
     def _place(self, plan: Plan) -> None:
-        """Bring rows, cache and last tokens to where the plan wants them."""
+        """Bring rows, cache and last tokens to where the plan has them."""
         if plan.moves:
             sources, targets = (list(side) for side in zip(*plan.moves, strict=True))
             self._cache.copy_rows(sources, targets, int(self._rows.positions[sources].max()))

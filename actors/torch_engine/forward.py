@@ -2,7 +2,7 @@
 
 The last known token of every row is not part of its prefix: it is the first token the row decodes. So a decode pass is
 the same for new and old rows, and the logits of all rows come from one place. Called by the engine once per token;
-never samples and never knows a request.
+never samples and never sees a request.
 
 `GraphedForward` saves the start of a thousand GPU kernels from Python: the decode pass is recorded once per shape, then
 replayed. A recorded pass reads its tokens and positions from fixed tensors and works on as many rows and columns as its shape

@@ -2,7 +2,7 @@
 
 A row that ends with `Request.hold` leaves a `Hold` behind. The request that continues it goes on where it was: at its place in
 line, and from its keys and values, which were copied out of the row when the turn ended and are copied into another row when
-the continuation is admitted. They are bounded in places; the oldest are let go of first, and what is let go of is computed
+the continuation is admitted. They are bounded in places; the oldest are evicted first, and what was evicted is computed
 again, with the same result. No tensor here: what is copied is opaque, and goes with the last reference to it.
 """
 
@@ -20,7 +20,7 @@ class Hold:
     """ids: all tokens of the row, int [T]; submission, number: as in the scheduler's line.
 
     version: the oldest weights that computed the cache. cache: keys and values of the first T - 1 tokens (the last one is the
-    first that a continuation computes), empty once they were let go of. num_places: columns of a cache that they fill, None for
+    first that a continuation computes), empty once they were evicted. num_places: columns of a cache that they fill, None for
     one a token.
     """
 

@@ -28,7 +28,7 @@ from async_rlhf.actors.torch_engine.scheduler import Chunk
 
 
 class KeptCache(RowCache):
-    """As `RowCache`, with `policy.budget + 1` columns; which of them are seen, `KeptRows` says."""
+    """As `RowCache`, with `policy.budget + 1` columns; `KeptRows` decides which of them are seen."""
 
     def __init__(self, policy: KVPolicy, slots: int, max_places: int | None = None) -> None:
         super().__init__(slots, max_places=max_places)

@@ -125,7 +125,7 @@ class KeptRows:
         return tuple(array[row].copy() for array in self._state)
 
     def put(self, row: int, kept: Sequence[Integers]) -> None:
-        """`row` holds what `keep` was told of another."""
+        """`row` holds what `keep` copied out of another."""
         for array, part in zip(self._state, kept, strict=True):
             array[row] = part
 

@@ -1,4 +1,4 @@
-"""What the host knows about every running row: counters, settings, random numbers, and the tokens sampled so far.
+"""What the host keeps about every running row: counters, settings, random numbers, and the tokens sampled so far.
 
 Structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. Never
 holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.

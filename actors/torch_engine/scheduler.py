@@ -339,7 +339,7 @@ class Scheduler:
         return {_prompt(entry): entry for entry in running if id(entry) not in filling}
 
     def _rest(self, entry: _Entry, done: int) -> list[_Fill]:
-        """The first `done` tokens of this row are computed; what it knows beyond is its own."""
+        """The first `done` tokens of this row are computed; its further tokens are its own."""
         return [_Fill(entry.ids, [entry], done)] if len(entry.ids) - 1 > done else []
 
     def _next_chunks(self) -> tuple[Chunk, ...]:
@@ -360,7 +360,7 @@ class Scheduler:
                 fill.done += size
             if fill.num_left:
                 break
-            # What each member knows beyond the prompt comes next, so that rows are ready one group after the other.
+            # What each member has beyond the prompt comes next, so that rows are ready one group after the other.
             rests = [rest for entry in fill.members for rest in self._rest(entry, fill.done)]
             self._fills[index : index + 1] = rests
             if self._evicts and size:

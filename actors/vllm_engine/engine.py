@@ -5,7 +5,7 @@
     load_weights -> an index of sealed memory -> pause (keep) -> workers map it -> resume
 
 A continuation is a request whose prompt is the whole prefix: what vLLM's own prefix cache still has of it, computed by the
-same weights, is not computed again, so `Request.hold` asks for nothing here.
+same weights, is not computed again, so `Request.hold` changes nothing here.
 
 `step()` returns what ended since the last call and waits a moment for the first of it, so that the actor's loop does not
 spin while vLLM decodes.
@@ -105,7 +105,7 @@ class VLLMEngine:
             )
         if request.partial_every and not self._session.has.partials:
             raise EngineError(
-                f"{request.key} is to be read while it is written, and this vLLM tells nothing before the end (it lacks "
+                f"{request.key} is to be scored while it is written, and this vLLM does not stream (it lacks "
                 "SamplingParams.stream_interval); set stream_tokens = 0 in scoring.stages, or use the torch engine"
             )
         if request.stop and not self._has_tokenizer:

@@ -1,4 +1,4 @@
-"""Requests and completions in vLLM's terms and in ours. Pure; knows vLLM's objects by their fields only."""
+"""Requests and completions in vLLM's terms and in ours. Pure; reads vLLM's objects by their fields only."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _CLOSE_S = 20.0
 
 @dataclass
 class _Running:
-    """A request vLLM works on, by the name vLLM knows it by. oldest: the oldest weights its cache may come from.
+    """A request vLLM works on, by its name in vLLM. oldest: the oldest weights its cache may come from.
 
     tokens: what vLLM has reported of it; only of a request with `partial_every`.
     """
@@ -133,7 +133,7 @@ class Session:
     def check(self) -> None:
         """Raises EngineError when vLLM has died."""
         if self._failure is None and self._llm is not None and self._llm.errored:
-            self._failure = EngineError("vLLM's processes have ended; the log above says why")
+            self._failure = EngineError("vLLM's processes have ended; the reason is in the log above")
         if self._failure is not None:
             raise self._failure
 
@@ -173,7 +173,7 @@ class Session:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"vLLM refuses the configuration: {error}") from error
         except (RuntimeError, OSError) as error:
-            raise EngineError(f"vLLM did not start: {error}. The log above says why.") from error
+            raise EngineError(f"vLLM did not start: {error}. The reason is in the log above.") from error
         await self._label(version)
         return int(self._llm.model_config.max_model_len)
 

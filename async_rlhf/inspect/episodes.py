@@ -134,8 +134,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     """Episodes of a model, sampled as in training, many at once. Raises ConfigError, EpisodeError, DeadlineError."""
     from transformers import AutoTokenizer
 
-    from async_rlhf.actors.engine import Request, RolloutKey
-    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.engine import Request, RolloutKey, load_engine
     from async_rlhf.actors.loop.episodes import Episodes
     from async_rlhf.actors.prompts import encode, rollout_seed
     from async_rlhf.buffers.model_directory import from_pretrained

@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from async_rlhf.buffers.clients.connection import Connection, Patience
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.record import Group
-from async_rlhf.buffers.transport.link import Connect, SocketLink
+from async_rlhf.buffers.transport.link import Connect, Connection, Patience, SocketLink
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
@@ -27,7 +26,7 @@ _CLAIMS = 10  # of a name that is taken, one a beat: an actor that ended is know
 
 @dataclass(frozen=True)
 class ActorState:
-    """What an actor tells the hub about itself."""
+    """What an actor reports to the hub."""
 
     capacity: int
     fence: int
@@ -45,8 +44,8 @@ class ActorClient:
     but the hub's messages. When the hub was restarted, or the connection to it was lost, it sends Hello with everything the
     actor holds and repeats the puts that were not acknowledged. Between a Hello and its Welcome no credit counts: the hub gave
     it before it knew what the actor holds, and gives it again. shared: digests of what the hub must have in common.
-    Raises DeadlineError when the hub is silent for `timeout_s` while it was listened to, WireError for a group larger than the
-    hub takes, RefusedError when the hub does not take this actor.
+    Raises DeadlineError when nothing has come from the hub for `timeout_s` while messages were taken in, WireError for a group
+    larger than the hub takes, RefusedError when the hub does not take this actor.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class ActorClient:
         self._using = threading.RLock()  # of the connection: by the actor's thread, and by the one that beats
         self._closed = threading.Event()
         self._newest: tuple[ActorState, wire.Telemetry] | None = None
-        self._said_hello = self._welcome = False
+        self._hello_sent = self._welcome = False
         self._hello_request = 0
         self._hello_at = self._beaten = self._link.clock()
         self._num_claims = 0  # of the name, in a row, that were refused
@@ -85,25 +84,25 @@ class ActorClient:
             now = self._link.clock()
             self._newest = state, telemetry
             self._weight_receiver.serving = (state.fence, state.version)
-            if self._link.was_remade() or (not self._said_hello and now >= self._hello_at):
+            if self._link.was_remade() or (not self._hello_sent and now >= self._hello_at):
                 self._hello(state)
-            elif self._said_hello and now - self._beaten >= self._beat_s:
+            elif self._hello_sent and now - self._beaten >= self._beat_s:
                 self.beat(state, telemetry)
             if self._weight_receiver.has_work:
                 timeout_s = 0.0
             while (received := self._connection.receive(timeout_s)) is not None:
                 timeout_s = 0.0
-                self._patience.heard()
+                self._patience.reset()
                 self._handle(*received)
             if self._link.is_receiving():
-                self._patience.heard()
+                self._patience.reset()
             if self._patience.is_over():
-                raise DeadlineError(f"{self._name} heard nothing from the hub for {self._timeout_s:.0f} s")
+                raise DeadlineError(f"{self._name} received nothing from the hub for {self._timeout_s:.0f} s")
             self._weight_receiver.advance()
             self._put_again()
 
     def works_on(self, state: ActorState) -> None:
-        """What beats say until the next `poll`."""
+        """The state that beats carry until the next `poll`."""
         with self._using:
             self._newest = state, self._newest[1] if self._newest is not None else wire.Telemetry()
 
@@ -113,9 +112,9 @@ class ActorClient:
 
     def _beat_on(self) -> None:
         while not self._closed.wait(self._beat_s):
-            with self._using, suppress(DeadlineError):  # what cannot be sent, the actor's own thread finds out
+            with self._using, suppress(DeadlineError):  # what cannot be sent fails in the actor's own thread
                 late = self._link.clock() - self._beaten >= 1.5 * self._beat_s
-                if late and self._said_hello and self._newest is not None and not self._closed.is_set():
+                if late and self._hello_sent and self._newest is not None and not self._closed.is_set():
                     self.beat(*self._newest)
 
     def wake(self) -> None:
@@ -123,7 +122,7 @@ class ActorClient:
         self._link.wake()
 
     def beat(self, state: ActorState, telemetry: wire.Telemetry) -> None:
-        """Tell the hub the actor's state now (new version, new capacity) rather than at the next beat."""
+        """Send the actor's state now (new version, new capacity) rather than at the next beat."""
         with self._using:
             self._beaten, self._newest = self._link.clock(), (state, telemetry)
             self._connection.send(
@@ -169,7 +168,7 @@ class ActorClient:
             self._connection.close()
 
     def _hello(self, state: ActorState) -> None:
-        self._said_hello, self._welcome = True, False
+        self._hello_sent, self._welcome = True, False
         self._beaten = self._link.clock()
         self._weight_receiver.reset()
         self._credits.clear()
@@ -196,11 +195,11 @@ class ActorClient:
                 self._connection.send(*self._unacknowledged[number])
 
     def _claim_again(self, detail: str) -> None:
-        """The hub takes the one that has the name for living, or cannot know yet that it ended: ask again for a while."""
+        """For the hub another process has the name, perhaps one that has ended: send Hello again for a while."""
         self._num_claims += 1
         if self._num_claims > _CLAIMS:
             raise RefusedError("name-taken", detail)
-        self._said_hello, self._hello_at = False, self._link.clock() + self._beat_s
+        self._hello_sent, self._hello_at = False, self._link.clock() + self._beat_s
 
     def _answered(self, number: int, attempt: int) -> None:
         waiting = self._unacknowledged.get(number)
@@ -228,12 +227,12 @@ class ActorClient:
             case wire.Adopt(fence=fence, version=version):
                 self._weight_receiver.adopt((fence, version))
             case wire.Manifest() | wire.Chunk():
-                self._weight_receiver.hear(message, arrays)
+                self._weight_receiver.receive(message, arrays)
             case wire.Stop(reason=reason):
                 self.stop_reason = reason
             case wire.Refused(reason="unknown-actor"):
                 if request > self._hello_request:  # else it was sent before the last Hello
-                    self._said_hello = False
+                    self._hello_sent = False
             case wire.Refused(reason="name-taken", detail=detail):
                 self._claim_again(detail)
             case wire.Refused(reason="weights"):

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.transport.link import Connect, SocketLink
+from async_rlhf.buffers.transport.link import Connect, Connection, SocketLink
 
 
 @contextmanager

@@ -1,20 +1,27 @@
-"""The learner's end of the hub."""
+"""The learner's end of the hub: requests that wait for their answers, and one weight set at a time in a thread of its own.
+
+owns        two connections, and while a set is on its way the thread that sends it (`WeightUpload`)
+waits for   the hub's answers, each with a deadline; `WeightUpload.wait` for the thread
+woken by    the hub's answers
+on close    waits for the set on its way; one that did not come whole is not announced
+"""
 
 from __future__ import annotations
 
 import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from async_rlhf.buffers.clients.connection import Connection
-from async_rlhf.buffers.clients.publication import Publication, Work
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.buffers.transport.link import Connect, SocketLink
+from async_rlhf.buffers.transport.link import Connect, Connection, SocketLink
 from async_rlhf.buffers.weights.sender import WeightSender
 
 
@@ -40,8 +47,46 @@ class SuspectGroup:
         return packing.decode_put(self.frames)
 
 
+class WeightUpload:
+    """A weight set on its way to the hub: runs `work`, which publishes it, in a thread. `blocked_s`: how long others waited for
+    it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+        self.blocked_s = 0.0
+        self._start(lambda: self._run(work))
+
+    def check(self) -> None:
+        """Raise what it failed with, if it has; it may still be under way."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self) -> None:
+        """Return when the hub has verified the whole. Raises RefusedError when it did not take it, DeadlineError when it did
+        not answer."""
+        self._await(self._ended)
+        self.check()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 (handed to the thread that waits)
+            self._failure = error
+        finally:
+            self._ended.set()
+
+    def _start(self, run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name="weight-upload", daemon=True).start()
+
+    def _await(self, event: threading.Event) -> None:
+        began = time.monotonic()
+        event.wait()
+        self.blocked_s += time.monotonic() - began
+
+
 class LearnerClient:
-    """The learner's end: take batches, say what was trained and what is durable, publish weights. Blocks, with deadlines.
+    """The learner's end: take batches, report what was trained and what is durable, publish weights. Blocks, with deadlines.
 
     Weights have a connection of their own, so that they travel in a thread while everything else goes on. The hub takes a
     version only from a learner that has done so many steps: `trained` waits until the weights of the step before are there, and
@@ -59,15 +104,15 @@ class LearnerClient:
         timeout_s: float,
         connect: Connect = SocketLink,
         weights: WeightsConfig | None = None,
-        start: Callable[[Work], Publication] = Publication,
+        start: Callable[[Callable[[], None]], WeightUpload] = WeightUpload,
     ) -> None:
-        """start: begins a publication; a simulator has its own."""
+        """start: begins an upload; a simulator has its own."""
         self._connection, self._weight_connection = (
             Connection(connect(address, name)) for name in ("learner", "learner-weights")
         )
         self._weight_sender = WeightSender(self._weight_connection, address, weights or WeightsConfig(), timeout_s)
         self._start = start
-        self._publication: Publication | None = None
+        self._upload: WeightUpload | None = None
         self._timeout_s = timeout_s
         self._life = secrets.token_hex(8)
         self.fence = 0
@@ -78,7 +123,7 @@ class LearnerClient:
         What became of a set on its way is of no interest any more: all that follows has another fence.
         """
         with suppress(AsyncRLHFError):
-            self._end_publication()
+            self._end_upload()
         register = wire.Register(step=step, committed=committed, learner=self._life, fence=self.fence)
         answer, _ = self._connection.ask(register, timeout_s=self._timeout_s)
         assert isinstance(answer, wire.Registered)
@@ -87,7 +132,7 @@ class LearnerClient:
     def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
         """Batch `step`, a group of it to be tried first, or the reason why none will come. Waits while it is coming.
 
-        Raises what the publication under way fails with: the batch may wait for it.
+        Raises what the upload under way fails with: the batch may wait for it.
         """
         taken = self._take(step, target_staleness)
         if isinstance(taken, str | SuspectGroup):
@@ -105,7 +150,7 @@ class LearnerClient:
     def finish(self, step: int) -> None:
         """Batch `step` is not wanted, nor any later one; the hub stops the actors. What was begun can be made another time."""
         take = wire.Take(fence=self.fence, step=step, enough=True)
-        self._connection.ask(take, timeout_s=self._timeout_s, meanwhile=self._check_publication)
+        self._connection.ask(take, timeout_s=self._timeout_s, meanwhile=self._check_upload)
 
     def tried(self, suspect: SuspectGroup) -> None:
         """The group alone was no trouble."""
@@ -116,7 +161,7 @@ class LearnerClient:
         answer, frames = self._connection.ask(
             wire.Take(fence=self.fence, step=step, target_staleness=target_staleness),
             timeout_s=self._timeout_s,
-            meanwhile=self._check_publication,
+            meanwhile=self._check_upload,
         )
         if isinstance(answer, wire.Ended):
             return answer.reason
@@ -127,40 +172,40 @@ class LearnerClient:
         return answer, frames
 
     def trained(self, step: int) -> None:
-        """Batch `step` has been trained on. Waits for the publication under way and raises what it fails with, but for no
+        """Batch `step` has been trained on. Waits for the upload under way and raises what it fails with, but for no
         answer: should the message be lost, the next request implies it."""
-        self._end_publication()
+        self._end_upload()
         self._connection.send(wire.Trained(fence=self.fence, step=step))
 
     def commit(self, step: int) -> None:
         """The oldest checkpoint that is kept has `step` steps; the groups of earlier steps may be deleted."""
         self._connection.ask(wire.Commit(fence=self.fence, step=step), timeout_s=self._timeout_s)
 
-    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> None:
+    def publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> None:
         """Send a weight set; returns when the hub has verified it whole. Raises RefusedError when it is not."""
         self.begin_publish(version, tensors, canary)
-        self._end_publication()
+        self._end_upload()
 
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None = None) -> Publication:
-        """Begin to send a weight set, when the one before is there. The tensors are read until the publication has ended: all
-        that waits for it (`trained`, `register`, another publication) comes before they may change."""
-        self._end_publication()
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
+        """Begin to send a weight set, when the one before is there. The tensors are read until the upload has ended: all
+        that waits for it (`trained`, `register`, another upload) comes before they may change."""
+        self._end_upload()
         fence = self.fence
-        self._publication = self._start(lambda: self._weight_sender.publish(fence, version, tensors, canary))
-        return self._publication
+        self._upload = self._start(lambda: self._weight_sender.publish(fence, version, tensors, canary))
+        return self._upload
 
-    def _check_publication(self) -> None:
-        if self._publication is not None:
-            self._publication.check()
+    def _check_upload(self) -> None:
+        if self._upload is not None:
+            self._upload.check()
 
-    def _end_publication(self) -> None:
-        publication, self._publication = self._publication, None
-        if publication is not None:
-            publication.wait()
+    def _end_upload(self) -> None:
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.wait()
 
     def close(self) -> None:
         """Waits for a set that is on its way; what it fails with is of no interest any more."""
         with suppress(AsyncRLHFError):
-            self._end_publication()
+            self._end_upload()
         self._connection.close()
         self._weight_connection.close()

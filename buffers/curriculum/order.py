@@ -2,12 +2,12 @@
 
     order.jsonl   {"step":3,"outcomes":[[12,0.5],[13,null]],"known":4096,"first":24,"places":[17,3,18,19]}
 
-A line says, in this order: how groups went (number, share that solved the prompt, null where nothing says so), how many places
+A line has, in this order: how groups went (number, share that solved the prompt, null where it is not known), how many places
 were known, and which place each number from `first` on has. `step` is the batch whose groups these outcomes are of, the
 quarantined ones below included; null where groups were filtered: their outcomes wait for the line of the next batch. An outcome
 counts once for a number.
 
-So what the policy knows is a fold over the file (`Pools`), whatever died when. What a crash left of the newest line is cut off
+So the policy's state is a fold over the file (`Pools`), whatever died when. What a crash left of the newest line is cut off
 when the file is opened: its numbers did not exist yet. What a full disk did not take is written first when there is room.
 """
 
@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.appending import Appending
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.pools import Pools
 from async_rlhf.buffers.errors import DamagedError, JournalError
-from async_rlhf.buffers.files import DISK, Files
+from async_rlhf.buffers.files import DISK, Appending, Files
 
 FILE_NAME = "order.jsonl"
 

@@ -3,7 +3,7 @@
 A place is a prompt as the data have it: a place of the first epoch of a file or task, or of a spool's stream. It is
 
     new      never used. New places come in their order
-    open     its newest group solved it sometimes; or easy and not yet retired; or nothing said how it went
+    open     its newest group solved it sometimes; or easy and not yet retired; or it is not known how it went
     hard     its newest group solved it at most `hard_at` of the time
     away     chosen, and how it went is not known yet
     retired  easy (solved at least `easy_at` of the time) `retire_after` groups in a row: for good
@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio's fraction, made odd: numbers beyond 2^53 keep their points
 
@@ -78,13 +78,13 @@ class Pools:
             self._away[place] = None
 
     def learn(self, place: int, rate: float | None) -> None:
-        """How a group of this place went: the share that solved it, None where nothing says so."""
+        """How a group of this place went: the share that solved it, None where it is not known."""
         used = self._used[place]
         was_retired = self._is_retired(used)
         if rate is not None:
             self._count(used, -1)
             used.rate = rate
-            if not was_retired:  # for good, whatever groups that were begun before say
+            if not was_retired:  # for good, however groups that were begun before go
                 used.easy = used.easy + 1 if rate >= self._config.easy_at else 0
             self._count(used, 1)
         self._retired += self._is_retired(used) - was_retired

@@ -2,8 +2,8 @@
 
 Knows no socket and reads no clock of its own: `hub` feeds it and sends what it finds in the outbox; a simulator can do
 the same on virtual time. Never decides about a group and never looks into one beyond checking that it is well formed and
-fits the run (`schema`). Where the hub decides which prompt a number has, `prompts` says so. The actors' comings and goings are
-`sessions`', the learner's requests `learner_session`'s.
+fits the run (`GroupSchema`). Where the hub decides which prompt a number has, that is in `prompts`; which actors are
+connected in `sessions`; the learner's requests in `learner_session`.
 
     a peer that dies   its leases end (actor), or its batches are offered again when it registers anew (learner)
     a bad frame        is counted by its reason, dropped, and answered with Refused; so is a message that runs into a defect of
@@ -31,7 +31,7 @@ from async_rlhf.buffers.hub.outbox import Outbox
 from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.queue.admission import Credit
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
@@ -92,7 +92,7 @@ class Exchange:
         self.stopped = False
 
     def settle(self) -> None:
-        """Decide, make durable, and only then say what was decided."""
+        """Decide, make durable, and only then send what was decided."""
         if self._full and not self._retry:
             return
         self._retry = False
@@ -125,7 +125,7 @@ class Exchange:
     def receive(self, identity: bytes, frames: list[bytes], holder: roles.Holder | None = None) -> None:
         """Take one message in, sent with the key of `holder` where there are keys.
 
-        What there is to say goes to the outbox, acknowledgements only with `settle`.
+        Answers go to the outbox, acknowledgements only with `settle`.
         """
         request = 0
         try:
@@ -133,15 +133,15 @@ class Exchange:
             roles.check(holder, message)
             answer = self._handle(identity, request, message, [frames[0], *arrays])
             if answer is not None:
-                self.outbox.say(identity, answer, request=request)
+                self.outbox.send(identity, answer, request=request)
         except DiskFullError as error:
-            self.outbox.say(identity, self._note_full(error), request=request)
+            self.outbox.send(identity, self._note_full(error), request=request)
         except JournalError:
             raise
         except Exception as error:  # noqa: BLE001 (one peer's message, whatever it met, must not end the others' run)
             request = request or getattr(error, "request", 0)
             refused = self._refusals.note(error, self._peers.name(identity) or identity[:40].hex())
-            self.outbox.say(identity, refused, request=request)
+            self.outbox.send(identity, refused, request=request)
 
     def arrives(self, identity: bytes) -> None:
         """Bytes of a message that is not whole yet arrive from this peer."""
@@ -157,10 +157,10 @@ class Exchange:
             case wire.Hello():
                 return self._sessions.hello(identity, message, self._clock())
             case wire.Beat() | wire.Release() | wire.Bye():
-                name = self._sessions.known(identity, self._clock())
-                return self._sessions.hear(name, message, self._clock())
+                name = self._sessions.name_of(identity, self._clock())
+                return self._sessions.handle(name, message, self._clock())
             case wire.Fetch() | wire.FetchChunk():
-                self.outbox.say(identity, *self._weight_server.serve(message), request)
+                self.outbox.send(identity, *self._weight_server.serve(message), request)
                 return None
             case wire.GetStatus():
                 return wire.Status(status=self.status())
@@ -175,11 +175,11 @@ class Exchange:
             case wire.Halt():
                 self.stopped = True
             case _:
-                return self._session.hear(identity, request, message, frames[1:], self._full)
+                return self._session.handle(identity, request, message, frames[1:], self._full)
         return wire.Done()
 
     def _put(self, identity: bytes, request: int, put: wire.Put, frames: wire.Frames) -> wire.Message | None:
-        name, group = self._sessions.known(identity, self._clock()), put.group
+        name, group = self._sessions.name_of(identity, self._clock()), put.group
         self._admission.fleet.actors[name].has_put(group.number, self._clock())
         try:
             entry = packing.check_group(group, frames, self._schema)
@@ -221,7 +221,7 @@ class Exchange:
             self._num_dead = num_dead
             self._journal.state(self._admission.remember(), self._admission.fleet.failures.quarantined)
         for identity, adopt in self._weight_server.adoptions(admission, self._peers, self._clock()):
-            self.outbox.say(identity, adopt)
+            self.outbox.send(identity, adopt)
         for name, credits in ({} if self.little_room else admission.credits()).items():
             for message in self._messages(credits):
                 self.outbox.hold(self._peers[name].identity, message)
@@ -257,7 +257,7 @@ class Exchange:
         self._session.remind(self._full or self.little_room)
 
     def status(self) -> dict[str, Any]:
-        """Everything an operator asks: plain values, ready for JSON."""
+        """The state of the hub for an operator: plain values, ready for JSON."""
         doing = "draining" if self._admission.draining else "paused" if self.little_room else "running"
         waits = self._session.waits and not self._full
         return {

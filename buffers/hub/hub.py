@@ -2,7 +2,7 @@
 
     owns        the socket, and through the exchange the journal and the weight store; one thread
     waits for   a frame, or the next tick (liveness, keep-alives, the ledger on disk, what has come into the spool)
-    woken by    any peer's message, a peer that asks to be let in, an event of the socket's monitor
+    woken by    any peer's message, a connection attempt, an event of the socket's monitor
     on close    journal synced, ledger written, socket closed
 
 A round takes in the messages that are already there, so many or so many bytes at most, then settles: one fsync however many
@@ -30,7 +30,7 @@ from async_rlhf.buffers.config import FSYNC_INTERVAL_S, QueueConfig, WeightsConf
 from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.prompts import Prompts
-from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
@@ -69,8 +69,8 @@ class Hub:
         little_room: Callable[[], str] | None = None,
     ) -> None:
         """addresses: one or several to listen at, all under the same keys. beat: called with every tick of the loop. prompts:
-        where the hub decides which one a number has; the turns of its spool are taken by the loop. little_room: asked with
-        every tick why no further group should be begun; empty where there is no reason."""
+        where the hub decides which one a number has; the turns of its spool are taken by the loop. little_room: called with
+        every tick, returns why no further group should be begun; empty where there is no reason."""
         self._prompts = prompts
         self._spool = None if prompts is None else prompts.spool
         self._clock, self._ledger, self._beat = clock, directory / "ledger.json", beat or (lambda: None)
@@ -137,7 +137,7 @@ class Hub:
                 self._write_ledger()
 
     def status(self) -> dict[str, Any]:
-        """Everything an operator asks: plain values, ready for JSON."""
+        """The state of the hub for an operator: plain values, ready for JSON."""
         return self._exchange.status()
 
     def _take_in(self) -> bool:

@@ -1,4 +1,4 @@
-"""The learner's side of the hub: who the present learner is, and what it asks for. One at a time, by its fence.
+"""The learner's side of the hub: which learner is registered, and its requests. One at a time, by its fence.
 
 Knows no socket and no clock, like `exchange`, which passes on a learner's messages and looks for the answer to a Take whenever
 something has changed. What rests on a decision is held back in the outbox until the journal is durable.
@@ -47,10 +47,12 @@ class LearnerSession:
         """Whether a learner waits for its batch."""
         return self._parked is not None
 
-    def hear(self, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames, full: str) -> wire.Message | None:
+    def handle(
+        self, identity: bytes, request: int, message: wire.Message, arrays: wire.Frames, full: str
+    ) -> wire.Message | None:
         """The answer, or None when it comes later. full: why nothing can be written now.
 
-        Raises RefusedError and WireError for what is not the present learner's to say, WeightsError for weights.
+        Raises RefusedError and WireError for what the present learner may not send, WeightsError for weights.
         """
         if isinstance(message, wire.Register):
             return self._register(identity, request, message, full)
@@ -82,7 +84,7 @@ class LearnerSession:
                 self._outbox.hold(identity, wire.Done(), request)
                 return None
             case wire.Publish() | wire.Chunk() | wire.Check():
-                return self._weight_server.hear(message, arrays, admission)
+                return self._weight_server.receive(message, arrays, admission)
             case _:
                 raise WireError(f"{message.type!r} is not for the hub, or came at the wrong time")
         return wire.Done()
@@ -101,7 +103,7 @@ class LearnerSession:
             numbers = admission.take(take.step)
         except RefusedError as error:
             self._parked = None
-            self._outbox.say(identity, wire.Refused(reason=error.reason, detail=error.detail), request=request)
+            self._outbox.send(identity, wire.Refused(reason=error.reason, detail=error.detail), request=request)
             return ""
         if numbers is not None:
             if fresh:
@@ -121,7 +123,7 @@ class LearnerSession:
         return ""
 
     def _finish(self, identity: bytes, request: int) -> str:
-        """The learner wants no batch any more: no credit is given, and what is being made is lost, with no blame."""
+        """The learner takes no further batch: no credit is given, and what is being made is lost and counts as no failure."""
         self._admission.draining = True
         self._admission.fleet.disband("the run has ended")
         self._outbox.hold(identity, wire.Ended(reason="finished"), request)
@@ -132,7 +134,7 @@ class LearnerSession:
         if self._parked is not None:
             identity, request, take = self._parked
             detail = full or status.waiting_for(self._admission)
-            self._outbox.say(identity, wire.Waiting(step=take.step, detail=detail), request=request)
+            self._outbox.send(identity, wire.Waiting(step=take.step, detail=detail), request=request)
 
     def _check_fence(self, message: wire.Message) -> None:
         """Whether this is the present learner. Raises RefusedError: `fenced` for one that was replaced, which is for good;

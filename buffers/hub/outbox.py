@@ -34,7 +34,7 @@ class Outbox:
         self._held: list[_Held] = []
         self._kept: dict[bytes, _Kept] = {}
 
-    def say(self, identity: bytes, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
+    def send(self, identity: bytes, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
         """At once."""
         self.messages.append([identity, *wire.encode(message, arrays, request)])
 
@@ -56,9 +56,9 @@ class Outbox:
     def release(self, read: Callable[[int], memoryview]) -> None:
         """The journal is durable: send what was held back. read: the bytes of a group, by number."""
         for identity, kept in self._kept.items():
-            self.say(identity, wire.Ack(groups=kept.groups), request=kept.request)
+            self.send(identity, wire.Ack(groups=kept.groups), request=kept.request)
         self._kept.clear()
         for held in self._held:
             groups = [frame for number in held.numbers for frame in packing.from_bytes(read(number))]
-            self.say(held.identity, held.message, groups, held.request)
+            self.send(held.identity, held.message, groups, held.request)
         self._held.clear()

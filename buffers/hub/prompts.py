@@ -10,7 +10,7 @@ version s at most, which begins groups n < (s + S + 1) B + q (`queue.bound`; a w
 their place, and no more, so what was learned matters as soon as it may; a credit never waits for one.
 
 What was learned counts when its batch is durable, before the learner is given it: with W = 1 and prompts that are all there,
-the place of every number is a function of the batches before it, whoever was faster and whatever died. So `queue.exact` and
+the place of every number is a function of the batches before it, however fast actors are and whatever dies. `queue.exact` and
 S = 0 keep their promise.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.order import Order
 from async_rlhf.buffers.curriculum.pools import pass_rate
 from async_rlhf.buffers.protocol import packing

@@ -1,11 +1,11 @@
-"""The actors' side of the hub: who is in, under which name, alive and moving. Their groups are `exchange`'s.
+"""The actors' side of the hub: which are connected, under which name, and whether they make progress. Their groups: `exchange`.
 
-Knows no socket and no file. A name belongs to one process. Of two that claim it the one that is there keeps it for as long as
-it is heard; one that was not heard for `_SILENT_BEATS` beats since the other came is taken for ended, and the other is let in.
+Knows no socket and no file. A name belongs to one process. Of two that claim it the first keeps it as long as it sends; when
+nothing has come from it for `_SILENT_BEATS` beats since the second came, it counts as ended and the second takes its name.
 
 silence          ends a lease after `queue.lease_s` and counts against no group; bytes that still arrive are no silence
 no progress      of a group, for `queue.progress_timeout_s`, ends its lease and counts against it
-a late hub       forgives everything that it could not hear meanwhile
+a late hub       extends every deadline by the time in which it received nothing
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
 _SILENT_BEATS = 3
-# A tick that comes later than this after the last, or than half a lease, proves that nothing was heard.
+# A tick that comes later than this after the last, or than half a lease, proves that nothing was received.
 _MAX_LATE_S = 2.0
 
 
@@ -43,19 +43,19 @@ class ActorSessions:
         self._challenged: dict[str, float] = {}  # name -> since when another process claims it
         self._ticked_at: float | None = None
 
-    def known(self, identity: bytes, now: float) -> str:
-        """Name of the living actor behind an identity; hearing from it keeps its leases."""
+    def name_of(self, identity: bytes, now: float) -> str:
+        """Name of the living actor behind an identity; its message extends its leases."""
         name = self._peers.name(identity)
         if name is None or name not in self._admission.fleet.actors:
-            raise RefusedError("unknown-actor", "say hello first (the hub was restarted, or thought you dead)")
-        self._admission.fleet.actors[name].heard_at = now
+            raise RefusedError("unknown-actor", "send Hello first (the hub was restarted, or the lease has expired)")
+        self._admission.fleet.actors[name].last_seen = now
         return name
 
     def arrives(self, identity: bytes, now: float) -> None:
         """Bytes of a message that is not whole yet arrive from this peer: it lives."""
         name = self._peers.name(identity)
         if name is not None and name in self._admission.fleet.actors:
-            self._admission.fleet.actors[name].heard_at = now
+            self._admission.fleet.actors[name].last_seen = now
 
     def hello(self, identity: bytes, hello: wire.Hello, now: float) -> wire.Message:
         """Raises RefusedError: `shared` for an actor of another configuration, `name-taken` while another process holds it."""
@@ -63,14 +63,14 @@ class ActorSessions:
         name, before = hello.actor, self._peers.name(identity)
         self._check_name(hello, now)
         if before is not None and before != name:
-            self.leave(before, f"said hello as {name}")
+            self.leave(before, f"joined again as {name}")
         self._peers.join(name, identity)
         actor = Actor(hello.capacity, hello.fence, hello.version, now, life=hello.life)
         self._admission.fleet.join(name, actor, hello.holding)
         _log.info("%s joined with version %d, holding %d groups", name, hello.version, len(hello.holding))
         return wire.Welcome(incarnation=self._incarnation, max_frame_bytes=self._config.max_frame_bytes)
 
-    def hear(self, name: str, message: wire.Beat | wire.Release | wire.Bye, now: float) -> wire.Message:
+    def handle(self, name: str, message: wire.Beat | wire.Release | wire.Bye, now: float) -> wire.Message:
         match message:
             case wire.Beat():
                 actor, peer = self._admission.fleet.actors[name], self._peers[name]
@@ -79,8 +79,8 @@ class ActorSessions:
                 actor.progressed(message.progress, now)
             case wire.Release(numbers=numbers):
                 self._admission.release(name, numbers)
-            case wire.Bye():  # also of an actor that ends by an error: the supervisor's word counts then
-                self.leave(name, "said goodbye", seen=False)
+            case wire.Bye():  # also of an actor that ends by an error: the supervisor reports its end
+                self.leave(name, "left", seen=False)
         return wire.Done()
 
     def leave(self, name: str, reason: str, *, seen: bool = True) -> None:
@@ -92,14 +92,14 @@ class ActorSessions:
         late = 0.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         if late > min(_MAX_LATE_S, self._config.lease_s / 2):
-            _log.warning("nothing was heard for %.1f s, for the hub stood still: all leases are longer by that", late)
+            _log.warning("the hub's loop stalled for %.1f s: all leases are longer by that", late)
             self._admission.fleet.forgive(late, now)
             self._peers.forgive(late, now)
             self._challenged.clear()
         for name in self._weight_server.late(self._admission, self._peers, now):
-            self._admission.fleet.drop(name, "adopted no weights in its time")
+            self._admission.fleet.drop(name, "exceeded weights.adopt_timeout_s")
             self._forget(name)
-            _log.warning("%s adopted no weights in its time: its groups go to others", name)
+            _log.warning("%s adopted no weights within weights.adopt_timeout_s: its groups go to others", name)
         for name in self._admission.fleet.expire(now):
             self.leave(name, "", seen=False)
             _log.warning("%s was silent for %.0f s: its groups go to others", name, self._config.lease_s)
@@ -127,14 +127,14 @@ class ActorSessions:
         if holder is None or holder.life == hello.life:
             self._challenged.pop(hello.actor, None)
             return
-        patience = _SILENT_BEATS * self._config.beat_s
+        silence_s = _SILENT_BEATS * self._config.beat_s
         since = self._challenged.setdefault(hello.actor, now)
-        if holder.heard_at > since:
-            since = self._challenged[hello.actor] = holder.heard_at
-        if now - since < patience:
+        if holder.last_seen > since:
+            since = self._challenged[hello.actor] = holder.last_seen
+        if now - since < silence_s:
             raise RefusedError(
                 "name-taken",
-                f"an actor called {hello.actor!r} is in the run, heard {now - holder.heard_at:.1f} s ago. Choose another name, "
-                "or end that one",
+                f"an actor called {hello.actor!r} is in the run, its last message {now - holder.last_seen:.1f} s ago. "
+                "Choose another name, or end that one",
             )
         del self._challenged[hello.actor]

@@ -28,7 +28,7 @@ def describe(admission: Admission, peers: Peers, now: float) -> dict[str, Any]:
                 "version": actor.version,
                 "capacity": actor.capacity,
                 "groups": len(actor.leases),
-                "silent_s": round(now - actor.heard_at, 3),
+                "silent_s": round(now - actor.last_seen, 3),
             }
             for name, actor in admission.fleet.actors.items()
         },

@@ -1,23 +1,38 @@
-"""What every message is: a frozen record whose fields are checked before anything looks at them.
+"""What a message is and how it travels: a frozen record whose fields are checked before anything looks at them, as frames.
 
-Types are strict: a text is no number, a float no integer, 1 no truth value. Every integer fits what it is made of again:
-64 bits in a header, 32 bits where it becomes an array.
+Frames are a MessagePack header, [protocol, request, fields], then raw little-endian arrays. Types are strict: a text is no
+number, a float no integer, 1 no truth value. Every integer fits what it is made of again: 64 bits in a header, 32 bits where it
+becomes an array. The messages of the hub are in `wire`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+import reprlib
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from async_rlhf.buffers.errors import WireError
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Int = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Version = Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)]
 Amount = Annotated[float, Field(ge=-1e18, le=1e18)]
 """Sums and squares of as many as there are stay finite."""
+Digest = Annotated[str, Field(min_length=1, max_length=32)]
 GroupId = Annotated[tuple[Count, Count], Field(strict=False)]
 """(number, attempt)"""
+Frames = list[bytes]
+"""Or views of them, which are sent and read like bytes."""
+
+MAX_HEADER_BYTES = 4 << 20
+"""The largest honest header of the hub's protocol is a Put: a few hundred bytes a member plus the texts."""
+MAX_FRAME_BYTES = 1 << 30
+"""What a side takes that trusts the other: no frame is larger, whatever the hub's own limit."""
+_MAX_ITEMS = 1 << 16
 
 
 class MessageBase(BaseModel):
@@ -26,48 +41,87 @@ class MessageBase(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class CreditItem(MessageBase):
-    """Permission to begin a group. row: its prompt and columns, a JSON object, where rows come while the run goes on. place: of
-    its row in the first epoch, where a curriculum chooses among the rows of the run."""
+class Message(MessageBase):
+    """`type`: what names it in its header, the name of its class in small letters (`FetchChunk`: `fetch_chunk`)."""
 
-    number: Count
-    attempt: Count
-    lowest_version: Version
-    row: str = ""
-    place: Count | None = None
+    type: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.type = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
-class Telemetry(MessageBase):
-    """An actor's counters and gauges, the same of every actor. `*_total` and `*_s` only rise in an actor's life.
+M = TypeVar("M", bound=Message)
 
-    scoring: completions that wait for scores. canary_drift: nats between engine and learner at the newest adoption.
-    episodes_*: whose environment failed, and those that began again because its process ended. cleanups_failed: environments
-    whose `finally` failed.
-    selection_*: how much what is trained differs in length from what was begun, in tokens, and in turns (see
-    `async_rlhf.actors.loop.length_bias`).
-    """
 
-    busy_s: Amount = 0.0
-    idle_s: Amount = 0.0
-    tokens_total: Amount = 0.0
-    completions_total: Amount = 0.0
-    groups_total: Amount = 0.0
-    dropped_tokens_total: Amount = 0.0
-    canary_drift: Amount = 0.0
-    selection_ks: Amount = 0.0
-    selection_mean_ratio: Amount = 0.0
-    selection_correlation: Amount = 0.0
-    selection_alarm: Amount = 0.0
-    selection_turns_ks: Amount = 0.0
-    selection_turns_mean_ratio: Amount = 0.0
-    selection_turns_correlation: Amount = 0.0
-    selection_turns_alarm: Amount = 0.0
-    oldest_group_age: Amount = 0.0
-    scoring: Amount = 0.0
-    scores_failed_total: Amount = 0.0
-    scores_asked_again_total: Amount = 0.0
-    shown_total: Amount = 0.0
-    shown_not_read_total: Amount = 0.0
-    episodes_failed_total: Amount = 0.0
-    episodes_lost_total: Amount = 0.0
-    cleanups_failed_total: Amount = 0.0
+class Framing(Generic[M]):
+    """The messages `kinds` of a protocol as frames, with arrays behind them. Anything else raises WireError, which the receiver
+    counts and answers: unknown fields, wrong types, oversized frames, other protocol numbers. Nothing is unpickled."""
+
+    def __init__(self, protocol: int, kinds: Iterable[type[M]]) -> None:
+        self._protocol, self._kinds = protocol, {kind.type: kind for kind in kinds}
+
+    def encode(self, message: M, arrays: Frames | None = None, request: int = 0) -> Frames:
+        """request: the sender's number, returned in the answer."""
+        return [msgpack.packb([self._protocol, request, {"type": message.type, **message.model_dump()}]), *(arrays or [])]
+
+    def decode(self, frames: Frames, *, max_frame_bytes: int, oldest: int | None = None) -> tuple[int, M, Frames]:
+        """Request number, message, array frames. oldest: the protocol it may be of; None: the present one.
+
+        Raises WireError with one of the reasons `oversized`, `malformed`, `protocol`, `unknown-type` and `field`.
+        """
+        if not frames or any(len(frame) > max_frame_bytes for frame in frames) or len(frames[0]) > MAX_HEADER_BYTES:
+            header, largest = (len(frames[0]), max(len(frame) for frame in frames)) if frames else (0, 0)
+            raise WireError(
+                f"{len(frames)} frames, a header of {header} and the largest of {largest} bytes; the limits are "
+                f"{MAX_HEADER_BYTES} for a header and {max_frame_bytes} a frame (queue.max_frame_bytes)",
+                "oversized",
+            )
+        try:
+            envelope = msgpack.unpackb(
+                frames[0],
+                strict_map_key=True,
+                max_array_len=_MAX_ITEMS,
+                max_map_len=_MAX_ITEMS,
+                max_ext_len=0,
+                max_bin_len=0,
+                ext_hook=_no_extension,
+            )
+        except (ValueError, msgpack.exceptions.UnpackException) as error:
+            raise WireError(f"a header that is no MessagePack within the limits: {error}") from error
+        if not isinstance(envelope, list) or len(envelope) != 3 or not isinstance(envelope[1], int):
+            raise WireError("a header that is no [protocol, request, message]")
+        protocol, request, fields = envelope
+        if not isinstance(protocol, int) or not (oldest or self._protocol) <= protocol <= self._protocol:
+            shown = _shown(protocol).strip("'")
+            raise WireError(f"protocol {shown}; this side has protocol {self._protocol}", "protocol", request)
+        tag = fields.pop("type", None) if isinstance(fields, dict) else fields
+        if not isinstance(tag, str) or (kind := self._kinds.get(tag)) is None:
+            raise WireError(f"type {_shown(tag)} is no message of this protocol", "unknown-type", request)
+        try:
+            return request, kind.model_validate(fields), frames[1:]
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, (tag, *problem["loc"][:8])))[:200]
+            detail = f"field {where!r} = {_shown(problem['input'])}: {problem['msg'][:200]}"
+            raise WireError(detail, "field", request) from error
+
+
+def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
+    """Raise WireError for what the receiver would refuse (or cut the connection for), before it is sent."""
+    sizes = [len(frame) for frame in frames]
+    if sizes[0] > MAX_HEADER_BYTES or max(sizes) > max_frame_bytes:
+        raise WireError(
+            f"a message of frames of {sizes} bytes cannot be sent: the limits are {MAX_HEADER_BYTES} for the first and "
+            f"{max_frame_bytes} a frame. Raise queue.max_frame_bytes, or make completions or groups smaller.",
+            "oversized",
+        )
+
+
+def _shown(value: Any) -> str:
+    """Of a value that may be nested a thousand deep."""
+    return repr(str(value)[:100] if isinstance(value, str | int | float | None) else reprlib.repr(value)[:100])
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")

@@ -1,4 +1,4 @@
-"""A group as frames, and back: a validated header, and two little-endian arrays.
+"""A group as frames, and back: a validated header, and two little-endian arrays; and what the groups of one run look like.
 
 What an actor sends with a Put, a journal keeps and a Batch hands on, unchanged. Knows no socket and no file.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import reprlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from pydantic import JsonValue
 
 from async_rlhf.buffers.errors import RecordError, WireError
-from async_rlhf.buffers.protocol.schema import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
 from async_rlhf.buffers.record import MAX_LOGPROB, Entry, Float32Array, Group, Int32Array, Rollout, SamplingMask, Score, Span
+from async_rlhf.buffers.sampling import Sampling
 
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
 _MAX_DEPTH = 32
@@ -67,7 +68,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
 
 
 def _plain(value: Any, depth: int = 0) -> JsonValue:
-    """A column as JSON can say it: tuples and sets are lists, keys are texts, and everything else is its text.
+    """A column as JSON can hold it: tuples and sets are lists, keys are texts, and everything else is its text.
 
     Columns are for the record a person reads; tasks put fractions, dates and sets into them.
     """
@@ -93,11 +94,68 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+@dataclass(frozen=True)
+class GroupSchema:
+    """What every group of a run looks like, by its configuration: checked before a group is made durable.
+
+    What the learner could not read, or would train on wrongly, must not enter: a batch is given again as it was, so one such
+    group would end the learner at every start.
+    vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all behind a prompt.
+    environment: whether there is one, whose observations may stand between turns. splits: whether they may begin a row anew."""
+
+    group_size: int
+    vocabulary: int
+    max_prompt_length: int
+    max_completion_length: int
+    rewards: frozenset[str]
+    sampling: Sampling
+    environment: bool = False
+    splits: bool = False
+
+    def check(self, header: GroupHeader, ids: Int32Array) -> None:
+        """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
+        for name, value, wanted in (
+            ("members", len(header.num_tokens), self.group_size),
+            ("rewards", header.scores.keys(), self.rewards),
+            ("sampling", header.sampling, self.sampling),
+        ):
+            if value != wanted:
+                raise _not_of_run(header.number, f"{name}: {_shown(value)}; this run's: {_shown(wanted)}")
+        for name, value, most in (
+            ("prompt tokens", header.num_prompt_tokens, self.max_prompt_length),
+            ("tokens of a completion", max(header.num_tokens), self.max_completion_length),
+            ("largest token id", int(ids.max()), self.vocabulary - 1),
+        ):
+            if value > most:
+                raise _not_of_run(header.number, f"{name}: {value}; at most {most}")
+
+        if not self.environment and any(version is None for spans in header.spans for version, *_ in spans):
+            raise _not_of_run(header.number, "tokens that were not sampled; this run has no environment")
+        if not self.splits and any(header.restarts):
+            raise _not_of_run(header.number, "a row that begins anew; this run has environment.render other than 'split'")
+
+    def check_supports(self, group: Group) -> None:
+        """The tokens that others were chosen among exist. Raises WireError (`schema`)."""
+        top = max(
+            (int(rollout.sampling_mask.ids.max()) for rollout in group.rollouts if rollout.sampling_mask is not None), default=0
+        )
+        if top >= self.vocabulary:
+            raise _not_of_run(group.number, f"largest token id in a sampling mask: {top}; at most {self.vocabulary - 1}")
+
+
+def _shown(value: object) -> str:
+    return str(sorted(value) if isinstance(value, Set) else value)[:200]
+
+
+def _not_of_run(number: int, detail: str) -> WireError:
+    return WireError(f"group {number}: {detail}", "schema")
+
+
 def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None = None) -> Entry:
     """What admission needs to know of the group in the frames of a Put; raises WireError when it cannot be unpacked, or is
     none of this run.
 
-    The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, `schema` (see there), and `record` for
+    The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, `schema` (`GroupSchema`), and `record` for
     everything else. Does not make the group, which costs ten times as much, unless something in it is rare.
     """
     ids, logprobs = _arrays(header, frames[1:])

@@ -1,66 +1,88 @@
-"""Messages and framing: what the processes say to each other, and nothing about when or why.
-
-A message is a list of frames: a MessagePack header, then raw little-endian arrays. The header is validated against the
-types below before anything looks at it: unknown fields, wrong types, oversized frames and other protocol numbers raise
-WireError, which the receiver counts and answers; nothing is ever unpickled.
+"""The hub's protocol: its messages, and nothing about when or why they are sent (framing: `message`).
 
     actor   -> hub  Hello, Beat, Put (+ ids, logprobs), Release, Bye   hub -> actor    Welcome, Credits, Adopt, Ack,
                                                                                        Rejected, Later, Stop
     learner -> hub  Register, Take, Tried, Trained, Commit             hub -> learner  Registered, Batch (+ arrays),
                                                                                        Trial (+ arrays), Waiting, Ended, Done
-    weights         see `weight_messages`
     control -> hub  GetStatus, Drain, Gone, Quarantine, Halt           hub -> control  Status, Done
+    learner -> hub  Publish, Chunk (+ bytes), Check                    hub -> learner  Wanted, Checked, Done
+    actor   -> hub  Fetch, FetchChunk                                  hub -> actor    Adopt, Manifest, Chunk (+ bytes)
 
-    every request may be answered with Refused.
+Every request may be answered with Refused. The same holds between an actor and a relay, which is the hub to it.
 """
 
 from __future__ import annotations
 
-import reprlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args
 
-import msgpack
-from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, JsonValue
 
-from async_rlhf.buffers.errors import WireError
-from async_rlhf.buffers.protocol.message import Amount, Count, GroupId, MessageBase, Name, Version
-from async_rlhf.buffers.protocol.message import CreditItem as CreditItem
-from async_rlhf.buffers.protocol.message import Telemetry as Telemetry
-from async_rlhf.buffers.protocol.weight_messages import Adopt as Adopt
-from async_rlhf.buffers.protocol.weight_messages import Canary as Canary
-from async_rlhf.buffers.protocol.weight_messages import Check as Check
-from async_rlhf.buffers.protocol.weight_messages import Checked as Checked
-from async_rlhf.buffers.protocol.weight_messages import Chunk as Chunk
-from async_rlhf.buffers.protocol.weight_messages import DeltaSpec as DeltaSpec
-from async_rlhf.buffers.protocol.weight_messages import Digest
-from async_rlhf.buffers.protocol.weight_messages import Fetch as Fetch
-from async_rlhf.buffers.protocol.weight_messages import FetchChunk as FetchChunk
-from async_rlhf.buffers.protocol.weight_messages import Manifest as Manifest
-from async_rlhf.buffers.protocol.weight_messages import Place as Place
-from async_rlhf.buffers.protocol.weight_messages import Publish as Publish
-from async_rlhf.buffers.protocol.weight_messages import TensorSpec as TensorSpec
-from async_rlhf.buffers.protocol.weight_messages import Wanted as Wanted
+from async_rlhf.buffers.protocol import message
+from async_rlhf.buffers.protocol.manifest import Canary, DeltaSpec, Place, TensorSpec
+from async_rlhf.buffers.protocol.message import MAX_FRAME_BYTES as MAX_FRAME_BYTES
+from async_rlhf.buffers.protocol.message import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+from async_rlhf.buffers.protocol.message import Amount, Count, Digest, Framing, GroupId, MessageBase, Name, Version
+from async_rlhf.buffers.protocol.message import Frames as Frames
+from async_rlhf.buffers.protocol.message import check_size as check_size
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
 PROTOCOL = 11
-# Header limits. The largest honest header is a Put: a few hundred bytes a member plus the texts.
-MAX_HEADER_BYTES = 4 << 20
-# What a side takes that trusts the other: no frame is larger, whatever the hub's own limit.
-MAX_FRAME_BYTES = 1 << 30
-_MAX_ITEMS = 1 << 16
-
-# Or views of them, which are sent and read like bytes.
-Frames = list[bytes]
 
 
-class Hello(MessageBase):
+class CreditItem(MessageBase):
+    """Permission to begin a group. row: its prompt and columns, a JSON object, where rows come while the run goes on. place: of
+    its row in the first epoch, where a curriculum chooses among the rows of the run."""
+
+    number: Count
+    attempt: Count
+    lowest_version: Version
+    row: str = ""
+    place: Count | None = None
+
+
+class Telemetry(MessageBase):
+    """An actor's counters and gauges, the same of every actor. `*_total` and `*_s` only rise in an actor's life.
+
+    scoring: completions that wait for scores. canary_drift: nats between engine and learner at the newest adoption.
+    episodes_*: whose environment failed, and those that began again because its process ended. cleanups_failed: environments
+    whose `finally` failed.
+    selection_*: how much what is trained differs in length from what was begun, in tokens, and in turns (see
+    `async_rlhf.actors.loop.length_bias`).
+    """
+
+    busy_s: Amount = 0.0
+    idle_s: Amount = 0.0
+    tokens_total: Amount = 0.0
+    completions_total: Amount = 0.0
+    groups_total: Amount = 0.0
+    dropped_tokens_total: Amount = 0.0
+    canary_drift: Amount = 0.0
+    selection_ks: Amount = 0.0
+    selection_mean_ratio: Amount = 0.0
+    selection_correlation: Amount = 0.0
+    selection_alarm: Amount = 0.0
+    selection_turns_ks: Amount = 0.0
+    selection_turns_mean_ratio: Amount = 0.0
+    selection_turns_correlation: Amount = 0.0
+    selection_turns_alarm: Amount = 0.0
+    oldest_group_age: Amount = 0.0
+    scoring: Amount = 0.0
+    scores_failed_total: Amount = 0.0
+    scores_asked_again_total: Amount = 0.0
+    shown_total: Amount = 0.0
+    shown_not_read_total: Amount = 0.0
+    episodes_failed_total: Amount = 0.0
+    episodes_lost_total: Amount = 0.0
+    cleanups_failed_total: Amount = 0.0
+
+
+class Hello(message.Message):
     """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on.
 
     life: names the process, however often it connects. shared: digests of what hub and actor must have in common, by name.
     """
 
-    type: Literal["hello"] = "hello"
     actor: Name
     life: Digest
     shared: dict[Name, Digest] = Field(default_factory=dict, max_length=32)
@@ -70,13 +92,12 @@ class Hello(MessageBase):
     holding: list[GroupId] = Field(default_factory=list)
 
 
-class Beat(MessageBase):
+class Beat(message.Message):
     """An actor lives: how many groups it can hold now, which weights it serves, and its counters.
 
     progress: (number, amount) of each group it works on; an amount that does not rise is no progress.
     """
 
-    type: Literal["beat"] = "beat"
     capacity: Count
     fence: Count
     version: Version
@@ -121,197 +142,251 @@ class GroupHeader(MessageBase):
     columns: dict[str, JsonValue]
 
 
-class Put(MessageBase):
+class Put(message.Message):
     """A finished group. `constant`: by the actor's account no member is better than another, and with refill the hub may
     take another group in its place; it is acknowledged all the same."""
 
-    type: Literal["put"] = "put"
     group: GroupHeader
     constant: bool = False
 
 
-class Release(MessageBase):
+class Release(message.Message):
     """An actor gives groups up because they can no longer keep the bound."""
 
-    type: Literal["release"] = "release"
     numbers: list[Count]
 
 
-class Bye(MessageBase):
-    type: Literal["bye"] = "bye"
+class Bye(message.Message): ...
 
 
-class Welcome(MessageBase):
+class Welcome(message.Message):
     """The actor is known; whatever it was credited before and did not name in its Hello belongs to other actors now."""
 
-    type: Literal["welcome"] = "welcome"
     incarnation: str
     max_frame_bytes: Count
 
 
-class Credits(MessageBase):
-    type: Literal["credits"] = "credits"
+class Credits(message.Message):
     credits: list[CreditItem]
 
 
-class Ack(MessageBase):
+class Ack(message.Message):
     """These groups (number, attempt) are durable. Answers the last Put of them."""
 
-    type: Literal["ack"] = "ack"
     groups: list[GroupId]
 
 
-class Rejected(MessageBase):
+class Rejected(message.Message):
     """This Put was well formed and may not enter."""
 
-    type: Literal["rejected"] = "rejected"
     number: Count
     attempt: Count
     reason: str
 
 
-class Later(MessageBase):
+class Later(message.Message):
     """No room for this Put now: the actor keeps the group and puts it again after `wait_s`. Nothing was decided about it."""
 
-    type: Literal["later"] = "later"
     number: Count
     attempt: Count
     wait_s: Amount
     reason: str
 
 
-class Stop(MessageBase):
-    type: Literal["stop"] = "stop"
+class Stop(message.Message):
     reason: str
 
 
-class Register(MessageBase):
+class Register(message.Message):
     """A learner (re)starts with `step` steps done; its fence is in the answer. committed: as `Commit.step`.
 
     learner: the name of this life of it. fence: the one it was given last, 0 when it never was.
     """
 
-    type: Literal["register"] = "register"
     step: Count
     committed: Count
     learner: Name
     fence: Count = 0
 
 
-class Registered(MessageBase):
-    type: Literal["registered"] = "registered"
+class Registered(message.Message):
     fence: Count
     incarnation: str
 
 
-class Take(MessageBase):
+class Take(message.Message):
     """`target_staleness`: what new groups are to stay within; None: the bound. `enough`: no batch is wanted any more."""
 
-    type: Literal["take"] = "take"
     fence: Count
     step: Count
     target_staleness: Count | None = None
     enough: bool = False
 
 
-class Batch(MessageBase):
+class Batch(message.Message):
     """Followed by three frames a group: its Put as the actor sent it, header and arrays."""
 
-    type: Literal["batch"] = "batch"
     step: Count
     telemetry: dict[str, float]
 
 
-class Trial(MessageBase):
+class Trial(message.Message):
     """The batch ended the learner again and again. Followed by three frames, one of its groups: to be tried alone, without an
     update; then `Tried`, then Take again."""
 
-    type: Literal["trial"] = "trial"
     step: Count
     number: Count
 
 
-class Tried(MessageBase):
+class Tried(message.Message):
     """The learner begins to try this group alone; `done`: that did not end it."""
 
-    type: Literal["tried"] = "tried"
     fence: Count
     step: Count
     number: Count
     done: bool
 
 
-class Waiting(MessageBase):
+class Waiting(message.Message):
     """The batch is not there yet: for whom the learner waits."""
 
-    type: Literal["waiting"] = "waiting"
     step: Count
     detail: str
 
 
-class Ended(MessageBase):
+class Ended(message.Message):
     """No batch will come: the data ended, the run drains, or the learner has enough."""
 
-    type: Literal["ended"] = "ended"
     reason: str
 
 
-class Trained(MessageBase):
-    type: Literal["trained"] = "trained"
+class Trained(message.Message):
     fence: Count
     step: Count
 
 
-class Commit(MessageBase):
+class Commit(message.Message):
     """The oldest checkpoint that is kept has `step` steps: no learner goes back behind it."""
 
-    type: Literal["commit"] = "commit"
     fence: Count
     step: Count
 
 
-class GetStatus(MessageBase):
-    type: Literal["get_status"] = "get_status"
+class GetStatus(message.Message): ...
 
 
-class Status(MessageBase):
-    type: Literal["status"] = "status"
+class Status(message.Message):
     status: dict[str, Any]
 
 
-class Drain(MessageBase):
-    type: Literal["drain"] = "drain"
+class Drain(message.Message): ...
 
 
-class Gone(MessageBase):
+class Gone(message.Message):
     """The supervisor saw this actor's process end."""
 
-    type: Literal["gone"] = "gone"
     actor: Name
 
 
-class Quarantine(MessageBase):
+class Quarantine(message.Message):
     """An operator takes a group back: it is not trained on, or not once more."""
 
-    type: Literal["quarantine"] = "quarantine"
     number: Count
     reason: Annotated[str, Field(max_length=300)]
 
 
-class Halt(MessageBase):
+class Halt(message.Message):
     """The supervisor ends the hub: it writes its ledger and exits."""
 
-    type: Literal["halt"] = "halt"
+
+class Done(message.Message): ...
 
 
-class Done(MessageBase):
-    type: Literal["done"] = "done"
-
-
-class Refused(MessageBase):
-    type: Literal["refused"] = "refused"
+class Refused(message.Message):
     reason: str
     detail: str
+
+
+class Publish(message.Message):
+    """The learner announces a weight set: where it lies, or that chunks of it, or of a delta, can be had."""
+
+    fence: Count
+    version: Version
+    num_bytes: Count
+    tensors: list[TensorSpec]
+    canary: Canary | None = None
+    place: Place | None = None
+    delta: DeltaSpec | None = None
+
+
+class Wanted(message.Message):
+    """What the hub requests of an announced set: its chunks, or only those of the delta.
+
+    delta_next: a delta would be of use with the next set.
+    """
+
+    chunks: bool
+    delta: bool
+    delta_next: bool
+
+
+class Chunk(message.Message):
+    """Followed by one frame of bytes: part `index` of the set, or of the delta that results in content digest `delta`."""
+
+    fence: Count
+    version: Version
+    index: Count
+    delta: Digest | None = None
+
+
+class Check(message.Message):
+    """Everything was sent: verify one more piece."""
+
+    fence: Count
+    version: Version
+
+
+class Checked(message.Message):
+    """done: the whole set is verified and published."""
+
+    done: bool
+
+
+class Adopt(message.Message):
+    """Serve this version, published by the learner incarnation `fence`."""
+
+    fence: Count
+    version: Version
+
+
+class Fetch(message.Message):
+    """maps: the asker can map memory of the hub's machine. holds: content digest of the set it has, for a delta."""
+
+    fence: Count
+    version: Version
+    maps: bool = False
+    holds: Digest | None = None
+
+
+class Manifest(message.Message):
+    """deltas: to be applied to what the asker holds, one after the other, instead of fetching the whole set."""
+
+    fence: Count
+    version: Version
+    num_bytes: Count
+    tensors: list[TensorSpec]
+    canary: Canary | None = None
+    place: Place | None = None
+    deltas: list[DeltaSpec] = Field(default_factory=list)
+
+
+class FetchChunk(message.Message):
+    """Part `index` of the set, or of the delta that results in content digest `delta`."""
+
+    fence: Count
+    version: Version
+    index: Count
+    delta: Digest | None = None
 
 
 Message = (
@@ -320,79 +395,5 @@ Message = (
     | GetStatus | Status | Drain | Gone | Quarantine | Halt | Done | Refused
     | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
 )  # fmt: skip
-_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
-
-
-def encode(message: Message, arrays: Frames | None = None, request: int = 0) -> Frames:
-    """Frames of a message. `request` is the asker's number, echoed in the answer."""
-    header = msgpack.packb([PROTOCOL, request, message.model_dump()])
-    return [header, *(arrays or [])]
-
-
-def decode(frames: Frames, *, max_frame_bytes: int, oldest: int = PROTOCOL) -> tuple[int, Message, Frames]:
-    """Request number, message, array frames. oldest: the protocol it may be of.
-
-    Raises WireError with one of the reasons `oversized`, `malformed`, `protocol`, `unknown-type` and `field`.
-    """
-    if not frames or any(len(frame) > max_frame_bytes for frame in frames) or len(frames[0]) > MAX_HEADER_BYTES:
-        header, largest = (len(frames[0]), max(len(frame) for frame in frames)) if frames else (0, 0)
-        raise WireError(
-            f"{len(frames)} frames, a header of {header} and the largest of {largest} bytes; the limits are "
-            f"{MAX_HEADER_BYTES} for a header and {max_frame_bytes} a frame (queue.max_frame_bytes)",
-            "oversized",
-        )
-    try:
-        envelope = msgpack.unpackb(
-            frames[0],
-            strict_map_key=True,
-            max_array_len=_MAX_ITEMS,
-            max_map_len=_MAX_ITEMS,
-            max_ext_len=0,
-            max_bin_len=0,
-            ext_hook=_no_extension,
-        )
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"a header that is no MessagePack within the limits: {error}") from error
-    if not isinstance(envelope, list) or len(envelope) != 3 or not isinstance(envelope[1], int):
-        raise WireError("a header that is no [protocol, request, message]")
-    protocol, request, fields = envelope
-    if not isinstance(protocol, int) or not oldest <= protocol <= PROTOCOL:
-        raise WireError(f"protocol {_shown(protocol).strip(chr(39))}; this side speaks {PROTOCOL}", "protocol", request)
-    # What is compared with the known types must be shown in an error, which goes wrong for what is nested too deep.
-    if not isinstance(fields, dict) or not isinstance(tag := fields.get("type"), str):
-        raise WireError(
-            f"type {_shown(tag if isinstance(fields, dict) else fields)} is no message of ours", "unknown-type", request
-        )
-    try:
-        return request, _MESSAGES.validate_python(fields), frames[1:]
-    except ValidationError as error:
-        raise _explained(error.errors()[0], request) from error
-
-
-def _explained(problem: Any, request: int) -> WireError:
-    """The first thing that is wrong with a message: which field, and the value it has."""
-    if problem["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type", "dict_type"):
-        tag = problem.get("ctx", {}).get("tag", problem["input"])
-        return WireError(f"type {_shown(tag)} is no message of ours", "unknown-type", request)
-    where = ".".join(str(part) for part in problem["loc"][:8])[:200]
-    return WireError(f"field {where!r} = {_shown(problem['input'])}: {problem['msg'][:200]}", "field", request)
-
-
-def _shown(value: Any) -> str:
-    """Of a value that may be nested a thousand deep."""
-    return repr(str(value)[:100] if isinstance(value, str | int | float | None) else reprlib.repr(value)[:100])
-
-
-def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
-    """Raise WireError for what the receiver would refuse (or cut the connection for), before it is sent."""
-    sizes = [len(frame) for frame in frames]
-    if sizes[0] > MAX_HEADER_BYTES or max(sizes) > max_frame_bytes:
-        raise WireError(
-            f"a message of frames of {sizes} bytes cannot be sent: the limits are {MAX_HEADER_BYTES} for the first and "
-            f"{max_frame_bytes} a frame. Raise queue.max_frame_bytes, or make completions or groups smaller.",
-            "oversized",
-        )
-
-
-def _no_extension(code: int, data: bytes) -> Any:
-    raise ValueError(f"extension type {code}")
+_FRAMING: Framing[Message] = Framing(PROTOCOL, get_args(Message))
+encode, decode = _FRAMING.encode, _FRAMING.decode

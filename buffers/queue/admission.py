@@ -225,7 +225,7 @@ class Admission:
     def take(self, step: int) -> list[int] | None:
         """The numbers of batch `step` in order, or None while they are not all there. Raises RefusedError: `order`.
 
-        The learner asks for its own step count; a batch taken before and not trained is given again.
+        `step` is the number of steps done; a batch taken before and not trained is given again.
         """
         if step != self.step:
             raise RefusedError("order", f"the learner has done {self.step} steps and cannot take batch {step}")

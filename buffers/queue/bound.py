@@ -22,7 +22,7 @@ Claim: every token of group n has staleness at most S at the moment it is traine
        the learner was restored, cancels the groups in flight). The first token has version >= low(n), so all have.
     3. Therefore step - version <= last(n) - low(n) <= S.  A number that dies later only lowers the step.        QED
     An episode's later turns are sampled after its first, so 2 holds for them as it stands, however long an environment takes
-    between two turns: no clock enters. What an environment said was sampled by no version, and bears no loss.
+    between two turns: no clock enters. Observations were sampled by no version, and bear no loss.
     Strict order is W = 1, where last(n) = (n - q) div B is the step of n itself and, when nothing dies, the bound is
     reached by equality.
 
@@ -37,7 +37,7 @@ frees. With W = 1 and p = 1 the rule above is n < (S + version + 1) B: AReaL's c
 by sum, so that it also bounds each group and not only their total. The window costs TitanRL's `ceil((W - 1) / B)` steps.
 
 Refill: a zero-advantage group may be filtered when it is put; its number dies, and the numbers behind it replace it. So a
-batch has B groups that say something, and nothing above changes: q counts the filtered ones too. Of a batch only the
+batch has B groups whose rewards differ, and nothing above changes: q counts the filtered ones too. Of a batch only the
 first R B numbers may be filtered, R being `refills`; what comes behind them enters as it is, so a batch takes at most
 (R + 1) B groups to make in strict order, and a run with nothing but such groups goes on (its learner ends it). With S = 0
 the batch is a function of the version: all of it is made by version `step`, in the order of numbers, and whether a number is

@@ -30,7 +30,7 @@ class Credit:
 
 @dataclass
 class Actor:
-    """One actor: how many groups it can hold, the weights it serves (learner fence, version), when it was last heard.
+    """One actor: how many groups it can hold, the weights it serves (learner fence, version), when its last message came.
 
     life: names its process. stuck: groups that it made no progress with for too long, and how far they were; it is given
     nothing while it holds one that has not moved since. doubted: it has made no progress with anything since such a group; it
@@ -40,7 +40,7 @@ class Actor:
     capacity: int
     fence: int
     version: int
-    heard_at: float
+    last_seen: float
     leases: dict[int, Credit] = field(default_factory=dict)
     life: str = ""
     stuck: dict[int, int] = field(default_factory=dict)
@@ -96,8 +96,8 @@ class Actor:
         self.stuck, self.doubted = self.stuck | before.stuck, before.doubted
 
     def forgive(self, seconds: float, now: float) -> None:
-        """So long nothing was listened to: it proves nothing about this actor."""
-        self.heard_at = min(now, self.heard_at + seconds)
+        """For so long nothing was received: silence meanwhile proves nothing about this actor."""
+        self.last_seen = min(now, self.last_seen + seconds)
         self._moved = {number: (amount, min(now, since + seconds)) for number, (amount, since) in self._moved.items()}
 
 
@@ -190,14 +190,14 @@ class Fleet:
         self._silences.note(name, self.actors.pop(name))
 
     def expire(self, now: float) -> list[str]:
-        """Drop the actors not heard for `lease_s` seconds; returns their names."""
-        silent = [name for name, actor in self.actors.items() if now - actor.heard_at > self._lease_s]
+        """Drop the actors silent for `lease_s` seconds; returns their names."""
+        silent = [name for name, actor in self.actors.items() if now - actor.last_seen > self._lease_s]
         for name in silent:
             self.leave(name, f"was silent for {self._lease_s:g} s", seen=False)
         return silent
 
     def disband(self, reason: str) -> None:
-        """What is being made is made no more, whoever makes it. No loss counts."""
+        """End all leases; none counts as a failure."""
         for number in self.leased:
             self._lose(number, reason, counts=False)
 
@@ -217,7 +217,7 @@ class Fleet:
         return [(name, number) for name, number, _ in late]
 
     def forgive(self, seconds: float, now: float) -> None:
-        """So long the hub did not listen: whatever was not heard meanwhile proves nothing."""
+        """For so long the hub received nothing: silence meanwhile proves nothing."""
         for actor in self.actors.values():
             actor.forgive(seconds, now)
 

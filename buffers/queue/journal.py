@@ -1,6 +1,6 @@
 """The queue's memory on disk: an append-only log of groups and decisions, replayed after a crash.
 
-Never decides anything and knows no message format: payloads are bytes. Owned by one process (by an exclusive lock).
+Never decides anything and reads no message: payloads are bytes. Owned by one process (by an exclusive lock).
 A directory of segments `000001.log`, `000002.log`, …; what they look like inside is `segment`'s. Every segment begins with
 a STATE record, so that older segments can be deleted as soon as nothing in them is live.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.files import DISK, Files
+from async_rlhf.buffers.files import DISK, Files, write_whole
 
 _LOST = "the file with the reason was lost"
 
@@ -55,16 +55,7 @@ class Quarantine:
             records = [json.loads(line) for line in self._files.read(self._path).decode().splitlines()]
             return {record["group"]: record for record in records}
         except (ValueError, KeyError, TypeError):
-            return {}  # edited by hand; the journal knows the numbers
+            return {}  # edited by hand; the journal has the numbers
 
     def _write(self) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        file = self._files.create(temporary)
-        try:
-            file.write("".join(json.dumps(record) + "\n" for record in self._records.values()).encode())
-            file.flush()
-            self._files.sync(file)
-        finally:
-            file.close()
-        self._files.replace(temporary, self._path)
-        self._files.sync_path(self._path.parent)
+        write_whole(self._path, *(json.dumps(record) + "\n" for record in self._records.values()), files=self._files)

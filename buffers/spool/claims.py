@@ -5,7 +5,7 @@
     on close    nothing: it may end between any two operations on files, and goes on from what it finds
 
     1. claim    a file is renamed from the spool into `claimed/NUMBER-NAME.jsonl`. Where that is another file system, it is
-                renamed within the spool, to a name that says whose it is and begins with ".", and read there
+                renamed within the spool, to a name that begins with "." and has the run's name, and read there
     2. look     its lines are checked; those that are of no use to the run go with the reason to `rejected/NUMBER-NAME.jsonl`,
                 which is on disk before the last rows of its file are bound
     3. bind     the others are appended to the stream with their place, (claim, line), and have their groups from then on
@@ -138,7 +138,7 @@ class Spool:
         """Name this run in a spool of another file system, which several may use."""
         path = self._directory / _IDENTITY
         if path.name not in self._files.names(self._directory):
-            write_whole(path, secrets.token_hex(8), self._files)
+            write_whole(path, secrets.token_hex(8), files=self._files)
         self._files.sync_path(self._directory)  # a hub that was killed while it wrote it may have left that undone
         self._prefix = f".claimed-{self._files.read(path).decode()}-"
 

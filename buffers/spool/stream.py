@@ -18,9 +18,8 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_rlhf.buffers.appending import Appending
 from async_rlhf.buffers.errors import DamagedError, JournalError
-from async_rlhf.buffers.files import DISK, File, Files, write_whole
+from async_rlhf.buffers.files import DISK, Appending, File, Files, write_whole
 from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES
 
 _PIECE = 1 << 20
@@ -96,7 +95,7 @@ class Stream:
 
     def end(self) -> None:
         """No further row will come. Raises OSError; nothing changes then."""
-        write_whole(self._marker, "", self._files)
+        write_whole(self._marker, files=self._files)
         self.ended = True
 
     def close(self) -> None:

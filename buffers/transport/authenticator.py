@@ -1,7 +1,7 @@
 """Who is let in at a ROUTER socket: ZeroMQ's questions about keys, counters of connections, messages that never end.
 
 With keys only peers on the allow-list are let in (CURVE; `keys.admit` decides), and every message comes with the holder of
-the key that sent it: what that one may say is for `roles`. The list may change meanwhile. With and without keys, failed
+the key that sent it: what that one may send is decided in `roles`. The list may change meanwhile. With and without keys, failed
 handshakes and ended connections are counted and logged once a tick.
 """
 
@@ -17,13 +17,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rlhf.buffers.protocol.wire import Frames
 from async_rlhf.buffers.transport import frames, keys
-from async_rlhf.buffers.transport.frames import bytes_received
+from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, bytes_received
 from async_rlhf.buffers.transport.roles import Holder
 
 _log = logging.getLogger(__name__)
-_HANDSHAKES_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 UNREAD_BY_ZMQ = 64 << 20
 """More than the kernel keeps for a connection: received, and not seen by ZeroMQ yet."""
 _MAX_NAMED = 8  # refused addresses named in one line of the log
@@ -56,7 +53,7 @@ class UnfinishedMessageGuard:
         self._before.pop(descriptor, None)
         self._received.pop(descriptor, None)
 
-    def heard(self, descriptor: int) -> None:
+    def message_ended(self, descriptor: int) -> None:
         """A whole message came over this connection."""
         self._looked_at.discard(descriptor)
 
@@ -90,7 +87,7 @@ class UnfinishedMessageGuard:
 class Authenticator:
     """Lets peers in, and counts who failed to come in or went: the ZAP socket and the monitor of the hub's socket.
 
-    Must be made before the socket is bound. With `access` the socket becomes a CURVE server that asks here about every key;
+    Must be made before the socket is bound. With `access` the socket becomes a CURVE server whose handshakes are decided here;
     while this does not answer, no peer is let in.
 
     connections         open now, those in their handshake among them
@@ -102,7 +99,7 @@ class Authenticator:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], access: keys.HubKeys | None) -> None:
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(_HANDSHAKES_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = socket.get_monitor_socket(HANDSHAKES_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._access = access
         self._listing: list[tuple[str, int, int]] = []  # as it was read last; it may have changed since `access` was
         self._zap = context.socket(zmq.REP)
@@ -127,7 +124,7 @@ class Authenticator:
         """The next message and, where there are keys, whose it is; None when there is no message. Never blocks."""
         while (received := frames.receive_from(self._socket, has_keys=self._access is not None)) is not None:
             message, descriptor, key = received
-            self._unfinished.heard(descriptor)
+            self._unfinished.message_ended(descriptor)
             self._identities[descriptor] = message[0]
             if self._access is None:
                 return message, None
@@ -159,7 +156,7 @@ class Authenticator:
             self._count(event["event"], event["value"])
 
     def report(self) -> None:
-        """One line for everything since the last: a peer that knocks all the time must not fill the disk. Looks first whether
+        """One line for everything since the last: repeated connection attempts must not fill the disk. Looks first whether
         the list of keys has changed."""
         self._reread()
         new = {name: count - self._reported[name] for name, count in self.counters.items()}
@@ -202,7 +199,7 @@ class Authenticator:
         if event == zmq.EVENT_ACCEPTED:
             self._unfinished.opened(value)
             self.counters["connections"] += 1
-        elif event & _HANDSHAKES_FAILED:
+        elif event & HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1
             self.counters["connections_ended"] -= 1  # the event of its end comes next
         else:

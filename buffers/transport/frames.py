@@ -22,8 +22,10 @@ _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _LARGE = 1 << 16
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info (linux/tcp.h)
 _HAS_COUNT = sys.platform == "linux"
+HANDSHAKES_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Events of a socket's monitor."""
 UNKNOWN = -1
-"""Descriptor of a connection that ZeroMQ does not tell: its peer speaks a dialect from before version 3."""
+"""Descriptor of a connection that ZeroMQ does not report: its peer has a protocol from before version 3."""
 
 
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:

@@ -51,7 +51,7 @@ class HubKeys:
     allowed: Mapping[bytes, Holder]
 
     def listing(self) -> list[tuple[str, int, int]]:
-        """What tells that the list has changed: of each entry its name, inode and time of change. Raises OSError."""
+        """Changes with the list: of each entry its name, inode and time of change. Raises OSError."""
         with os.scandir(self.directory / "allowed") as entries:
             return sorted((entry.name, (found := entry.stat()).st_ino, found.st_mtime_ns) for entry in entries)
 

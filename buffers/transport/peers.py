@@ -1,6 +1,6 @@
 """Who is connected to the hub: names, identities on the socket, what was announced to each last and what it reports.
 
-Decides nothing (`admission` knows who is alive) and sends nothing. Holds nothing of an actor that has left but its share
+Decides nothing (which are alive is in `admission`) and sends nothing. Holds nothing of an actor that has left but its share
 of the counters, so it does not grow with the number of actors that ever joined. Called by `exchange`.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from async_rlhf.buffers.protocol.message import Telemetry
+from async_rlhf.buffers.protocol.wire import Telemetry
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""What the holder of an allowed key may say. Pure: `authenticator` knows whose message it is, `exchange` and `relay` ask here.
+"""What the holder of an allowed key may send. Pure: `authenticator` has a message's holder, `exchange` and `relay` check.
 
     actor      makes groups, under its machine's name: NAME or NAME-anything
     relay      the same for others, so under any name
     learner    registers, takes batches, publishes weights
-    control    asks for the status, drains, halts, takes groups back
+    control    requests the status, drains, halts, takes groups back
 
 A stolen key is worth its role and nothing more. Without keys only this machine connects, and roles are not checked.
 """
@@ -22,7 +22,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _OF_ACTORS = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye, wire.Fetch, wire.FetchChunk)
 _OF_THE_LEARNER = (wire.Register, wire.Take, wire.Tried, wire.Trained, wire.Commit, wire.Publish, wire.Chunk, wire.Check)
 _OF_CONTROL = (wire.GetStatus, wire.Drain, wire.Gone, wire.Quarantine, wire.Halt)
-_WHO_SAYS: dict[type[wire.Message], tuple[Role, ...]] = {
+_SENDERS: dict[type[wire.Message], tuple[Role, ...]] = {
     **dict.fromkeys(_OF_ACTORS, ("actor", "relay")),
     **dict.fromkeys(_OF_THE_LEARNER, ("learner",)),
     **dict.fromkeys(_OF_CONTROL, ("control",)),
@@ -48,10 +48,10 @@ def roles_of(words: Iterable[str], where: str) -> frozenset[Role]:
 
 
 def check(holder: Holder | None, message: wire.Message) -> None:
-    """Raises RefusedError with the reason `role` for what this holder may not say."""
+    """Raises RefusedError with the reason `role` for what this holder may not send."""
     if holder is None:
         return
-    needed = _WHO_SAYS.get(type(message))
+    needed = _SENDERS.get(type(message))
     if needed is not None and holder.roles.isdisjoint(needed):
         raise RefusedError(
             "role",

@@ -5,7 +5,7 @@ them, the difference of the bit patterns taken as integers modulo 2^bits, zigzag
 split into byte planes. One unit in the last place is then a 1 or a 2 in the lowest plane and 0 in the others, whatever the
 number; and NaN payloads, infinities and -0.0 are bit patterns like any other. Both parts are compressed with Zstandard.
 Nothing here is trusted: what does not decode to exactly the expected sizes raises WeightsError, and whether the result is
-the wanted set its digests say (see `weights`).
+the wanted set is decided by its digests (`assembly`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zstandard
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.weight_messages import TensorSpec
+from async_rlhf.buffers.protocol.manifest import TensorSpec
 from async_rlhf.buffers.tensors import ITEM_BYTES, num_bytes
 
 BLOCK_BYTES = 1 << 20

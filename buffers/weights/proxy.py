@@ -1,7 +1,7 @@
 """What a relay does with every message. Knows no socket on the actors' side, and none of the hub's but through links.
 
-Messages of actors go to the hub over a link of their own, and those of the hub go back, unchanged; but requests about
-weights is answered here (`cache`). Only what actors say is let through.
+Messages of actors go to the hub over a link of their own, and those of the hub go back, unchanged; requests about
+weights are answered here (`WeightCache`). Only messages of actors pass.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from async_rlhf.buffers.config import WeightsConfig
-from async_rlhf.buffers.errors import RefusedError, WireError
+from async_rlhf.buffers.errors import RefusedError, WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.transport.link import Link
 from async_rlhf.buffers.transport.roles import Holder, check
 from async_rlhf.buffers.transport.server import Refusals
-from async_rlhf.buffers.weights.cache import WeightCache
+from async_rlhf.buffers.weights.receiver import WeightReceiver
+from async_rlhf.buffers.weights.server import WeightServer
+from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory
+from async_rlhf.buffers.weights.store import WeightStore
 
+_KEPT = 2  # sets: the newest, and the one that slow actors may be fetching still
 _log = logging.getLogger(__name__)
 _IDLE_S = 60.0  # of a silent actor; a living one beats every second or so
 _ANY_REQUEST = 1 << 62  # above every request number of an actor's
 _FORWARDED = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye)
+
+
+Target = tuple[int, int]
 
 
 @dataclass
@@ -29,7 +36,7 @@ class _Line:
     """One actor's own connection to the hub."""
 
     link: Link
-    heard_at: float
+    last_seen: float
 
 
 class RelayProxy:
@@ -65,13 +72,13 @@ class RelayProxy:
 
     def _pass_on(self, identity: bytes, request: int, message: wire.Message, frames: wire.Frames) -> None:
         if isinstance(message, wire.Fetch | wire.FetchChunk):
-            self._cache.ask(identity, request, message)
+            self._cache.request(identity, request, message)
         elif isinstance(message, _FORWARDED):
             self._line(identity).link.send(frames)
             if isinstance(message, wire.Bye):
-                self._hang_up(identity)
+                self._disconnect(identity)
         else:
-            raise RefusedError("relay", f"a relay lets no {message.type!r} through")
+            raise RefusedError("relay", f"a relay forwards no {message.type!r}")
 
     @property
     def has_work(self) -> bool:
@@ -81,7 +88,7 @@ class RelayProxy:
     def turn(self) -> None:
         """Take in the hub's messages; a piece of verification. Raises DeadlineError when the hub does not let this relay in."""
         while (frames := self._fetch_link.receive(0)) is not None:
-            self._cache.hear(frames)
+            self._cache.receive(frames)
         if self._fetch_link.was_remade():
             self._cache.again()
         self._cache.advance()
@@ -91,30 +98,124 @@ class RelayProxy:
             while (frames := line.link.receive(0)) is not None:
                 self.outbox.append([identity, *frames])
             if line.link.was_remade():
-                # The actor cannot see it, and must say again what it holds.
+                # The actor cannot see it, and must send Hello with what it holds.
                 lost = wire.Refused(reason="unknown-actor", detail="the relay's connection to the hub was lost")
                 self.outbox.append([identity, *wire.encode(lost, request=_ANY_REQUEST)])
 
     def tick(self) -> None:
-        """Time has passed: hang up for actors that say nothing any more, and log what was refused."""
+        """Time has passed: close idle connections, and log what was refused."""
         self._refusals.report()
         now = self._fetch_link.clock()
-        for identity in [identity for identity, line in self._lines.items() if now - line.heard_at > _IDLE_S]:
-            self._hang_up(identity)
+        for identity in [identity for identity, line in self._lines.items() if now - line.last_seen > _IDLE_S]:
+            self._disconnect(identity)
 
     def close(self) -> None:
         for identity in list(self._lines):
-            self._hang_up(identity)
+            self._disconnect(identity)
         self._close(self._fetch_link)
 
     def _line(self, identity: bytes) -> _Line:
         if identity not in self._lines:
             self._lines[identity] = _Line(self._open("relayed"), 0.0)
             _log.info("%d actors are relayed", len(self._lines))
-        self._lines[identity].heard_at = self._fetch_link.clock()
+        self._lines[identity].last_seen = self._fetch_link.clock()
         return self._lines[identity]
 
-    def _hang_up(self, identity: bytes) -> None:
+    def _disconnect(self, identity: bytes) -> None:
         line = self._lines.pop(identity, None)
         if line is not None:
             self._close(line.link)
+
+
+class WeightCache:
+    """A relay's weight sets: each is fetched from the hub once, verified, and served to all who ask. Waits for nothing.
+
+    Owns the newest sets and the one that is on its way.
+
+    fetch_link: what sends to the hub. answers: [identity, header, bytes...] to send to the actors.
+    """
+
+    def __init__(self, fetch_link: Link, hub_address: str, config: WeightsConfig) -> None:
+        self._link, self._last_request = fetch_link, 0
+        self._weight_server = WeightServer(WeightStore(), config)
+        make = HeapPool().make if config.transport == "chunks" else SealedMemory.make
+        self._weight_receiver = WeightReceiver(self._send, fetch_link.clock, hub_address, config, make)
+        self._waiting: dict[Target, list[tuple[bytes, int, wire.Fetch]]] = {}
+        self._current: Target | None = None
+        self._kept: list[Target] = []
+        self.answers: list[wire.Frames] = []
+
+    def request(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
+        """Answer an actor now, or when the set has come."""
+        target = wanted.fence, wanted.version
+        if isinstance(wanted, wire.Fetch) and target not in self._kept:
+            self._waiting.setdefault(target, []).append((identity, request, wanted))
+            self._fetch_next()
+        else:
+            self._answer(identity, request, wanted)
+
+    def receive(self, frames: wire.Frames) -> None:
+        """A message of the hub about the set that is fetched."""
+        request, message, arrays = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
+        if isinstance(message, wire.Manifest | wire.Chunk):
+            self._weight_receiver.receive(message, arrays)
+        elif isinstance(message, wire.Refused):
+            self._weight_receiver.refused(request)
+            self._give_up(message.detail)
+
+    @property
+    def has_work(self) -> bool:
+        return self._weight_receiver.has_work
+
+    def advance(self) -> None:
+        """Verify a piece of what has come; answer who waits for it when that was the last."""
+        try:
+            self._weight_receiver.advance()
+        except WeightsError as error:
+            self._give_up(str(error))
+            return
+        weights = self._weight_receiver.take()
+        if weights is None:
+            return
+        store, target = self._weight_server.store, (weights.fence, weights.version)
+        store.add(weights, self._weight_receiver.applied)
+        self._kept = [*[kept for kept in self._kept if kept[1] in store and kept[1] != target[1]], target][-_KEPT:]
+        store.keep_only([version for _, version in self._kept])
+        self._current = None
+        for identity, request, wanted in self._waiting.pop(target, []):
+            self._answer(identity, request, wanted)
+        self._fetch_next()
+
+    def again(self) -> None:
+        """The connection to the hub was lost: ask again for what was under way."""
+        self._weight_receiver.reset()
+        self._current = None
+        self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        if self._current is None and self._waiting:
+            self._current = max(self._waiting)
+            self._weight_receiver.adopt(self._current)
+
+    def _give_up(self, why: str) -> None:
+        """The set that is fetched will not come; who waits for it is answered, and gets a newer target."""
+        refused = [] if self._current is None else self._waiting.pop(self._current, [])
+        self._current = None
+        for identity, request, _ in refused:
+            self._queue(identity, wire.Refused(reason="weights", detail=why), request)
+        self._fetch_next()
+
+    def _answer(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
+        try:
+            message, arrays = self._weight_server.serve(wanted)
+        except WeightsError as error:
+            message, arrays = wire.Refused(reason="weights", detail=str(error)), []
+        self._queue(identity, message, request, arrays)
+
+    def _queue(self, identity: bytes, message: wire.Message, request: int, arrays: wire.Frames | None = None) -> None:
+        self.answers.append([identity, *wire.encode(message, arrays, request)])
+
+    def _send(self, message: wire.Message) -> int:
+        self._last_request += 1
+        self._link.send(wire.encode(message, request=self._last_request))
+        return self._last_request

@@ -1,6 +1,6 @@
 """An actor's half of the weight channel: gets the set announced to it, and gives it out whole and verified.
 
-Waits for nothing: `client` hands it the messages about weights, sends what it wants sent, and calls `advance` when it has
+Waits for nothing: `client` hands it the messages about weights, sends its requests, and calls `advance` when it has
 time. One set at a time; a newer target supersedes an unfinished one, and a set that comes damaged is fetched again. It is
 mapped where the hub is on the same machine (which has verified it), else made of what is held with deltas, else fetched chunk
 by chunk.
@@ -14,6 +14,7 @@ from dataclasses import replace
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import ConfigError, WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.manifest import DeltaSpec, Place
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, mapped
 from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
 from async_rlhf.buffers.weights.store import Delta
@@ -46,7 +47,7 @@ class WeightReceiver:
         self._target: tuple[int, int] | None = None
         self._assembly: Assembly | None = None
         self._deltas: dict[str, ChunkedBytes] = {}
-        self._steps: list[wire.DeltaSpec] = []
+        self._steps: list[DeltaSpec] = []
         self.applied: list[Delta] = []
         self._asking: Iterator[tuple[str | None, int]] = iter(())
         self._held: WeightSet | None = None
@@ -71,7 +72,7 @@ class WeightReceiver:
             holds = None if self._held is None else self._held.digest
             self._request = self._send(wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds))
 
-    def hear(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
+    def receive(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
         """One more part of the set that is fetched; parts of others are dropped. Raises WeightsError when it keeps coming
         damaged."""
         if (part.fence, part.version) != self._target:
@@ -142,14 +143,14 @@ class WeightReceiver:
         for _ in range(_CHUNKS_AHEAD):
             self._ask_chunk()
 
-    def _leads(self, steps: list[wire.DeltaSpec], digest: str) -> bool:
+    def _leads(self, steps: list[DeltaSpec], digest: str) -> bool:
         """Whether these deltas make the set of what is held."""
         if self._held is None or not steps:
             return False
         contents = [self._held.digest, *(step.result for step in steps)]
         return contents[:-1] == [step.base for step in steps] and contents[-1] == digest
 
-    def _map(self, manifest: wire.Manifest, place: wire.Place) -> None:
+    def _map(self, manifest: wire.Manifest, place: Place) -> None:
         memory = attach(place, manifest.num_bytes)
         if memory is not None:
             self._finish(mapped(manifest, memory))

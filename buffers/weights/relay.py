@@ -4,9 +4,9 @@
                 weight sets; one thread
     waits for   a message from an actor or from the hub
     woken by    any of them, or `stop`
-    on close    sockets closed; actors say Hello to the next relay at its address
+    on close    sockets closed; actors send Hello to the next relay at its address
 
-What actors and the hub say to each other goes through unchanged, but for weights: a set, or the deltas to it, is fetched
+Messages of actors and hub go through unchanged, but for weights: a set, or the deltas to it, is fetched
 from the hub once, verified, and served from here to all who ask, over memory where they are on this machine. So what the
 hub sends does not grow with the number of actors behind a relay; relays may stand behind relays. It holds no groups: a
 relay that dies loses nothing.

@@ -1,17 +1,19 @@
 """The learner's half of the weight channel: one copy of the tensors, and the hub takes of it what it cannot see.
 
-The set is put into sealed memory when the hub is on this machine, which then maps it; else the hub asks for its chunks, or
+The set is put into sealed memory when the hub is on this machine, which then maps it; else the hub requests its chunks, or
 only for those of a delta to the set published before. Returns when the hub has verified the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol, cast
+from collections.abc import Iterator, Mapping
+from typing import cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.link import Connection
 from async_rlhf.buffers.weights import delta
 from async_rlhf.buffers.weights.shared import HeapMemory, SealedMemory, is_local
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta
@@ -20,23 +22,16 @@ from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, num_chunk
 _CHUNKS_AHEAD = 8  # chunks sent before the first is acknowledged
 
 
-class Asks(Protocol):
-    """Requests to the hub, each with its deadline (`client.Connection`)."""
-
-    def ask(self, message: wire.Message, *, timeout_s: float) -> tuple[wire.Message, wire.Frames]: ...
-    def ask_all(self, messages: Iterable[tuple[wire.Message, wire.Frames]], *, ahead: int, timeout_s: float) -> None: ...
-
-
 class WeightSender:
     """Owns the set published last, while a delta to it may be requested."""
 
-    def __init__(self, connection: Asks, address: str, config: WeightsConfig, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, address: str, config: WeightsConfig, timeout_s: float) -> None:
         self._connection, self._timeout_s, self._config = connection, timeout_s, config
         self._shares = config.transport == "shared" or (config.transport == "auto" and is_local(address))
         self._before: WeightSet | None = None
         self._wants_delta = False
 
-    def publish(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: wire.Canary | None) -> None:
+    def publish(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None) -> None:
         """Raises RefusedError when the hub does not take the set, DeadlineError when it does not answer."""
         weights = WeightSet.of(fence, version, tensors, canary, SealedMemory.make if self._shares else HeapMemory)
         step = self._delta(weights)

@@ -1,4 +1,4 @@
-"""The hub's half of the weight channel: takes in what the learner publishes, serves it, and tells actors what to adopt.
+"""The hub's half of the weight channel: takes in what the learner publishes, serves it, and announces to actors what to adopt.
 
 Knows no socket and no group: `exchange` hands it the messages about weights, and `admission` decides who should serve what. A
 set is whole and verified before it is announced. No actor is waited for: an actor fetches when it can, and one that has
@@ -14,6 +14,7 @@ from typing import cast
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.manifest import DeltaSpec
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.transport.peers import Peer, Peers
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
@@ -21,7 +22,7 @@ from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, content_digest
 
-# Verified before other peers have a turn: some ten milliseconds. The learner asks for each such part, and waits for it.
+# Verified before other peers have a turn: some ten milliseconds. The learner requests each such part, and waits for it.
 _TURN_BYTES = 64 << 20
 
 
@@ -32,7 +33,7 @@ class _Incoming:
     assembly: Assembly
     wanted: wire.Wanted
     base: WeightSet | None
-    delta: wire.DeltaSpec | None
+    delta: DeltaSpec | None
     delta_bytes: ChunkedBytes
 
     def add(self, chunk: wire.Chunk, data: bytes) -> None:
@@ -66,7 +67,9 @@ class WeightServer:
 
     # -- from the learner --------------------------------------------------------------------------------------------
 
-    def hear(self, message: wire.Publish | wire.Chunk | wire.Check, arrays: wire.Frames, admission: Admission) -> wire.Message:
+    def receive(
+        self, message: wire.Publish | wire.Chunk | wire.Check, arrays: wire.Frames, admission: Admission
+    ) -> wire.Message:
         """The answer to the learner. A set that is whole is stored, and published by `admission`.
 
         Raises RefusedError for a version that may not come, WeightsError for what does not fit or does not match its digest,
@@ -160,7 +163,7 @@ class WeightServer:
         """Where the set can be mapped, or by which deltas it can be made of what the asker holds, or neither."""
         weights = self.store.get(request.version)
         manifest = weights.manifest()
-        deltas: list[wire.DeltaSpec] = []
+        deltas: list[DeltaSpec] = []
         place = manifest.place if request.maps and self._config.transport != "chunks" else None
         if place is None:
             self._sends_chunks = True

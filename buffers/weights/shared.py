@@ -23,17 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.weight_messages import Place
+from async_rlhf.buffers.protocol.manifest import Place
 
 Bytes = npt.NDArray[np.uint8]
 _NAME = "async-rlhf-weights-"
-# The kernel takes a page that it is just moving for one that may be written; it waits for 0.15 s itself, then says EBUSY.
+# The kernel takes a page that it is just moving for one that may be written; it waits for 0.15 s itself, then returns EBUSY.
 _SEAL_TRIES, _SEAL_PAUSE_S = 40, 0.05
 HAS_SEALS = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 class Memory(Protocol):
-    """ByteBudget for one set: written, sealed, then only read."""
+    """Memory for one set: written, sealed, then only read."""
 
     place: Place | None
     """Where processes of this machine find it once it is sealed; None when they cannot."""
@@ -50,7 +50,7 @@ class Memory(Protocol):
 
 
 MakeMemory = Callable[[int], Memory]
-"""ByteBudget for so many bytes. Raises WeightsError when there is none."""
+"""Memory for so many bytes. Raises WeightsError when there is none."""
 
 
 class HeapMemory:
@@ -110,7 +110,7 @@ class SealedMemory:
 
     @classmethod
     def make(cls, num_bytes: int) -> Memory:
-        """ByteBudget for a set, not sealed yet; on the heap where there is no sealed memory."""
+        """Memory for a set, not sealed yet; on the heap where there is no sealed memory."""
         if not HAS_SEALS or not 0 < num_bytes <= sys.maxsize:
             return HeapMemory(num_bytes)
         token = secrets.token_hex(16)
@@ -172,5 +172,5 @@ def _path(place: Place) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether the hub at this address is on this machine, as far as the address tells."""
+    """Whether the hub at this address is on this machine, as far as the address shows."""
     return address.startswith(("ipc://", "tcp://127.", "tcp://localhost:"))

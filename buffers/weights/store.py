@@ -13,9 +13,10 @@ from pathlib import Path
 import msgpack
 
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, WeightsError
-from async_rlhf.buffers.files import DISK, FULL, Files
+from async_rlhf.buffers.files import DISK, FULL, Files, write_whole
 from async_rlhf.buffers.formats import WEIGHTS
-from async_rlhf.buffers.protocol.weight_messages import DeltaSpec, Manifest
+from async_rlhf.buffers.protocol.manifest import DeltaSpec
+from async_rlhf.buffers.protocol.wire import Manifest
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_bytes
@@ -113,23 +114,14 @@ class WeightStore:
 
 
 def _save(weights: WeightSet, path: Path, files: Files) -> None:
-    head = msgpack.packb({"format": WEIGHTS.newest, **weights.manifest().model_dump(exclude={"place", "deltas"})})
-    temporary = path.with_suffix(".tmp")
-    try:
-        file = files.create(temporary)
-        try:
-            file.write(len(head).to_bytes(8, "little") + head)
-            file.write(weights.blob)
-            file.flush()
-            files.sync(file)
-        finally:
-            file.close()
-        files.replace(temporary, path)
-        files.sync_path(path.parent)  # exact mode needs the set again after a crash, and the learner sends only its newest
+    head = msgpack.packb(
+        {"format": WEIGHTS.newest, "type": Manifest.type, **weights.manifest().model_dump(exclude={"place", "deltas"})}
+    )
+    try:  # durable: exact mode needs the set again after a crash, and the learner sends only its newest
+        write_whole(path, len(head).to_bytes(8, "little"), head, weights.blob, files=files)
     except OSError as error:
         if error.errno not in FULL:
             raise
-        files.unlink(temporary)  # half a set must not take the room that is missing
         raise DiskFullError(f"version {weights.version} cannot be kept in {path.parent}: {error}") from error
 
 
@@ -139,11 +131,12 @@ def _load(path: Path, data: bytes, make: MakeMemory) -> WeightSet:
     try:
         head = msgpack.unpackb(data[8 : 8 + length])
         WEIGHTS.check(head.pop("format", 1), path)
+        del head["type"]
         assembly = Assembly(Manifest.model_validate(head), make)
         for index in range(len(assembly.missing)):
             assembly.add(index, blob[index * chunk_bytes() : (index + 1) * chunk_bytes()])
         return assembly.whole()
     except FormatError:
         raise
-    except (ValueError, AttributeError, msgpack.exceptions.UnpackException, WeightsError) as error:
+    except (ValueError, KeyError, AttributeError, msgpack.exceptions.UnpackException, WeightsError) as error:
         raise DamagedError(f"{path} is damaged: {error}. Restore it, or start a new run directory.") from error

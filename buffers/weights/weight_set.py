@@ -19,7 +19,8 @@ import msgpack
 import xxhash
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.weight_messages import Canary, Manifest, Publish, TensorSpec
+from async_rlhf.buffers.protocol.manifest import Canary, TensorSpec
+from async_rlhf.buffers.protocol.wire import Manifest, Publish
 from async_rlhf.buffers.tensors import Part, RawTensor, num_bytes
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory
 
@@ -103,7 +104,7 @@ class WeightSet:
         )
 
     def manifest(self) -> Manifest:
-        return Manifest.model_validate(self.announcement().model_dump(exclude={"type", "delta"}))
+        return Manifest.model_validate(self.announcement().model_dump(exclude={"delta"}))
 
     def tensors(self) -> dict[str, RawTensor]:
         """Views into the set's bytes, by name."""

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rlhf.actors.engine import Completion, Request, RolloutKey
-from async_rlhf.actors.engines import load_engine
+from async_rlhf.actors.engine import Completion, Request, RolloutKey, load_engine
 from async_rlhf.actors.loop.worker import Work
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.errors import ConfigError, DeadlineError

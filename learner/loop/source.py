@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from async_rlhf.buffers.clients.connection import HubRestartedError
-from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch
-from async_rlhf.buffers.clients.publication import Publication
-from async_rlhf.buffers.errors import NonFiniteError, RefusedError
-from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch, WeightUpload
+from async_rlhf.buffers.errors import HubRestartedError, NonFiniteError, RefusedError
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.queue.recovery import ArchivedBatch, read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
@@ -38,7 +36,7 @@ class BatchSource(Protocol):
 
     def commit(self, step: int) -> None: ...
 
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> Publication: ...
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload: ...
 
 
 class ArchiveSource:
@@ -71,9 +69,9 @@ class ArchiveSource:
     def commit(self, step: int) -> None:
         """Nothing may be deleted."""
 
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> Publication:
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
         """No engine adopts it."""
-        return Publication(lambda: None)
+        return WeightUpload(lambda: None)
 
 
 class SourceSession:
@@ -102,7 +100,7 @@ class SourceSession:
         self._registered = False
         self._committed = committed
         self._text: Sequence[int] = ()  # the newest that was trained on: the canary that engines are compared by
-        self._publication: Publication | None = None
+        self._publication: WeightUpload | None = None
         self.published = step
         """The newest version that was published, or is being."""
         self.waited_s = self.broadcast_s = 0.0

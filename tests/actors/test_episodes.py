@@ -141,19 +141,19 @@ class Scene:
         requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member) for key in self.keys]
         self.episodes.begin([(ROW, 42, requests)])
 
-    def hear(self) -> list[Played]:
+    def poll(self) -> list[Played]:
         return self.episodes.step()
 
     def all_hear(self, said: str = "go") -> None:
         """Every member's environment yields the same first observation."""
         for key in self.keys:
             self.pool.says(key, said)
-        self.hear()
+        self.poll()
 
     def writes(self, key: RolloutKey, *ids: int, **how: Any) -> list[Played]:
         """The model ends a turn with these tokens."""
         self.engine.end(key, ids, **how)
-        return self.hear()
+        return self.poll()
 
 
 @pytest.fixture
@@ -165,9 +165,9 @@ def test_members_begin_together_with_what_their_environment_says_first(scene: Sc
     one, other = scene.keys
     assert scene.pool.begun == [(key, {"answer": "4", "prompt": "row", "seed": 42}) for key in scene.keys]
     scene.pool.says(other, "go")
-    assert scene.hear() == [] and scene.engine.submitted == []
+    assert scene.poll() == [] and scene.engine.submitted == []
     scene.pool.says(one, "go")
-    scene.hear()
+    scene.poll()
     assert [request.key for request in scene.engine.submitted] == [one, other]
     assert all(r.prompt_ids == (ord("g"), ord("o")) and r.hold and not r.context for r in scene.engine.submitted)
 
@@ -177,13 +177,13 @@ def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_ver
     scene.all_hear()
     assert scene.writes(one, 1, 2, version=4) == [] and scene.pool.replies == [(one, "\x01\x02")]
     scene.pool.says(one, "xyz", score=0.5)
-    scene.hear()
+    scene.poll()
     again = scene.engine.submitted[-1]
     assert (again.key, again.prompt_ids, again.context) == (one, (103, 111), (1, 2, 120, 121, 122))
     assert again.seed == turn_seed(100, 1) != 100 and again.max_new_tokens == 5 and again.hold
     scene.writes(one, 9, version=5, reason="length")
     scene.pool.ends(one)
-    (played,) = scene.hear()
+    (played,) = scene.poll()
     completion = played.completion
     assert completion.token_ids.tolist() == [1, 2, 120, 121, 122, 9] and len(completion.logprobs) == 3
     assert completion.spans == (Span(4, 2), Span(None, 3), Span(5, 1))
@@ -207,13 +207,13 @@ def test_what_a_limit_ends_has_the_score_of_the_limit() -> None:
         scene.writes(key, 1, 2)
     scene.pool.says(one, "four")  # leaves no room for a token
     scene.pool.says(other, "abc")
-    (full,) = scene.hear()
+    (full,) = scene.poll()
     assert (full.completion.finish_reason, full.score, full.completion.token_ids.tolist()) == ("context", Score(0.0), [1, 2])
     assert one not in scene.pool.live and scene.engine.held == set()
     assert scene.engine.submitted[-1].max_new_tokens == 1
     scene.writes(other, 5, reason="length")
     scene.pool.ends(other, None, "max_turns")
-    (late,) = scene.hear()
+    (late,) = scene.poll()
     assert (late.completion.finish_reason, late.score) == ("max_turns", Score(0.0))
 
 
@@ -223,7 +223,7 @@ def test_of_the_last_turn_that_there_may_be_nothing_is_held() -> None:
     scene.all_hear()
     scene.writes(key, 1)
     scene.pool.says(key, "on")
-    scene.hear()
+    scene.poll()
     assert [request.hold for request in scene.engine.submitted] == [True, False]
 
 
@@ -241,7 +241,7 @@ def test_a_member_without_a_prompt_is_sampled_for_one_token_and_failed(
     one, other = scene.keys
     scene.pool.says(one, "go")
     spoil(scene.pool, other)
-    scene.hear()
+    scene.poll()
     first, second = scene.engine.submitted
     assert (first.prompt_ids, first.max_new_tokens) == (second.prompt_ids, 5) and second.max_new_tokens == 1
     (played,) = scene.writes(other, 1, reason="length")
@@ -255,7 +255,7 @@ def test_where_no_member_has_a_usable_prompt_they_have_that_of_the_row(scene: Sc
     assert [(r.prompt_ids, r.max_new_tokens) for r in scene.engine.submitted] == [(PROMPT, 1)] * 2
     for key in scene.keys:
         scene.engine.end(key, [1], reason="length")
-    failures = [played.score.failure for played in scene.hear() if played.score is not None]
+    failures = [played.score.failure for played in scene.poll() if played.score is not None]
     assert len(failures) == 2 and all("tokens" in str(failure) for failure in failures)
 
 
@@ -264,7 +264,7 @@ def test_an_observation_that_cannot_be_read_fails(scene: Scene, content: str, fa
     scene.all_hear()
     scene.writes(scene.keys[0], 1)
     scene.pool.says(scene.keys[0], content)
-    (played,) = scene.hear()
+    (played,) = scene.poll()
     assert played.score is not None and failure in str(played.score.failure) and scene.keys[0] not in scene.pool.live
 
 
@@ -273,27 +273,27 @@ def test_one_that_lost_its_process_begins_again_as_it_began(scene: Scene) -> Non
     scene.all_hear()
     scene.writes(one, 1, 2)
     scene.pool.events.append(Lost(one))
-    scene.hear()
+    scene.poll()
     assert scene.pool.begun[-1] == scene.pool.begun[0]
     scene.pool.says(one, "go")
-    scene.hear()
+    scene.poll()
     assert scene.engine.submitted[-1] == scene.engine.submitted[0], "the same seeds, the same prompt"
     scene.writes(one, 1)
     scene.pool.ends(one)
-    assert [played.completion.token_ids.tolist() for played in scene.hear()] == [[1]] and other in scene.engine.requests
+    assert [played.completion.token_ids.tolist() for played in scene.poll()] == [[1]] and other in scene.engine.requests
 
 
 def test_one_that_is_lost_before_its_turn_has_gone_to_the_engine_has_one_turn(scene: Scene) -> None:
     """Its group begins, and its process ends, in what is heard at once."""
     one, other = scene.keys
     scene.pool.says(one, "go")
-    scene.hear()
+    scene.poll()
     scene.pool.says(other, "go")
     scene.pool.events.append(Lost(one))
-    scene.hear()
+    scene.poll()
     assert [request.key for request in scene.engine.submitted] == [other]
     scene.pool.says(one, "go")
-    scene.hear()
+    scene.poll()
     assert [request.key for request in scene.engine.submitted] == [other, one]
 
 
@@ -303,7 +303,7 @@ def test_what_is_discarded_is_not_heard_of_again(scene: Scene) -> None:
     scene.writes(one, 1, 2)
     scene.pool.says(one, "late")
     assert scene.episodes.discard(scene.keys) == [2, 3], "tokens of turns that had ended, and of one that was being sampled"
-    assert scene.hear() == [] and scene.pool.live == set() and scene.engine.held == set() and not scene.engine.requests
+    assert scene.poll() == [] and scene.pool.live == set() and scene.engine.held == set() and not scene.engine.requests
 
 
 @settings(max_examples=200, deadline=None)
@@ -314,7 +314,7 @@ def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.D
     ended: dict[RolloutKey, Played] = {}
     answered = dict.fromkeys(scene.keys, -1)  # the turns that the environment has heard of
     for _ in range(200):
-        for played in scene.hear():
+        for played in scene.poll():
             assert played.completion.key not in ended
             ended[played.completion.key] = played
         if len(ended) == len(scene.keys):

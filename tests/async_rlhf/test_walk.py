@@ -23,18 +23,18 @@ from async_rlhf.run.run_dir import RunDir
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the hub was told and what it answered, in order; everything is passed on unchanged."""
     seen: list[str] = []
-    handle, say = Exchange._handle, Outbox.say
+    handle, send = Exchange._handle, Outbox.send
 
     def spy_handle(self: Exchange, identity: bytes, request: int, message: Any, arrays: Any) -> Any:
         seen.append(message.type)
         return handle(self, identity, request, message, arrays)
 
-    def spy_say(self: Outbox, identity: bytes, message: Any, *rest: Any, **named: Any) -> None:
+    def spy_send(self: Outbox, identity: bytes, message: Any, *rest: Any, **named: Any) -> None:
         seen.extend([message.type] * (len(message.groups) if message.type == "ack" else 1))
-        say(self, identity, message, *rest, **named)
+        send(self, identity, message, *rest, **named)
 
     monkeypatch.setattr(Exchange, "_handle", spy_handle)
-    monkeypatch.setattr(Outbox, "say", spy_say)
+    monkeypatch.setattr(Outbox, "send", spy_send)
     return seen
 
 

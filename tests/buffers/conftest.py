@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.queue.bound import Bound
-from tests.buffers.hub.place import Place
+from tests.buffers.hub.place import Begun, Place
 
 
 @pytest.fixture
@@ -32,5 +32,16 @@ def place(tmp_path: Path, socket_dir: Path, stack: ExitStack) -> Callable[..., P
         stack.callback(made.close)
         made.begin()
         return made
+
+    return make
+
+
+@pytest.fixture
+def begun(place: Callable[..., Place]) -> Callable[..., Begun]:
+    """`hub, anna, learner = begun(Bound(...))`: as `place`, with an actor and a learner."""
+
+    def make(bound: Bound, *arguments: Any, **options: Any) -> Begun:
+        hub = place(bound, *arguments, **options)
+        return hub, hub.actor(), hub.learner()
 
     return make

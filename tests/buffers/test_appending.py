@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.buffers.appending import Appending
-from async_rlhf.buffers.files import Disk, File
+from async_rlhf.buffers.files import Appending, Disk, File
 
 
 class Failing(Disk):

@@ -9,12 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from async_rlhf.buffers.clients.connection import HubRestartedError
-from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch
-from async_rlhf.buffers.clients.publication import Publication
+from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch, WeightUpload
 from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.errors import HubRestartedError
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.protocol.wire import Canary
+from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
@@ -52,13 +51,13 @@ class ScriptedHub:
         self.known = False
         self.published: int | None = None
         self.weights: dict[int, WeightSet] = {}
-        self._taking, self._publication = threading.Event(), Publication(lambda: None)
+        self._taking, self._publication = threading.Event(), WeightUpload(lambda: None)
         self.suspects: Sequence[Group] = ()
         self.passed: list[int] = []
 
     def register(self, step: int, committed: int) -> None:
         self._taking.set()
-        self._publication = Publication(lambda: None)
+        self._publication = WeightUpload(lambda: None)
         self.calls.append(("register", step))
         assert committed <= step and committed >= self.committed
         self.step, self.committed, self.published, self.known = step, committed, None, True
@@ -89,7 +88,7 @@ class ScriptedHub:
         assert step == self.step
         self.step = step + 1
 
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> Publication:
+    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
         """As late as may be: the weights are read when the next batch has been taken."""
         late, failure = self.published is not None, None
         self._taking.clear()
@@ -106,7 +105,7 @@ class ScriptedHub:
             assert not late or self._taking.wait(30)
             self.weights[version] = WeightSet.of(1, version, tensors)
 
-        self._publication = Publication(read)
+        self._publication = WeightUpload(read)
         if failure is not None:
             with suppress(BaseException):
                 self._publication.wait()

@@ -193,7 +193,7 @@ class ActorRole:
     def _beat_on(self, life: int, client: ActorClient) -> None:
         if life != self._life or self._hub.world.now >= self._frozen_until:
             return
-        if client._said_hello and client._newest is not None:
+        if client._hello_sent and client._newest is not None:
             client.beat(*client._newest)
         self._hub.world.after(self._pace.beat_s, f"beat {self.name}", lambda: self._beat_on(life, client))
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from async_rlhf.buffers.clients.publication import Publication, Work
+from async_rlhf.buffers.clients.learner import WeightUpload
 from async_rlhf.buffers.protocol import wire
 from tests.simulation.world import SimLink, World
 
@@ -68,12 +68,12 @@ class ErrandLink(SimLink):
         return super().receive(timeout_s)
 
 
-class SimPublication(Publication):
+class SimUpload(WeightUpload):
     """A publication as an errand of the learner's, which turns the world while it waits for it."""
 
     def __init__(
         self,
-        work: Work,
+        work: Callable[[], None],
         world: World,
         turn_until: Callable[[float], None],
         within: Callable[[], AbstractContextManager[None]],

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
-from async_rlhf.buffers.config import Fsync, QueueConfig, WeightsConfig
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig, Fsync, QueueConfig, WeightsConfig
 from async_rlhf.buffers.curriculum.order import Order
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.hub.exchange import Exchange

@@ -93,10 +93,10 @@ class Observer:
         if sets > bound.max_staleness + 2 + self._highest_step - admission.committed_step:
             raise ViolationError("memory", f"{sets} weight sets are kept")
         for name, actor in admission.fleet.actors.items():
-            before, heard_at = self._holders.get(name, (actor.life, 0.0))
-            silent = exchange._clock() - heard_at >= SILENT_S
+            before, last_seen = self._holders.get(name, (actor.life, 0.0))
+            silent = exchange._clock() - last_seen >= SILENT_S
             self.ends += silent and before != actor.life and ANOTHER in (before, actor.life)
-            self._holders[name] = actor.life, actor.heard_at
+            self._holders[name] = actor.life, actor.last_seen
         self.quarantined, self._num_filtered = frozenset(admission.order.quarantined), admission.num_filtered
         self.removed = frozenset(admission._batches.removed)
         if self.quarantined and self.ends < self._max_attempts:

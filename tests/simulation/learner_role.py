@@ -11,14 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from async_rlhf.buffers.clients.connection import HubRestartedError
-from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup
-from async_rlhf.buffers.clients.publication import Publication, Work
-from async_rlhf.buffers.errors import DeadlineError, RefusedError
+from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, WeightUpload
+from async_rlhf.buffers.errors import DeadlineError, HubRestartedError, RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from tests.simulation.actor_role import STILL
-from tests.simulation.errand import Errand, ErrandLink, SimPublication
+from tests.simulation.errand import Errand, ErrandLink, SimUpload
 from tests.simulation.hub_role import HubRole
 from tests.simulation.world import SimLink, ViolationError
 
@@ -207,10 +205,10 @@ class LearnerRole:
             link.reconnect()
         return link
 
-    def _begin_publication(self, work: Work) -> Publication:
+    def _begin_publication(self, work: Callable[[], None]) -> WeightUpload:
         """Goes on while batches are taken and trained on."""
         assert self.weight_link is not None
-        publication = SimPublication(work, self._world, self.turn_until, lambda: self._hub.machine.run("learner"))
+        publication = SimUpload(work, self._world, self.turn_until, lambda: self._hub.machine.run("learner"))
         self.errand = self.weight_link.errand = publication.errand
         return publication
 

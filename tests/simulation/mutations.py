@@ -20,7 +20,7 @@ from async_rlhf.buffers.queue.fleet import Fleet
 from async_rlhf.buffers.queue.journal import Journal, Replay
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
-from async_rlhf.buffers.weights.cache import WeightCache
+from async_rlhf.buffers.weights.proxy import WeightCache
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
@@ -118,29 +118,29 @@ def commit_a_label_before_the_load() -> AbstractContextManager[Any]:
 
 def ignore_the_fence() -> AbstractContextManager[Any]:
     """Whoever speaks as the learner is believed."""
-    honest = LearnerSession.hear
+    honest = LearnerSession.handle
 
-    def hear(self: LearnerSession, identity: bytes, request: int, message: wire.Message, *more: Any) -> Any:
+    def handle(self: LearnerSession, identity: bytes, request: int, message: wire.Message, *more: Any) -> Any:
         if hasattr(message, "fence"):
             message = message.model_copy(update={"fence": self._admission.fence})
         return honest(self, identity, request, message, *more)
 
-    return patch.object(LearnerSession, "hear", hear)
+    return patch.object(LearnerSession, "handle", handle)
 
 
 def serve_another_set_under_the_name() -> AbstractContextManager[Any]:
     """A relay that is asked for a set it does not have gives out the newest it has."""
-    honest = WeightCache.ask
+    honest = WeightCache.request
 
-    def ask(self: WeightCache, identity: bytes, request: int, asked: wire.Fetch | wire.FetchChunk) -> None:
+    def request_any(self: WeightCache, identity: bytes, request: int, asked: wire.Fetch | wire.FetchChunk) -> None:
         wanted = (asked.fence, asked.version)
         if not self._kept or wanted in self._kept:
             honest(self, identity, request, asked)
             return
         message, arrays = self._weight_server.serve(asked.model_copy(update={"version": self._kept[-1][1]}))
-        self._say(identity, message.model_copy(update={"version": asked.version}), request, arrays)
+        self._queue(identity, message.model_copy(update={"version": asked.version}), request, arrays)
 
-    return patch.object(WeightCache, "ask", ask)
+    return patch.object(WeightCache, "request", request_any)
 
 
 def write_what_others_map() -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ import xxhash
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.model_directory import from_pretrained
-from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData

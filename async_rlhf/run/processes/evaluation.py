@@ -50,8 +50,7 @@ def run_evaluation(
     import_models()
     from transformers import AutoTokenizer
 
-    from async_rlhf.actors.engine import RolloutKey
-    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.engine import RolloutKey, load_engine
     from async_rlhf.actors.loop.evaluation import Judging, evaluate
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.run.processes.environment import environment_of

@@ -138,8 +138,7 @@ def run_actor(
     import_models()
     from transformers import AutoTokenizer
 
-    from async_rlhf.actors.engine import RolloutKey
-    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.engine import RolloutKey, load_engine
     from async_rlhf.actors.loop.worker import Worker
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.buffers.clients.actor import ActorClient

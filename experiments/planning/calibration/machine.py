@@ -29,7 +29,7 @@ def measure(
 
     Raises ConfigError for a model or a device that the engine or the learner refuses.
     """
-    from async_rlhf.actors.engines import load_engine
+    from async_rlhf.actors.engine import load_engine
     from async_rlhf.actors.torch_engine.peaks import measure_peaks
     from async_rlhf.learner.config import LearnerConfig, LossConfig
     from async_rlhf.learner.step.controller import make_backend

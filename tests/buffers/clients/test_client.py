@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
-from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.errors import DeadlineError, RefusedError, WeightsError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.transport.link import Connection
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import a_group
 
@@ -185,7 +185,7 @@ def test_a_silent_hub_ends_an_actor_and_so_does_a_full_link() -> None:
     with pytest.raises(DeadlineError, match="'put' cannot be sent"):
         client.put(a_group(1, 0, 1, "anna"))
     link.is_full = False
-    with pytest.raises(DeadlineError, match="anna heard nothing from the hub for 10 s"):
+    with pytest.raises(DeadlineError, match="anna received nothing from the hub for 10 s"):
         for _ in range(11):
             client.poll(STATE, wire.Telemetry(), timeout_s=1.0)
 
@@ -198,7 +198,7 @@ def test_the_time_in_which_a_process_was_stopped_is_no_silence_of_the_hub() -> N
         look(client)
     link.now += 1000.0
     client.poll(STATE, wire.Telemetry())  # one look is not enough to know
-    with pytest.raises(DeadlineError, match="anna heard nothing from the hub for 10 s"):
+    with pytest.raises(DeadlineError, match="anna received nothing from the hub for 10 s"):
         for _ in range(6):
             client.poll(STATE, wire.Telemetry(), timeout_s=1.0)
 
@@ -248,7 +248,7 @@ def test_a_question_is_repeated_until_its_answer_comes_and_not_longer_than_its_d
     link.say(credit(1))  # unasked
     link.say(wire.Status(status={"a": 1}), request=2)
     assert connection.ask(wire.GetStatus(), timeout_s=7.0)[0] == wire.Status(status={"a": 1})
-    link.say(wire.Refused(reason="malformed", detail="protocol 1; this side speaks 2"))
+    link.say(wire.Refused(reason="malformed", detail="protocol 1; this side has protocol 2"))
     with pytest.raises(RefusedError, match="malformed: protocol 1"):
         connection.ask(wire.GetStatus(), timeout_s=7.0)
 

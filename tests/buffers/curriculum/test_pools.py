@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.order import FILE_NAME, Order, Outcome
 from async_rlhf.buffers.curriculum.pools import Pools, pass_rate, point
 from async_rlhf.buffers.errors import ConfigError, DamagedError, JournalError

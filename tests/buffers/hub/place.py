@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
-from async_rlhf.buffers.clients.connection import Connection
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient, TakenBatch
 from async_rlhf.buffers.config import QueueConfig
@@ -24,7 +23,7 @@ from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.keys import load_hub
-from async_rlhf.buffers.transport.link import Connect, connector
+from async_rlhf.buffers.transport.link import Connect, Connection, connector
 
 
 class Closes(Protocol):
@@ -180,6 +179,10 @@ class Actor:
         if not self.is_gone:
             self.is_gone = True
             self.client.close()
+
+
+Begun = tuple[Place, Actor, LearnerClient]
+"""A hub, an actor called anna, and a learner that has published the version of its step."""
 
 
 def shout(address: str, *pieces: bytes) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rlhf.buffers.clients.connection import HubRestartedError
-from async_rlhf.buffers.clients.publication import Publication, Work
-from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.clients.learner import WeightUpload
+from async_rlhf.buffers.errors import HubRestartedError, RefusedError
 from async_rlhf.buffers.queue.bound import Bound
 from tests.buffers.hub.place import DEADLINE_S, Place, come_back, taken, tensors, until
 
@@ -21,12 +20,12 @@ class Gate:
         self.opened = threading.Event()
         self.opened.set()
 
-    def begin(self, work: Work) -> Publication:
+    def begin(self, work: Callable[[], None]) -> WeightUpload:
         def late() -> None:
             assert self.opened.wait(DEADLINE_S)
             work()
 
-        return Publication(late)
+        return WeightUpload(late)
 
 
 def test_the_next_batch_is_taken_meanwhile_and_its_step_counts_when_the_set_is_there(place: Callable[..., Place]) -> None:

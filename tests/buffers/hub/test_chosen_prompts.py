@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from async_rlhf.buffers.curriculum.config import CurriculumConfig
+from async_rlhf.buffers.config import CurriculumConfig
 from async_rlhf.buffers.curriculum.order import Order
 from async_rlhf.buffers.files import Disk
 from async_rlhf.buffers.hub.prompts import Prompts

@@ -23,7 +23,7 @@ from async_rlhf.buffers.queue.quarantine import Quarantine
 from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from tests.buffers.hub.place import Place, come_back, delivered, holds, taken, tensors, until
+from tests.buffers.hub.place import Begun, Place, come_back, delivered, holds, taken, tensors, until
 from tests.conftest import file_size_limit
 from tests.simulation.disk import MemoryDisk
 
@@ -137,9 +137,8 @@ def test_that_would_be_found_if_the_newest_segment_were_not_made_durable_when_it
             two_lives_and_a_crash(seed)
 
 
-def test_producers_wait_the_status_says_why_and_all_go_on_when_there_is_room(place: Callable[..., Place]) -> None:
-    hub = place(Bound(2, 1, 8))
-    anna, learner = hub.actor(), hub.learner()
+def test_producers_wait_the_status_says_why_and_all_go_on_when_there_is_room(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(2, 1, 8))
     until(holds(anna, 0, 1, 2), anna)
     anna.makes(0)
     size = sum(path.stat().st_size for path in (hub.folder / "queue").glob("*.log"))
@@ -160,9 +159,8 @@ def test_producers_wait_the_status_says_why_and_all_go_on_when_there_is_room(pla
     assert taken(learner, 0) == [0, 1]
 
 
-def test_a_checkpoint_is_committed_when_there_is_room(place: Callable[..., Place]) -> None:
-    hub = place(Bound(1, 1, 8))
-    anna, learner = hub.actor(), hub.learner()
+def test_a_checkpoint_is_committed_when_there_is_room(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(1, 1, 8))
     anna.makes(0)
     assert taken(learner, 0) == [0]
     learner.trained(0)
@@ -174,10 +172,9 @@ def test_a_checkpoint_is_committed_when_there_is_room(place: Callable[..., Place
     assert hub.status()["committed_step"] == 1
 
 
-def test_in_exact_mode_a_version_is_published_when_there_is_room_for_its_weights(place: Callable[..., Place]) -> None:
+def test_in_exact_mode_a_version_is_published_when_there_is_room_for_its_weights(begun: Callable[..., Begun]) -> None:
     """Every version is kept on disk there: the learner waits, nobody is told of it, and the hub goes on."""
-    hub = place(Bound(1, 1, 8, exact=True))
-    anna, learner = hub.actor(), hub.learner()
+    hub, anna, learner = begun(Bound(1, 1, 8, exact=True))
     anna.makes(0)
     assert taken(learner, 0) == [0]
     incarnation = hub.status()["incarnation"]

@@ -17,12 +17,11 @@ from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from tests.buffers.hub.place import DEADLINE_S, Place, a_group, holds, taken, tensors, train, until
+from tests.buffers.hub.place import DEADLINE_S, Begun, Place, a_group, holds, taken, tensors, train, until
 
 
-def test_one_step_through_every_message(place: Callable[..., Place]) -> None:
-    hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=8))
-    anna, learner = hub.actor(), hub.learner()
+def test_one_step_through_every_message(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(groups_per_batch=2, max_staleness=1, num_groups=8))
     until(lambda: anna.begun, anna)
     assert anna.adopted == [(learner.fence, 0)]
     assert anna.tensors == {name: bytes(tensor.data) for name, tensor in tensors(0).items()}
@@ -62,9 +61,8 @@ def test_a_learner_may_wait_before_the_first_actor_comes(place: Callable[..., Pl
     assert waiting.result(DEADLINE_S) == [0, 1]
 
 
-def test_without_staleness_the_next_step_is_credited_only_to_who_adopted_its_version(place: Callable[..., Place]) -> None:
-    hub = place(Bound(groups_per_batch=2, max_staleness=0, num_groups=6))
-    anna, learner = hub.actor(), hub.learner()
+def test_without_staleness_the_next_step_is_credited_only_to_who_adopted_its_version(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(groups_per_batch=2, max_staleness=0, num_groups=6))
     until(lambda: anna.begun, anna)
     assert sorted(anna.begun) == [0, 1]
     anna.makes(0, 1)
@@ -81,9 +79,8 @@ def test_without_staleness_the_next_step_is_credited_only_to_who_adopted_its_ver
     assert sorted(anna.begun) == [2, 3]
 
 
-def test_the_data_ends_with_a_batch_of_what_is_left_and_everybody_is_told(place: Callable[..., Place]) -> None:
-    hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=3))
-    anna, learner = hub.actor(), hub.learner()
+def test_the_data_ends_with_a_batch_of_what_is_left_and_everybody_is_told(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(groups_per_batch=2, max_staleness=1, num_groups=3))
     anna.makes(0, 1, 2)
     assert [train(learner, 0), train(learner, 1)] == [[0, 1], [2]]
     assert learner.take(2) == "finished"
@@ -107,10 +104,9 @@ def test_a_drain_finishes_what_is_begun_and_ends(place: Callable[..., Place]) ->
     assert sorted(anna.begun) == [2], "nothing was credited after the drain"
 
 
-def test_many_long_texts_make_a_batch(place: Callable[..., Place]) -> None:
+def test_many_long_texts_make_a_batch(begun: Callable[..., Begun]) -> None:
     """Each group's header is within its limit; a batch of them is not one header."""
-    hub = place(Bound(groups_per_batch=4, max_staleness=0, num_groups=4))
-    anna, learner = hub.actor(), hub.learner()
+    _, anna, learner = begun(Bound(groups_per_batch=4, max_staleness=0, num_groups=4))
     anna.makes(0, 1, 2, 3, text="é" * (wire.MAX_HEADER_BYTES // 5))
     assert train(learner, 0) == [0, 1, 2, 3]
 
@@ -148,9 +144,8 @@ def test_the_ends_of_a_run_leave_no_thread_behind(place: Callable[..., Place]) -
     assert threading.active_count() <= before
 
 
-def test_a_learner_that_has_enough_stops_the_actors_and_no_group_is_blamed(place: Callable[..., Place]) -> None:
-    hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=8), max_attempts=1)
-    anna, learner = hub.actor(), hub.learner()
+def test_a_learner_that_has_enough_stops_the_actors_and_no_group_is_blamed(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(groups_per_batch=2, max_staleness=1, num_groups=8), max_attempts=1)
     anna.makes(0, 1, 2)
     assert train(learner, 0) == [0, 1]
     learner.finish(1)

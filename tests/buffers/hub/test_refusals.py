@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.buffers.errors import DeadlineError, WireError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport.link import SocketLink
@@ -48,10 +48,10 @@ def nested(depth: int) -> Any:
 
 OLD = {"fence": 1, "step": 0}
 WRONG: dict[str, tuple[wire.Frames, str, str]] = {
-    "another protocol": (said({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side speaks"),
+    "another protocol": (said({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side has protocol"),
     "a protocol of text": (said({"type": "bye"}, protocol="two"), "protocol", "protocol two"),
-    "an unknown type": (said({"type": "exec"}), "unknown-type", "'exec' is no message of ours"),
-    "no type": (said({}), "unknown-type", "is no message of ours"),
+    "an unknown type": (said({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol"),
+    "no type": (said({}), "unknown-type", "is no message of this protocol"),
     "a message for others": (said({"type": "stop", "reason": "x"}), "unknown-type", "'stop' is not for the hub"),
     "an empty header": ([b""], "malformed", "no MessagePack"),
     "a header cut short": ([put()[0][:-9], *ARRAYS], "malformed", "no MessagePack"),
@@ -91,6 +91,17 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "a row that begins anew with a span that is not there": (put(restarts=[[3], []]), "spans", "below 1, got [3]"),
     "a row that begins anew twice with one span": (put(restarts=[[0, 0], []]), "spans", "ascending and below 1"),
     "a row that begins anew with what was sampled": (put(restarts=[[0], []]), "record", "a span that restarts must be read"),
+    "a reference of other lengths": (put(**first("has_reference", True)), "lengths", "[32, 24] bytes, its header has [32, 36]"),
+    "a reference that is no number": (
+        put([ARRAYS[0], ARRAYS[1] + np.array([0, np.nan, 0], "<f4").tobytes()], **first("has_reference", True)),
+        "logprobs",
+        "got nan at token 7",
+    ),
+    "references of other members": (put(has_reference=[True]), "lengths", "'has_reference' has 1 items for 2 members"),
+    "scores of other members": (put(scores={"right": [1.0]}), "lengths", "'right' has 1 items for 2 members"),
+    "metrics of another reward": (put(metrics={"other": [{}, {}]}), "lengths", "metrics of ['other'] and scores of ['right']"),
+    "a sampling mask that is not there": (put(**first("num_support", 1)), "lengths", "its header has"),
+    "a prompt of absurd length": (put(num_prompt_tokens=1 << 62), "lengths", "[32, 24] bytes"),
     "restarts of other members": (put(restarts=[[]]), "lengths", "'restarts' has 1 items for 2 members"),
     "a negative number": (put(number=-1), "field", "'put.group.number' = '-1'"),
     "a sampling mask of other tokens": (
@@ -178,6 +189,20 @@ def test_it_is_refused_with_its_reason_counted_and_the_peer_is_told(what: str, s
     assert isinstance(answer, wire.Refused), answer
     assert answer.reason == reason and detail in answer.detail, answer
     assert scene.refusals(reason) == before + 1
+
+
+@pytest.mark.parametrize(
+    "what", [what for what in WRONG if WRONG[what][1] in ("lengths", "spans", "logprobs", "tokens", "record")]
+)
+def test_nor_does_a_journal_or_a_learner_read_what_does_not_fit_its_header(what: str) -> None:
+    _, message, arrays = wire.decode(WRONG[what][0], max_frame_bytes=LIMIT)
+    assert isinstance(message, wire.Put)
+    for read in (
+        lambda: packing.unpack_group(message.group, arrays),
+        lambda: packing.check_group(message.group, [b"", *arrays]),
+    ):
+        with pytest.raises(WireError, match="group 0: "):
+            read()
 
 
 PUTS: dict[str, tuple[wire.Frames, str]] = {

@@ -6,15 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rlhf.buffers.clients.connection import HubRestartedError
+from async_rlhf.buffers.errors import HubRestartedError
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES
-from tests.buffers.hub.place import QUICK_LEASE_S, Place, come_back, delivered, taken, tensors, train, until
+from tests.buffers.hub.place import QUICK_LEASE_S, Begun, Place, come_back, delivered, taken, tensors, train, until
 
 
-def test_a_restarted_hub_loses_nothing_and_trains_nothing_twice(place: Callable[..., Place]) -> None:
-    hub = place(Bound(groups_per_batch=2, max_staleness=1, num_groups=12))
-    anna, learner = hub.actor(), hub.learner()
+def test_a_restarted_hub_loses_nothing_and_trains_nothing_twice(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(groups_per_batch=2, max_staleness=1, num_groups=12))
     until(lambda: len(anna.begun) == 4, anna)
     anna.makes(0, 1)
     seen = taken(learner, 0)
@@ -39,9 +38,8 @@ def test_a_restarted_hub_loses_nothing_and_trains_nothing_twice(place: Callable[
     assert (ledger["trained"], ledger["stale"], ledger["failed"]) == (12, 0, 0)
 
 
-def test_a_hub_restarted_again_and_again_offers_the_same_batches(place: Callable[..., Place]) -> None:
-    hub = place(Bound(groups_per_batch=2, max_staleness=2, num_groups=8, window=3), segment_bytes=1 << 12)
-    anna, learner = hub.actor(), hub.learner()
+def test_a_hub_restarted_again_and_again_offers_the_same_batches(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(groups_per_batch=2, max_staleness=2, num_groups=8, window=3), segment_bytes=1 << 12)
     anna.makes(2, 1)
     batches = []
     for _ in range(3):
@@ -77,9 +75,8 @@ def test_an_actor_whose_end_the_supervisor_saw_loses_its_groups_at_once(place: C
     until(lambda: len(anna.begun) == 2, anna)
 
 
-def test_an_actor_that_was_silent_too_long_comes_back_with_what_it_holds(place: Callable[..., Place]) -> None:
-    hub = place(Bound(groups_per_batch=2, max_staleness=0, num_groups=4), lease_s=QUICK_LEASE_S)
-    anna, learner = hub.actor(), hub.learner()
+def test_an_actor_that_was_silent_too_long_comes_back_with_what_it_holds(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(groups_per_batch=2, max_staleness=0, num_groups=4), lease_s=QUICK_LEASE_S)
     until(lambda: len(anna.begun) == 2, anna)
     until(lambda: not hub.status()["actors"])
     anna.put(0)
@@ -89,10 +86,11 @@ def test_an_actor_that_was_silent_too_long_comes_back_with_what_it_holds(place: 
     assert train(learner, 0) == [0, 1]
 
 
-def test_an_actor_that_was_cut_off_is_given_again_what_was_lost_on_the_way(place: Callable[..., Place]) -> None:
+def test_an_actor_that_was_cut_off_is_given_again_what_was_lost_on_the_way(begun: Callable[..., Begun]) -> None:
     """A frame over twice the limit cuts the connection: credits may be lost with it, and the actor says hello again."""
-    hub = place(Bound(groups_per_batch=2, max_staleness=0, num_groups=6), max_frame_bytes=CHUNK_BYTES, lease_s=1000.0)
-    anna, learner = hub.actor(), hub.learner()
+    _, anna, learner = begun(
+        Bound(groups_per_batch=2, max_staleness=0, num_groups=6), max_frame_bytes=CHUNK_BYTES, lease_s=1000.0
+    )
     for step in range(3):
         until(lambda: len(anna.begun) == 2, anna)
         if step == 1:

@@ -13,14 +13,13 @@ from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
-from tests.buffers.hub.place import DEADLINE_S, QUICK_LEASE_S, Place, holds, taken, tensors, train, until
+from tests.buffers.hub.place import DEADLINE_S, QUICK_LEASE_S, Begun, Place, holds, taken, tensors, train, until
 
 SIZE = 9 * CHUNK_BYTES
 
 
-def test_a_corrupted_chunk_is_refused_and_the_old_version_stays_served(place: Callable[..., Place]) -> None:
-    hub = place(Bound(1, 1, 8))
-    anna, learner = hub.actor(), hub.learner()
+def test_a_corrupted_chunk_is_refused_and_the_old_version_stays_served(begun: Callable[..., Begun]) -> None:
+    hub, anna, learner = begun(Bound(1, 1, 8))
     raw = learner._connection
     anna.makes(0)
     assert taken(learner, 0) == [0]

@@ -18,7 +18,7 @@ from async_rlhf.buffers.clients.learner import SuspectGroup
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.schema import GroupSchema
+from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Rollout, SamplingMask, Score, Span
 from async_rlhf.buffers.sampling import Sampling

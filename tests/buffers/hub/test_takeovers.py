@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rlhf.buffers.clients.connection import HubRestartedError
-from async_rlhf.buffers.errors import RefusedError
+from async_rlhf.buffers.errors import HubRestartedError, RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
-from tests.buffers.hub.place import DEADLINE_S, Place, a_group, come_back, taken, tensors, train, until
+from tests.buffers.hub.place import DEADLINE_S, Begun, Place, a_group, come_back, taken, tensors, train, until
 
 
 def test_a_put_for_what_another_actor_holds_is_superseded(place: Callable[..., Place]) -> None:
@@ -79,9 +78,8 @@ def test_a_learner_out_of_step_is_told(place: Callable[..., Place]) -> None:
 
 
 @pytest.mark.parametrize("goes_on", ["take", "publish", "commit"])
-def test_who_goes_on_has_trained_on_the_batch_before_whatever_was_lost(place: Callable[..., Place], goes_on: str) -> None:
-    hub = place(Bound(1, 1, 8))
-    anna, learner = hub.actor(), hub.learner()
+def test_who_goes_on_has_trained_on_the_batch_before_whatever_was_lost(begun: Callable[..., Begun], goes_on: str) -> None:
+    hub, anna, learner = begun(Bound(1, 1, 8))
     anna.makes(0, 1)
     assert taken(learner, 0) == [0]
     if goes_on == "publish":

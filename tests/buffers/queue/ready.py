@@ -25,7 +25,7 @@ class Ready(Admission):
 
     def join(self, name: str = "anna", holding: Iterable[tuple[int, int]] = (), **actor: Any) -> Actor:
         """With a capacity of eight unless another is given, and at version 0."""
-        joined = Actor(**{"capacity": 8, "fence": 1, "version": 0, "heard_at": 0.0} | actor)
+        joined = Actor(**{"capacity": 8, "fence": 1, "version": 0, "last_seen": 0.0} | actor)
         self.fleet.join(name, joined, holding)
         return joined
 

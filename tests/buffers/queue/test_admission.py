@@ -171,7 +171,7 @@ class Run:
             self.now += 11.0
             for other, actor in self.hub.fleet.actors.items():
                 if other != name:
-                    actor.heard_at = self.now
+                    actor.last_seen = self.now
             counted = self.hub.num_quarantined, set(self.hub.fleet.failures.suspects)
             assert self.hub.fleet.expire(self.now) == [name]
             assert (self.hub.num_quarantined, self.hub.fleet.failures.suspects) == counted, "silence counted against a group"
@@ -182,7 +182,7 @@ class Run:
         moved = {number for number in held if chance.random() < 0.7}
         self.now += 61.0
         for actor in self.hub.fleet.actors.values():
-            actor.heard_at = self.now
+            actor.last_seen = self.now
             actor.progressed([(number, 1 + int(self.now)) for number in moved], self.now)
         assert {number for _, number in self.hub.fleet.overdue(self.now, 60.0)} == held - moved
 
@@ -610,7 +610,7 @@ def test_whatever_happens_the_promises_hold_and_the_run_ends(
 
 def test_before_any_learner_registered_nobody_is_given_work() -> None:
     hub = Admission(Bound(2, 0, 10))
-    hub.fleet.join("anna", Actor(capacity=4, fence=0, version=0, heard_at=0.0))
+    hub.fleet.join("anna", Actor(capacity=4, fence=0, version=0, last_seen=0.0))
     assert hub.credits() == {}
 
 

@@ -153,7 +153,7 @@ def test_attempts_and_what_counts_survive_the_hub() -> None:
     assert again.fleet.failures.attempt(0) == 2 and again.fleet.failures.remember() == hub.fleet.failures.remember()
     again.register(2, 0, 0)
     again.publish(0)
-    again.fleet.join("b", Actor(capacity=8, fence=2, version=0, heard_at=0.0))
+    again.fleet.join("b", Actor(capacity=8, fence=2, version=0, last_seen=0.0))
     again.credits()
     again.fleet.leave("b")
     assert again.fleet.failures.suspects == set(range(8))

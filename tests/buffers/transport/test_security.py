@@ -152,7 +152,7 @@ def test_a_key_that_is_not_on_the_list_is_refused_counted_and_logged(
 @pytest.mark.parametrize(
     ("who", "keyed", "words"),
     [
-        ("a peer without keys", True, "that hub asks for keys"),
+        ("a peer without keys", True, "that hub needs keys"),
         ("a peer that expects another hub", True, "hub.public in security.keys is not the key of that hub"),
         ("a peer with keys", False, "that hub has no keys"),
     ],

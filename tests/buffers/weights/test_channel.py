@@ -14,6 +14,7 @@ from async_rlhf.buffers.clients.actor import ActorState
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import ConfigError, RefusedError
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.manifest import DeltaSpec
 from async_rlhf.buffers.weights.shared import HAS_SEALS
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import DEADLINE_S, until
@@ -158,7 +159,7 @@ def test_an_unfinished_fetch_goes_on_where_it_was_after_the_connection_was_lost(
     until(lambda: anna.adopted or (fetching._assembly is not None and len(fetching._assembly.missing) < 3), anna)
     if not anna.adopted:
         fetching.reset()  # what a new Hello does
-        anna.client._said_hello = False
+        anna.client._hello_sent = False
     until(lambda: anna.adopted, anna)
     anna.check(0)
 
@@ -233,8 +234,8 @@ def test_a_delta_that_is_not_of_the_announced_set_is_refused(fleet: Callable[...
     hub.source.register(0, 0)
     weights = WeightSet.of(hub.source.fence, 0, tensors(0))
     for spec in (
-        wire.DeltaSpec(base="0", result="1", num_bytes=8),
-        wire.DeltaSpec(base="0", result=weights.digest, num_bytes=len(weights.blob)),
+        DeltaSpec(base="0", result="1", num_bytes=8),
+        DeltaSpec(base="0", result=weights.digest, num_bytes=len(weights.blob)),
     ):
         with pytest.raises(RefusedError, match="is none of this set"):
             hub.source._connection.ask(weights.announcement().model_copy(update={"delta": spec}), timeout_s=DEADLINE_S)

@@ -93,7 +93,7 @@ def test_credits_and_puts_go_through_a_relay_and_a_hub_that_is_begun_again(hub: 
 def test_only_what_actors_say_is_let_through(hub: Fleet, relay: Station) -> None:
     with (
         control(relay.address, timeout_s=DEADLINE_S) as stranger,
-        pytest.raises(RefusedError, match="a relay lets no 'halt' through"),
+        pytest.raises(RefusedError, match="a relay forwards no 'halt'"),
     ):
         stranger.halt()
     rude = hub.stranger("rude", address=relay.address)

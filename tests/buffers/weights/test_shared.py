@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.weight_messages import Place
+from async_rlhf.buffers.protocol.manifest import Place
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import shared
 from async_rlhf.buffers.weights.assembly import Assembly

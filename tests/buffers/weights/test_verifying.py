@@ -29,9 +29,9 @@ def fetching(seconds_a_piece: float) -> WeightReceiver:
 def test_a_turn_ends_when_its_time_is_over_and_a_fast_machine_needs_few() -> None:
     def turns(seconds_a_piece: float) -> int:
         receiver = fetching(seconds_a_piece)
-        receiver.hear(WEIGHTS.manifest().model_copy(update={"place": None}), [])
+        receiver.receive(WEIGHTS.manifest().model_copy(update={"place": None}), [])
         for index in (*range(1, WEIGHTS.num_chunks), 0):  # the first comes last: nothing can be verified before
-            receiver.hear(wire.Chunk(fence=1, version=1, index=index), [bytes(WEIGHTS.chunk(index))])
+            receiver.receive(wire.Chunk(fence=1, version=1, index=index), [bytes(WEIGHTS.chunk(index))])
         needed = 1
         while receiver.has_work:
             receiver.advance()
@@ -48,14 +48,14 @@ def test_a_turn_ends_when_its_time_is_over_and_a_fast_machine_needs_few() -> Non
 @pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
 def test_a_set_that_is_mapped_is_there_at_once_but_its_announcement_must_fit() -> None:
     receiver, given = fetching(seconds_a_piece=2 * TURN_S), WEIGHTS.manifest()
-    receiver.hear(given, [])
+    receiver.receive(given, [])
     taken = receiver.take()
     assert not receiver.has_work and taken is not None and taken == WEIGHTS
     assert taken.memory is not None and taken.memory is not WEIGHTS.memory, "the same bytes, mapped again"
 
     receiver = fetching(seconds_a_piece=TURN_S)
     for _ in range(3):  # fetched again each time
-        receiver.hear(given.model_copy(update={"tensors": given.tensors * 2}), [])
+        receiver.receive(given.model_copy(update={"tensors": given.tensors * 2}), [])
         assert receiver.take() is None
     with pytest.raises(WeightsError, match=f"tensors need {8 * PIECE_BYTES} bytes, announced {4 * PIECE_BYTES}"):
-        receiver.hear(given.model_copy(update={"tensors": given.tensors * 2}), [])
+        receiver.receive(given.model_copy(update={"tensors": given.tensors * 2}), [])
