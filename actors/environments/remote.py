@@ -17,26 +17,23 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgpack
 import zmq
 import zmq.asyncio
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from async_rlhf.actors.environments.adapters import Adapted
 from async_rlhf.actors.environments.settings import Declaration, Feedback
 from async_rlhf.actors.scoring.remote import connect
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, EpisodeLostError, WireError
+from async_rlhf.buffers.protocol.codec import Codec
 from async_rlhf.buffers.protocol.message import Count, MessageBase
 from async_rlhf.buffers.score import Score
 
-MAX_BYTES = 4 << 20
 BEAT_S = 10.0
-_PROTOCOL = 1
 _RESEND_S = 5.0
 _DESCRIBE_S = 10.0
-_SURROGATES = "surrogatepass"
 
 
 class Describe(MessageBase):
@@ -105,29 +102,8 @@ class Gone(MessageBase):
 
 
 Message = Describe | Description | Step | Leave | Beat | Stepped | Gone
-_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
-
-
-def pack(message: Message) -> bytes:
-    """Raises WireError for a message that is too large, and for a column that cannot travel."""
-    try:
-        packed: bytes = msgpack.packb([_PROTOCOL, dict(message)], unicode_errors=_SURROGATES)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"the columns of an episode cannot travel to its server ({error})") from error
-    if len(packed) > MAX_BYTES:
-        raise WireError(f"a message of an episode has {len(packed)} bytes; at most {MAX_BYTES} are sent")
-    return packed
-
-
-def unpack(data: bytes) -> Message:
-    """Raises WireError for anything that is not one of these."""
-    try:
-        protocol, fields = msgpack.unpackb(data, max_ext_len=0, unicode_errors=_SURROGATES)
-        if protocol != _PROTOCOL:
-            raise ValueError(f"protocol {str(protocol)[:40]}")
-        return _MESSAGES.validate_python(fields)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, ValidationError) as error:
-        raise WireError(f"what is no message of protocol {_PROTOCOL} of episodes: {str(error)[:200]}") from error
+PLAYED: Codec[Message] = Codec(Message, "episodes", 4 << 20, has_plain_keys=True)
+"""Between any client and an environment server."""
 
 
 def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
@@ -168,10 +144,10 @@ def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
 def _described(address: str, keys: str) -> Description:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         try:
-            connect(socket, address, keys, MAX_BYTES)
+            connect(socket, address, keys, PLAYED.max_bytes)
         except zmq.ZMQError as error:
             raise ConfigError(f"environment remote:{address} has no address ({error}); use remote:tcp://HOST:PORT") from error
-        socket.send(pack(Describe()))
+        socket.send(PLAYED.pack(Describe()))
         if not socket.poll(int(_DESCRIBE_S * 1000)):
             keyed = "" if keys else ", without keys (environment.options.keys)"
             raise EpisodeError(
@@ -179,7 +155,7 @@ def _described(address: str, keys: str) -> Description:
                 "serve-environment FILE:NAME --address ...)?"
             )
         try:
-            told = unpack(socket.recv())
+            told = PLAYED.unpack(socket.recv())
         except WireError as error:
             raise EpisodeError(f"{address} answers with {error}") from error
     if not isinstance(told, Description):
@@ -199,7 +175,7 @@ class _Client:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         # The name by which the server knows its episodes, also over the next connection.
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-        connect(self._socket, address, keys, MAX_BYTES)
+        connect(self._socket, address, keys, PLAYED.max_bytes)
         self._ids = itertools.count()
         self._asked: dict[int, tuple[int, asyncio.Future[Stepped | Gone]]] = {}
         self._open: set[int] = set()
@@ -219,7 +195,7 @@ class _Client:
         self._asked[step.id] = step.turn, answer
         try:
             while not answer.done():
-                await self._socket.send(pack(step))
+                await self._socket.send(PLAYED.pack(step))
                 await asyncio.wait({answer}, timeout=_RESEND_S)
             found: Stepped | Gone = answer.result()
             return found
@@ -229,12 +205,12 @@ class _Client:
     async def leave(self, id: int) -> None:
         self._open.discard(id)
         with suppress(zmq.ZMQError):  # A beat says it again.
-            await self._socket.send(pack(Leave(id=id)), zmq.DONTWAIT)
+            await self._socket.send(PLAYED.pack(Leave(id=id)), zmq.DONTWAIT)
 
     async def _read(self) -> None:
         while True:
             with suppress(WireError):
-                message = unpack(await self._socket.recv())
+                message = PLAYED.unpack(await self._socket.recv())
                 if isinstance(message, Stepped | Gone):
                     turn, answer = self._asked.get(message.id, (-1, None))
                     if answer is not None and turn == message.turn and not answer.done():
@@ -244,7 +220,7 @@ class _Client:
         while True:
             await asyncio.sleep(BEAT_S)
             with suppress(zmq.ZMQError):
-                await self._socket.send(pack(Beat(open=sorted(self._open))), zmq.DONTWAIT)
+                await self._socket.send(PLAYED.pack(Beat(open=sorted(self._open))), zmq.DONTWAIT)
 
 
 class _Episode:

@@ -20,11 +20,10 @@ from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardFunction, RewardSpec
-from async_rlhf.actors.scoring.event_loop_executor import EventLoopExecutor
 from async_rlhf.actors.scoring.executor import Answered, Answers, Call, Executor, Shown
-from async_rlhf.actors.scoring.process_executor import ProcessExecutor
 from async_rlhf.actors.scoring.remote_executor import RemoteExecutor
 from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, Task
+from async_rlhf.actors.scoring.reward_workers import RewardWorkers
 from async_rlhf.actors.scoring.thread_executor import ThreadExecutor
 from async_rlhf.buffers.errors import RewardError
 
@@ -233,9 +232,8 @@ class Dispatcher:
             return ThreadExecutor(self._functions, self._config.max_concurrency, self._heard)
         memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
         if specs[0].kind == "async":
-            return EventLoopExecutor(specs, self._config.max_concurrency, memory_mb, self._heard)
-        longest_s = max(map(self._timeout_s, specs))
-        return ProcessExecutor(specs, longest_s, specs[0].workers or self._config.workers, memory_mb, self._heard)
+            return RewardWorkers(specs, 1, self._config.max_concurrency, memory_mb, self._heard)
+        return RewardWorkers(specs, specs[0].workers or self._config.workers, 1, memory_mb, self._heard)
 
     def _timeout_s(self, spec: RewardSpec) -> float:
         return spec.timeout_s or self._config.timeout_s

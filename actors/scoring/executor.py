@@ -1,9 +1,8 @@
 """The seam between the queues and whatever runs a reward: `Call` goes in, `Answers` come back.
 
-    ProcessExecutor      worker processes, one synchronous call at a time in each
-    EventLoopExecutor    one process with an event loop, many asynchronous calls at once
-    ThreadExecutor       threads of this process, for functions that no other can import
-    RemoteExecutor       the scoring server of this machine
+    RewardWorkers     processes; plain rewards: one call at a time in each, asynchronous ones: many on an event loop
+    ThreadExecutor    threads of this process, for functions that no other can import
+    RemoteExecutor    the scoring server of this machine
 
 `Ready` is a loaded reward inside the process that calls it. All of it is plain data between processes.
 """
@@ -16,11 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, Stream, failed, load, settings_of
-
-# Longest time a worker may take to import its rewards, models they load at import included.
-START_LIMIT_S = 300.0
-# Workers that end so often before they are ready will not recover.
-MAX_FAILED_STARTS = 3
 
 
 class Call(NamedTuple):
@@ -112,6 +106,9 @@ def ready(spec: RewardSpec) -> Ready | Answer:
 
 def timed_out(timeout_s: float) -> Answer:
     """A transient failure: it may be retried."""
-    now = time.time()
-    reason = f"timed out after {timeout_s:g} s (scoring.timeout_s)"
+    now, reason = time.time(), why_timed_out(timeout_s)
     return Answer(None, reason, began=now - timeout_s, ended=now, retry_after_s=0.0)
+
+
+def why_timed_out(timeout_s: float) -> str:
+    return f"timed out after {timeout_s:g} s (scoring.timeout_s)"

@@ -26,7 +26,7 @@ import zmq
 from async_rlhf.actors.rewards import Answer
 from async_rlhf.actors.scoring.executor import Answered, Call, Shown
 from async_rlhf.actors.scoring.messages import (
-    STAGE_CHANNEL,
+    STAGES,
     DiscardRequests,
     ForgetStreams,
     Heartbeat,
@@ -38,7 +38,6 @@ from async_rlhf.actors.scoring.messages import (
     ServerState,
     frames_of,
     to_answers,
-    unpack,
 )
 from async_rlhf.buffers.errors import DeadlineError, RewardError, WireError
 from async_rlhf.buffers.transport.frames import Waker
@@ -124,7 +123,7 @@ class RemoteExecutor:
     def _receive(self) -> None:
         with suppress(zmq.Again):
             while True:
-                message = unpack(self._socket.recv(zmq.NOBLOCK))
+                message = STAGES.unpack(self._socket.recv(zmq.NOBLOCK))
                 self._heard = time.monotonic()
                 if isinstance(message, ScoreResponse):
                     if self._pending.pop(message.id, None) is not None:
@@ -185,7 +184,7 @@ def server_state(address: str, timeout_s: float) -> ServerState:
     with zmq.Context() as context, _dealer(context, address) as socket:
         socket.send_multipart(frames_of(Heartbeat()))
         if socket.poll(int(timeout_s * 1000)):
-            message = unpack(socket.recv())
+            message = STAGES.unpack(socket.recv())
             assert isinstance(message, ServerState), message
             return message
     raise DeadlineError(f"the scorer process did not answer within {timeout_s:g} s")
@@ -194,7 +193,7 @@ def server_state(address: str, timeout_s: float) -> ServerState:
 def _dealer(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, STAGE_CHANNEL.max_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, STAGES.max_bytes)
     socket.setsockopt(zmq.SNDHWM, 0)  # `submit` must not wait; what is queued is bounded by what the engine decodes
     socket.connect(address)
     return socket

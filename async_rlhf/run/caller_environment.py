@@ -26,7 +26,7 @@ from async_rlhf.actors.environments.messages import BeginEpisode, Message, Obser
 from async_rlhf.actors.environments.stand_in import CALLER_SOCKET, STAND_IN, receive, send
 from async_rlhf.actors.environments.worker import episode_ended
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
-from async_rlhf.actors.scoring.event_loop_worker import LoopWatchdog
+from async_rlhf.actors.scoring.watchdog import LoopWatchdog
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.launch.sockets import socket_directory
 from async_rlhf.run.config import Config, override

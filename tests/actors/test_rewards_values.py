@@ -19,7 +19,7 @@ from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, r
 from async_rlhf.actors.rewards.settings import TRANSIENT
 from async_rlhf.actors.scoring import messages
 from async_rlhf.actors.scoring.executor import Answers, Call
-from async_rlhf.actors.scoring.process_executor import run_call
+from async_rlhf.actors.scoring.reward_worker import run_call
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -99,8 +99,8 @@ def check(answer: Answer) -> None:
     assert score.value is None or (type(score.value) is float and abs(score.value) <= MAX_SCORE)
     assert score.failure is None or 0 < len(score.failure) <= 500
     response = messages.ScoreResponse(id=0, answers=[messages.to_fields(answer)])
-    for channel in (messages.STAGE_CHANNEL, messages.REWARD_CHANNEL):
-        received = messages.unpack(messages.pack(response, channel), channel)
+    for codec in (messages.STAGES, messages.REWARDS):
+        received = codec.unpack(codec.pack(response))
         assert isinstance(received, messages.ScoreResponse)
         assert [each.score() for each in messages.to_answers(received.answers)] == [score]
 

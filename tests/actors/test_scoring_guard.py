@@ -63,7 +63,6 @@ async def hoard_async(completion):
     return hoard(completion)
 
 def aborts(completion):
-    time.sleep(0.5)  # pebble's pool must have read that the call began before it sees the death of its process
     os.abort()
 
 def shout(completion):

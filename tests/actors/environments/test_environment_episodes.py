@@ -273,8 +273,7 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
         ends = bench.pool.counters.episodes
         assert set(ends) == {"max_turns", "scored"} and ends["max_turns"] in range(490, 501)
         assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0
-        workers = bench.pool._workers
-        wait_for(lambda: not any(map(workers._book.num_busy, workers._processes)), "the cleanup of all of them")
+        wait_for(lambda: not bench.pool._workers.num_episodes(), "the cleanup of all of them")
 
 
 def test_columns_that_cannot_travel_fail_their_episode_alone(bench: Bench) -> None:
