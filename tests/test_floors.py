@@ -31,7 +31,7 @@ ROOMS = {
         "actors/environments/remote.py",
         "actors/scoring/remote.py",
         "actors/scoring/remote_executor.py",
-        "actors/scoring/service.py",
+        "actors/workers/service.py",
         "experiments/throughput/",
     ),
     "httpx2": ("actors/rewards/builtins/judge.py", "async_rlhf/run/hooks.py"),
@@ -110,8 +110,7 @@ def test_a_file_imports_only_downwards_and_stays_in_its_room() -> None:
             wrong.append(f"{name} imports {module}: {floor} may import {sorted(BELOW[floor])}")
         if top in ROOMS and not name.startswith(ROOMS[top]):
             wrong.append(f"{name} imports {module}, which lives in {ROOMS[top]}")
-        # The scoring room names the error of the standard library's pipes to its own worker processes; no wire, no disk.
-        if top in FORBIDDEN and not name.startswith("actors/scoring/"):
+        if top in FORBIDDEN:
             wrong.append(f"{name} imports {module}: nothing is pickled here")
     assert len(SOURCES) > 100 and not wrong
 

@@ -3,10 +3,10 @@
     client -> server   Describe, Step, Leave, Beat
     server -> client   Description, Stepped, Gone
 
-What the server says of its environment (its columns, limits and tools) is asked before the run. Then each episode here is a
-generator that passes on what the model wrote. ZeroMQ reconnects by itself, and messages are lost meanwhile: a step that is not
-answered is sent again, and the server plays each turn once. A server that began anew does not know the episode: it is lost, and
-begun again.
+The server's description of its environment (its columns, limits and tools) is requested before the run. Then each episode here
+is a generator that passes on what the model wrote. ZeroMQ reconnects by itself, and messages are lost meanwhile: a step that
+is not answered is sent again, and the server plays each turn once. A server that began anew does not know the episode: it is
+lost, and begun again.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
     if unknown := options.keys() - {"keys"}:
         raise ConfigError(f"environment.options.{min(unknown)}: a remote environment takes keys; others are its server's")
     keys = str(options.get("keys", ""))
-    told = _described(address, keys)
+    description = _described(address, keys)
 
     async def remote(**fields: Any) -> AsyncIterator[Feedback | Score]:
         episode = _client(address, keys).begin()
         try:
-            wanted = {name: value for name, value in fields.items() if told.fields is None or name in told.fields}
+            wanted = {name: value for name, value in fields.items() if description.fields is None or name in description.fields}
             came = await episode.step(wanted, None)
             if came.content is None:
                 raise EpisodeError(came.failure or "it ended before the model wrote anything")
@@ -132,13 +132,13 @@ def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
             await episode.leave()
 
     settings = Declaration(
-        name=told.name,
-        max_turns=told.max_turns,
-        timeout_s=told.timeout_s + 2 * _RESEND_S,  # the server ends a step in its own time
-        episode_timeout_s=told.episode_timeout_s,
-        at_limit=told.at_limit,
+        name=description.name,
+        max_turns=description.max_turns,
+        timeout_s=description.timeout_s + 2 * _RESEND_S,  # the server ends a step in its own time
+        episode_timeout_s=description.episode_timeout_s,
+        at_limit=description.at_limit,
     )
-    return Adapted(remote, settings, tuple(told.required), tuple(told.tools), told.judges)
+    return Adapted(remote, settings, tuple(description.required), tuple(description.tools), description.judges)
 
 
 def _described(address: str, keys: str) -> Description:
@@ -155,12 +155,12 @@ def _described(address: str, keys: str) -> Description:
                 "serve-environment FILE:NAME --address ...)?"
             )
         try:
-            told = PLAYED.unpack(socket.recv())
+            description = PLAYED.unpack(socket.recv())
         except WireError as error:
             raise EpisodeError(f"{address} answers with {error}") from error
-    if not isinstance(told, Description):
+    if not isinstance(description, Description):
         raise EpisodeError(f"{address} serves no environment")
-    return told
+    return description
 
 
 @functools.cache
@@ -177,7 +177,7 @@ class _Client:
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
         connect(self._socket, address, keys, PLAYED.max_bytes)
         self._ids = itertools.count()
-        self._asked: dict[int, tuple[int, asyncio.Future[Stepped | Gone]]] = {}
+        self._requested: dict[int, tuple[int, asyncio.Future[Stepped | Gone]]] = {}
         self._open: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -189,10 +189,10 @@ class _Client:
         self._open.add(id)
         return _Episode(self, id)
 
-    async def ask(self, step: Step) -> Stepped | Gone:
+    async def request(self, step: Step) -> Stepped | Gone:
         """Waits for the answer; the caller's time-out ends it."""
         answer = asyncio.get_running_loop().create_future()
-        self._asked[step.id] = step.turn, answer
+        self._requested[step.id] = step.turn, answer
         try:
             while not answer.done():
                 await self._socket.send(PLAYED.pack(step))
@@ -200,11 +200,11 @@ class _Client:
             found: Stepped | Gone = answer.result()
             return found
         finally:
-            del self._asked[step.id]
+            del self._requested[step.id]
 
     async def leave(self, id: int) -> None:
         self._open.discard(id)
-        with suppress(zmq.ZMQError):  # A beat says it again.
+        with suppress(zmq.ZMQError):  # The next beat leaves it out.
             await self._socket.send(PLAYED.pack(Leave(id=id)), zmq.DONTWAIT)
 
     async def _read(self) -> None:
@@ -212,7 +212,7 @@ class _Client:
             with suppress(WireError):
                 message = PLAYED.unpack(await self._socket.recv())
                 if isinstance(message, Stepped | Gone):
-                    turn, answer = self._asked.get(message.id, (-1, None))
+                    turn, answer = self._requested.get(message.id, (-1, None))
                     if answer is not None and turn == message.turn and not answer.done():
                         answer.set_result(message)
 
@@ -229,7 +229,7 @@ class _Episode:
 
     async def step(self, fields: dict[str, Any] | None, text: str | None) -> Stepped:
         """The next turn. Raises EpisodeLostError where the server does not know the episode, or has lost it itself."""
-        came = await self._client.ask(Step(id=self._id, turn=self._turn, fields=fields, text=text))
+        came = await self._client.request(Step(id=self._id, turn=self._turn, fields=fields, text=text))
         if isinstance(came, Gone):
             raise EpisodeLostError("its server began anew, or lost the process that played it")
         self._turn += 1

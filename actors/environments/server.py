@@ -28,7 +28,7 @@ from async_rlhf.actors.environments.remote import (
     Step,
     Stepped,
 )
-from async_rlhf.actors.scoring.service import Client, Service
+from async_rlhf.actors.workers.service import Client, Service
 from async_rlhf.buffers.errors import WireError
 
 _SILENT_S = 6 * BEAT_S
@@ -89,7 +89,7 @@ class EnvironmentServer(Service[_Client]):
             self._send(peer, self._description())
             return
         client = self._clients.setdefault(peer, _Client(peer, 0.0))
-        client.heard = self._clock()
+        client.last_seen = self._clock()
         if isinstance(message, Step):
             self._step(peer, client, message)
         elif isinstance(message, Leave):

@@ -35,11 +35,11 @@ async def stand_in(**fields: Any) -> AsyncGenerator[Feedback | Score, str]:
         )
     reader, writer = await asyncio.open_unix_connection(path)
     try:
-        said: Message = BeginEpisode(id=0, fields=fields)
-        while not isinstance(came := await _asked(reader, writer, said), EpisodeEnded):
+        sent: Message = BeginEpisode(id=0, fields=fields)
+        while not isinstance(came := await _exchange(reader, writer, sent), EpisodeEnded):
             text = yield Feedback(came.content, came.score)
-            said = Reply(id=0, text=text)
-        if came.failure is not None and isinstance(said, BeginEpisode):
+            sent = Reply(id=0, text=text)
+        if came.failure is not None and isinstance(sent, BeginEpisode):
             raise EpisodeError(came.failure)
         if came.scored:
             yield Score(came.value, came.failure, came.metrics)
@@ -47,7 +47,7 @@ async def stand_in(**fields: Any) -> AsyncGenerator[Feedback | Score, str]:
         writer.close()
 
 
-async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message) -> Observed | EpisodeEnded:
+async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message) -> Observed | EpisodeEnded:
     await send(writer, message)
     came = await receive(reader)
     if not isinstance(came, Observed | EpisodeEnded):

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +17,7 @@ from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, Stream, fai
 
 
 class Call(NamedTuple):
-    """One call of one reward.
+    """One call of one reward, by its name.
 
     members: of each completion, its fields and the columns of its prompt's row that the reward uses. timeout_s: longest run.
     prefetch: the completions are unfinished and only read, not scored. stream: of a single completion that was or is
@@ -26,7 +25,7 @@ class Call(NamedTuple):
     """
 
     id: int
-    spec: RewardSpec
+    name: str
     members: tuple[Mapping[str, Any], ...]
     timeout_s: float
     prefetch: bool = False
@@ -68,16 +67,17 @@ class Ready(NamedTuple):
 
     function: Callable[..., Any]
     signature: Signature
+    options: Mapping[str, Any]
     retry_on: tuple[type[BaseException], ...]
     stream: Stream | None = None
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        return self.signature.arguments(call.members, call.spec.options)
+        return self.signature.arguments(call.members, self.options)
 
     def prefetch(self, call: Call) -> None:
-        assert self.stream is not None, f"{call.spec.name} has no incremental scoring"
+        assert self.stream is not None, "a reward without incremental scoring"
         if call.forgotten:
-            self.stream.forget(list(call.forgotten), **call.spec.options)
+            self.stream.forget(list(call.forgotten), **self.options)
         if call.members:
             self.stream.prefetch(**self.arguments(call))
 
@@ -91,15 +91,14 @@ class Ready(NamedTuple):
         return (failed(error, self.retry_on)._replace(began=began, ended=time.time()),)
 
 
-@functools.cache
 def ready(spec: RewardSpec) -> Ready | Answer:
-    """Load a reward once per process; one that cannot be loaded answers every call with the reason."""
+    """Load a reward; one that cannot be loaded answers every call with the reason."""
     try:
         function = load(spec)
         settings = settings_of(function)
         if settings.prepare is not None:
             settings.prepare(**spec.options)
-        return Ready(function, Signature.of(function), settings.retry_on, settings.stream)
+        return Ready(function, Signature.of(function), spec.options, settings.retry_on, settings.stream)
     except BaseException as error:  # noqa: BLE001  loading runs the user's module; its failure must not end the worker
         return failed(error)
 

@@ -40,7 +40,7 @@ from async_rlhf.actors.scoring.messages import (
 )
 from async_rlhf.actors.scoring.pool import STREAM, RewardCounters, num_tokens, usable
 from async_rlhf.actors.scoring.reward_queue import Task
-from async_rlhf.actors.scoring.service import Client, Service
+from async_rlhf.actors.workers.service import Client, Service
 from async_rlhf.buffers.errors import RewardError, WireError
 from async_rlhf.buffers.protocol.codec import Codec
 
@@ -100,7 +100,7 @@ class ScoringServer(Service[_Client]):
         self._num_met, self._life = 0, uuid.uuid4().hex
         self._events: queue.SimpleQueue[partial[None]] = queue.SimpleQueue()
         self._rewards = {spec.name: RewardCounters() for spec in specs}
-        self.counters = {"asked": 0, "answered": 0, **self.counters, "too_late": 0}
+        self.counters = {"requested": 0, "answered": 0, **self.counters, "too_late": 0}
         self._dispatcher = Dispatcher(specs, config, self._answered, self._shown, functions=functions)
 
     def _advance(self) -> None:
@@ -118,7 +118,7 @@ class ScoringServer(Service[_Client]):
             self._clients[peer] = self._by_offset[self._num_met] = _Client(peer, now, self._num_met)
             self._num_met += 1
         client = self._clients[peer]
-        client.heard = max(client.heard, now)
+        client.last_seen = max(client.last_seen, now)
         return client
 
     def _refuse(self, peer: bytes, frames: list[bytes], reason: str) -> None:
@@ -159,7 +159,7 @@ class ScoringServer(Service[_Client]):
         task_id, stream = base + request.id, None if request.stream is None else base + request.stream
         if task_id in client.pending:
             return  # A resent request that had arrived the first time.
-        self.counters["asked"] += 1
+        self.counters["requested"] += 1
         spec = self._spec(request.stage)
         if most is not None and sum(len(each.pending) for each in self._clients.values()) >= most:
             busy = Answer(None, f"{most} completions wait already", retry_after_s=_BUSY_RETRY_S)
@@ -172,7 +172,7 @@ class ScoringServer(Service[_Client]):
             raise RewardError(f"a completion's tokens are no list: {error}") from error
         if request.timeout_s is not None:
             self._deadlines[task_id] = time.monotonic() + request.timeout_s
-            client.heard = max(client.heard, self._deadlines[task_id])
+            client.last_seen = max(client.last_seen, self._deadlines[task_id])
         client.pending[task_id] = _Pending(spec.name, stream)
         client.shown.discard(-1 if stream is None else stream)
         members = tuple(usable(spec, member) for member in shown)

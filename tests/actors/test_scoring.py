@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.scoring import worker_pool
 from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.workers import pool as worker_pool
 from async_rlhf.buffers.errors import DeadlineError, RewardError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench
@@ -36,6 +36,11 @@ def act(completion):
         while True:
             try: time.sleep(1000)
             except BaseException: pass
+    if completion == "slow":  # for longer than a process may take to read what it is sent
+        time.sleep(3)
+        return 0.0
+    if completion == "exit":
+        os._exit(3)
     if completion == "quit":
         sys.exit("enough")
     return float(completion)
@@ -111,24 +116,27 @@ def test_two_thousand_completions_at_once_are_each_given_their_own_score(bench: 
     assert {name: each.scored for name, each in pool.pool.counters.items()} == {"number": 2000, "trl_async": 2000}
 
 
-@pytest.mark.parametrize("reward", ["act", "act_async"])
-def test_what_a_reward_raises_is_a_failure_and_is_told_once(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, reward: str
+def test_the_first_failure_is_logged_with_its_traceback_and_the_others_are_counted(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = bench(reward)
+    pool = bench("act")
     with caplog.at_level(logging.WARNING):
-        scores = [each[reward] for each in pool.score("one", "quit", "3")]
-    assert [score.failure for score in scores] == [
-        "ValueError: could not convert string to float: 'one'",
-        "SystemExit: enough",
-        None,
-    ]
-    assert scores[2].value == 3.0
-    messages = [record.getMessage() for record in caplog.records]
-    # A loop that was kept from the processor is told of as well.
-    (told,) = [message for message in messages if "kept the event loop to itself" not in message]
-    assert f"reward '{reward}' failed" in told and "Traceback" in told and "judges.py" in told
-    assert (pool.pool.counters[reward].failed, pool.pool.counters[reward].scored) == (2, 1)
+        assert [each["act"].state for each in pool.score("one", "quit", "3")] == ["failed", "failed", "value"]
+    (logged,) = [record.getMessage() for record in caplog.records]
+    assert "reward 'act' failed" in logged and "Traceback" in logged and "judges.py" in logged
+    assert (pool.pool.counters["act"].failed, pool.pool.counters["act"].scored) == (2, 1)
+
+
+def test_calls_before_and_behind_one_that_ends_its_process_are_scored(bench: Callable[..., Bench]) -> None:
+    scores = [each["act"] for each in bench("act", timeout_s=4.0).score("1", "swallow", "2", "exit", "exit", "3", "4")]
+    assert [score.value for score in scores] == [1.0, None, 2.0, None, None, 3.0, 4.0]
+    assert "timed out after 4 s" in str(scores[1].failure)
+    assert [scores[at].failure for at in (3, 4)] == ["its worker process ended with exit code 3"] * 2
+
+
+def test_a_slow_call_is_not_ended_by_the_size_of_those_behind_it(bench: Callable[..., Bench]) -> None:
+    scores = bench("act").score("slow", *[" " * 500_000 + str(number) for number in range(3)])
+    assert [each["act"].value for each in scores] == [0.0, 0.0, 1.0, 2.0]
 
 
 def test_one_stuck_worker_does_not_hold_up_the_other(bench: Callable[..., Bench]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.actors.scoring.guard import OUTPUT_BYTES
+from async_rlhf.actors.workers.guard import OUTPUT_BYTES
 from tests.conftest import gone, has_ended, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]

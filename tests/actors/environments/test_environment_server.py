@@ -24,7 +24,6 @@ from tests.actors.environments.played import COLUMNS, Bench
 from tests.conftest import kept_port, wait_for
 
 ENVIRONMENTS = """
-import os
 from async_rlhf import Feedback, Score, environment
 
 @environment(max_turns=3, timeout_s=20, at_limit=None)
@@ -33,7 +32,6 @@ def echo(question, answer, path):
         text = yield question
         while text != "stop":
             if text == "raise": raise ValueError("no")
-            if text == "exit": os._exit(7)
             if text == "return": return
             text = yield Feedback(text + "!", score=len(text))
         yield Score(1.0, metrics={"right": float(answer)})
@@ -175,10 +173,6 @@ def _is_free(address: str) -> bool:
         except zmq.ZMQError:
             return False
     return True
-
-
-def test_what_exits_a_process_of_the_server_fails_after_a_second_try(serve: Serve, bench: Callable[..., Bench]) -> None:
-    assert bench(serve()).play("exit", "exit")[-1].reason == "failed"
 
 
 def test_an_episode_that_is_left_or_forgotten_or_whose_client_is_silent_is_closed(serve: Serve, tmp_path: Path) -> None:

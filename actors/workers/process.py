@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
-from async_rlhf.actors.scoring import guard
+from async_rlhf.actors.workers import guard
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GUARD_START_S = 60.0

@@ -34,10 +34,10 @@ _REPORT_S = 10.0
 
 @dataclass
 class Client:
-    """peer: its identity. heard: monotonic time of its last message, or of what it waits for if that is later."""
+    """peer: its identity. last_seen: monotonic time of its last message, or of what it waits for if that is later."""
 
     peer: bytes
-    heard: float
+    last_seen: float
 
 
 Kind = TypeVar("Kind", bound=Client)
@@ -127,7 +127,7 @@ class Service(Generic[Kind]):
     def _look(self, now: float) -> None:
         """Drop silent clients."""
         for peer, client in list(self._clients.items()):
-            if now - client.heard > self._silent_s:
+            if now - client.last_seen > self._silent_s:
                 del self._clients[peer]
                 self._drop(client)
 

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Pipe
 from typing import Any, ClassVar, Generic, TypeVar
 
-from async_rlhf.actors.scoring.processes import WorkerContext, ended, is_over
-from async_rlhf.actors.scoring.watchdog import LoopWatchdog
+from async_rlhf.actors.workers.process import WorkerContext, ended, is_over
+from async_rlhf.actors.workers.watchdog import LoopWatchdog
 from async_rlhf.buffers.errors import DeadlineError, WireError
 from async_rlhf.buffers.transport.frames import Waker
 
@@ -159,6 +159,7 @@ class WorkerPool(Generic[Kind]):
             if self._closing_by is not None:
                 self._drain(self._closing_by)
         finally:
+            self._kill()  # all at once, before any is waited for
             for worker in self._workers.values():
                 worker.end()
             self._ended()
