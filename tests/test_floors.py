@@ -29,10 +29,9 @@ ROOMS = {
         "buffers/hub/hub.py",
         "buffers/weights/relay.py",
         "actors/environments/remote.py",
-        "actors/environments/server.py",
         "actors/scoring/remote.py",
         "actors/scoring/remote_executor.py",
-        "actors/scoring/server.py",
+        "actors/workers/service.py",
         "experiments/throughput/",
     ),
     "httpx2": ("actors/rewards/builtins/judge.py", "async_rlhf/run/supervision/hooks.py"),
@@ -52,7 +51,6 @@ ROOMS = {
     "zstandard": ("buffers/weights/delta.py",),
     "pyarrow": ("actors/data/files.py",),
     "datasets": ("actors/data/files.py", "experiments/throughput/"),
-    "pebble": ("actors/scoring/process_executor.py",),
     "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),
     "pandas": ("experiments/staleness/frames.py",),
     "markdown_it": ("experiments/page.py",),
@@ -112,8 +110,7 @@ def test_a_file_imports_only_downwards_and_stays_in_its_room() -> None:
             wrong.append(f"{name} imports {module}: {floor} may import {sorted(BELOW[floor])}")
         if top in ROOMS and not name.startswith(ROOMS[top]):
             wrong.append(f"{name} imports {module}, which lives in {ROOMS[top]}")
-        # The scoring room names the error of the standard library's pipes to its own worker processes; no wire, no disk.
-        if top in FORBIDDEN and not name.startswith("actors/scoring/"):
+        if top in FORBIDDEN:
             wrong.append(f"{name} imports {module}: nothing is pickled here")
     assert len(SOURCES) > 100 and not wrong
 

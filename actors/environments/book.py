@@ -9,7 +9,7 @@ it has ended until its cleanup is done. When its process dies:
     stepping, it is the cause                         has failed
     stepping, the cause is not known                  is suspect: lost the first time, failed the second
 
-Of the suspects in a process one steps at a time, so that the second death accuses one and not all that happened to be there.
+Of the suspects in a process one steps at a time, so that the second crash identifies one and not all that happened to be there.
 A process that is retired takes no new episodes; it has drained when none is left in it.
 """
 
@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 Phase = Literal["stepping", "waiting", "closing"]
 
 
-class Fallen(NamedTuple):
+class Ended(NamedTuple):
     """Ids of the episodes that a dead process leaves behind."""
 
     failed: tuple[int, ...]
@@ -30,7 +30,7 @@ class Fallen(NamedTuple):
 
 
 @dataclass
-class _Seat:
+class _Slot:
     takes: bool = True
     phases: dict[int, Phase] = field(default_factory=dict)
 
@@ -39,7 +39,7 @@ class EpisodeBook:
     """Episodes by id, processes by number. A key names what is begun again as another episode."""
 
     def __init__(self) -> None:
-        self._seats: dict[int, _Seat] = {}
+        self._slots: dict[int, _Slot] = {}
         self._worker_of: dict[int, int] = {}
         self._keys: dict[int, Hashable] = {}
         self._suspects: set[Hashable] = set()
@@ -47,15 +47,15 @@ class EpisodeBook:
 
     def open(self, worker: int) -> None:
         """This process can run episodes."""
-        self._seats[worker] = _Seat()
+        self._slots[worker] = _Slot()
 
     def place(self, id: int, key: Hashable) -> int | None:
         """The process that the episode is to begin in: the one with the fewest; None while none takes episodes."""
-        taking = [worker for worker, seat in self._seats.items() if seat.takes]
+        taking = [worker for worker, slot in self._slots.items() if slot.takes]
         if not taking:
             return None
-        worker = min(taking, key=lambda each: len(self._seats[each].phases))
-        self._seats[worker].phases[id] = "waiting"
+        worker = min(taking, key=lambda each: len(self._slots[each].phases))
+        self._slots[worker].phases[id] = "waiting"
         self._worker_of[id], self._keys[id] = worker, key
         return worker
 
@@ -64,7 +64,7 @@ class EpisodeBook:
 
     def step(self, id: int) -> bool:
         """Whether the episode may step now; it then does."""
-        phases = self._seats[self._worker_of[id]].phases
+        phases = self._slots[self._worker_of[id]].phases
         if self._keys[id] in self._suspects:
             stepping = (self._keys[other] for other, phase in phases.items() if phase == "stepping")
             if any(key in self._suspects for key in stepping):
@@ -74,13 +74,13 @@ class EpisodeBook:
 
     def enter(self, id: int, phase: Literal["waiting", "closing"]) -> None:
         """An ended episode is closing, and no longer suspect."""
-        self._seats[self._worker_of[id]].phases[id] = phase
+        self._slots[self._worker_of[id]].phases[id] = phase
         if phase == "closing":
             self._suspects.discard(self._keys[id])
 
     def phase(self, id: int) -> Phase | None:
         worker = self._worker_of.get(id)
-        return None if worker is None else self._seats[worker].phases[id]
+        return None if worker is None else self._slots[worker].phases[id]
 
     def loses(self, id: int) -> bool:
         """Whether an episode whose environment is gone is lost, the first time, or has failed."""
@@ -93,7 +93,7 @@ class EpisodeBook:
         """Nothing of it is left."""
         self._keys.pop(id, None)
         if (worker := self._worker_of.pop(id, None)) is not None:
-            del self._seats[worker].phases[id]
+            del self._slots[worker].phases[id]
 
     def forget(self, keys: Iterable[Hashable]) -> None:
         """These are not begun again."""
@@ -102,11 +102,11 @@ class EpisodeBook:
         self._lost -= keys
 
     def retire(self, worker: int) -> None:
-        self._seats[worker].takes = False
+        self._slots[worker].takes = False
 
     def has_drained(self, worker: int) -> bool:
-        seat = self._seats[worker]
-        return not seat.takes and not seat.phases
+        slot = self._slots[worker]
+        return not slot.takes and not slot.phases
 
     def num_busy(self, worker: int) -> int:
         """Episodes in the process, those that are being cleaned up included."""
@@ -114,14 +114,14 @@ class EpisodeBook:
 
     def episodes(self, worker: int) -> tuple[int, ...]:
         """The ids of those in the process."""
-        return tuple(self._seats[worker].phases) if worker in self._seats else ()
+        return tuple(self._slots[worker].phases) if worker in self._slots else ()
 
-    def died(self, worker: int, causes: Collection[int] | None) -> Fallen:
+    def died(self, worker: int, causes: Collection[int] | None) -> Ended:
         """causes: the episodes that ended the process; None: not known. Of a process that was never open: nothing."""
-        seat = self._seats.pop(worker, _Seat())
+        slot = self._slots.pop(worker, _Slot())
         failed: list[int] = []
         lost: list[int] = []
-        for id, phase in seat.phases.items():
+        for id, phase in slot.phases.items():
             key = self._keys.pop(id)
             del self._worker_of[id]
             if phase == "closing":
@@ -132,4 +132,4 @@ class EpisodeBook:
                 self._suspects.discard(key)
             elif phase == "stepping" and causes is None:
                 self._suspects.add(key)
-        return Fallen(tuple(failed), tuple(lost))
+        return Ended(tuple(failed), tuple(lost))

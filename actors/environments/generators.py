@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from typing import Any, Protocol
 
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return
-from async_rlhf.actors.scoring.event_loop_worker import LoopWatchdog, Watched
+from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 
 Reader = Callable[[Any], Read | End]
 """Reads a yielded value."""

@@ -1,24 +1,19 @@
-"""The protocol between an actor and a process that runs episodes: one MessagePack text each, validated against these types.
+"""The protocol between an actor and a process that runs episodes.
 
     actor -> process   BeginEpisode, Reply, CloseEpisode
     process -> actor   WorkerReady, StartFailed, Observed, EpisodeEnded, EpisodeClosed
 
 Each BeginEpisode and each Reply is answered by one Observed or EpisodeEnded; each episode ends with EpisodeClosed, after its
-generator's cleanup. An id names an episode of one actor's life. Text of columns may hold halves of surrogate pairs.
+generator's cleanup. An id names an episode of one actor's life.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
-
-import msgpack
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from async_rlhf.actors.environments.yields import Kind, Reason
-from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol.codec import Codec
 from async_rlhf.buffers.protocol.message import Count, MessageBase
-
-_SURROGATES = "surrogatepass"
 
 
 class BeginEpisode(MessageBase):
@@ -96,23 +91,5 @@ class EpisodeClosed(MessageBase):
 
 
 Message = BeginEpisode | Reply | CloseEpisode | WorkerReady | StartFailed | Observed | EpisodeEnded | EpisodeClosed
-_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
-
-
-def pack(message: Message) -> bytes:
-    """Raises WireError for a column that cannot travel."""
-    try:
-        # Not `model_dump`, which would convert columns that MessagePack does not know.
-        packed: bytes = msgpack.packb(dict(message), unicode_errors=_SURROGATES)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"the columns of an episode cannot travel to its process ({error})") from error
-    return packed
-
-
-def unpack(data: bytes) -> Message:
-    """Raises WireError for anything that is not one of these."""
-    try:
-        fields = msgpack.unpackb(data, max_ext_len=0, strict_map_key=False, unicode_errors=_SURROGATES)
-        return _MESSAGES.validate_python(fields)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, ValidationError) as error:
-        raise WireError(f"what is no message about an episode: {str(error)[:200]}") from error
+EPISODES: Codec[Message] = Codec(Message, "an episode", 1 << 31)
+"""Within one machine."""

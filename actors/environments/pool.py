@@ -102,7 +102,7 @@ class EpisodePool(Generic[Key]):
         self._pending: dict[int, _Pending[Key]] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Observed | EpisodeEnded | EpisodeClosed | None]] = queue.SimpleQueue()
         self.counters = EpisodeCounters()
-        self._workers = EpisodeWorkers(spec, config, self._heard)
+        self._workers = EpisodeWorkers(spec, config, self._happened)
 
     @property
     def num_pending(self) -> int:
@@ -165,7 +165,7 @@ class EpisodePool(Generic[Key]):
         """End all processes, after half of the deadline for cleanup. Raises DeadlineError if one is left after all of it."""
         self._workers.close(deadline_s)
 
-    def _heard(self, id: int, message: Observed | EpisodeEnded | EpisodeClosed | None) -> None:
+    def _happened(self, id: int, message: Observed | EpisodeEnded | EpisodeClosed | None) -> None:
         """Called from the thread of the processes."""
         self._inbox.put((id, message))
         if not self._is_awake:  # else there has been no poll since

@@ -3,10 +3,10 @@
     client -> server   Describe, Step, Leave, Beat
     server -> client   Description, Stepped, Gone
 
-What the server says of its environment (its columns, limits and tools) is asked before the run. Then each episode here is a
-generator that passes on what the model wrote. ZeroMQ reconnects by itself, and messages are lost meanwhile: a step that is not
-answered is sent again, and the server plays each turn once. A server that began anew does not know the episode: it is lost, and
-begun again.
+The server's description of its environment (its columns, limits and tools) is requested before the run. Then each episode here
+is a generator that passes on what the model wrote. ZeroMQ reconnects by itself, and messages are lost meanwhile: a step that
+is not answered is sent again, and the server plays each turn once. A server that began anew does not know the episode: it is
+lost, and begun again.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgpack
 import zmq
 import zmq.asyncio
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from async_rlhf.actors.environments.adapters import Adapted
 from async_rlhf.actors.environments.settings import Declaration, Feedback
 from async_rlhf.actors.scoring.remote import connect
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, EpisodeLostError, WireError
+from async_rlhf.buffers.protocol.codec import Codec
 from async_rlhf.buffers.protocol.message import Count, MessageBase
 from async_rlhf.buffers.score import Score
 
-MAX_BYTES = 4 << 20
 BEAT_S = 10.0
-_PROTOCOL = 1
 _RESEND_S = 5.0
 _DESCRIBE_S = 10.0
-_SURROGATES = "surrogatepass"
 
 
 class Describe(MessageBase):
@@ -105,29 +102,8 @@ class Gone(MessageBase):
 
 
 Message = Describe | Description | Step | Leave | Beat | Stepped | Gone
-_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
-
-
-def pack(message: Message) -> bytes:
-    """Raises WireError for a message that is too large, and for a column that cannot travel."""
-    try:
-        packed: bytes = msgpack.packb([_PROTOCOL, dict(message)], unicode_errors=_SURROGATES)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"the columns of an episode cannot travel to its server ({error})") from error
-    if len(packed) > MAX_BYTES:
-        raise WireError(f"a message of an episode has {len(packed)} bytes; at most {MAX_BYTES} are sent")
-    return packed
-
-
-def unpack(data: bytes) -> Message:
-    """Raises WireError for anything that is not one of these."""
-    try:
-        protocol, fields = msgpack.unpackb(data, max_ext_len=0, unicode_errors=_SURROGATES)
-        if protocol != _PROTOCOL:
-            raise ValueError(f"protocol {str(protocol)[:40]}")
-        return _MESSAGES.validate_python(fields)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, ValidationError) as error:
-        raise WireError(f"what is no message of protocol {_PROTOCOL} of episodes: {str(error)[:200]}") from error
+PLAYED: Codec[Message] = Codec(Message, "episodes", 4 << 20, has_plain_keys=True)
+"""Between any client and an environment server."""
 
 
 def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
@@ -138,12 +114,12 @@ def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
     if unknown := options.keys() - {"keys"}:
         raise ConfigError(f"environment.options.{min(unknown)}: a remote environment takes keys; others are its server's")
     keys = str(options.get("keys", ""))
-    told = _described(address, keys)
+    description = _described(address, keys)
 
     async def remote(**fields: Any) -> AsyncIterator[Feedback | Score]:
         episode = _client(address, keys).begin()
         try:
-            wanted = {name: value for name, value in fields.items() if told.fields is None or name in told.fields}
+            wanted = {name: value for name, value in fields.items() if description.fields is None or name in description.fields}
             came = await episode.step(wanted, None)
             if came.content is None:
                 raise EpisodeError(came.failure or "it ended before the model wrote anything")
@@ -156,22 +132,22 @@ def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
             await episode.leave()
 
     settings = Declaration(
-        name=told.name,
-        max_turns=told.max_turns,
-        timeout_s=told.timeout_s + 2 * _RESEND_S,  # the server ends a step in its own time
-        episode_timeout_s=told.episode_timeout_s,
-        at_limit=told.at_limit,
+        name=description.name,
+        max_turns=description.max_turns,
+        timeout_s=description.timeout_s + 2 * _RESEND_S,  # the server ends a step in its own time
+        episode_timeout_s=description.episode_timeout_s,
+        at_limit=description.at_limit,
     )
-    return Adapted(remote, settings, tuple(told.required), tuple(told.tools), told.judges)
+    return Adapted(remote, settings, tuple(description.required), tuple(description.tools), description.judges)
 
 
 def _described(address: str, keys: str) -> Description:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         try:
-            connect(socket, address, keys, MAX_BYTES)
+            connect(socket, address, keys, PLAYED.max_bytes)
         except zmq.ZMQError as error:
             raise ConfigError(f"environment remote:{address} has no address ({error}); use remote:tcp://HOST:PORT") from error
-        socket.send(pack(Describe()))
+        socket.send(PLAYED.pack(Describe()))
         if not socket.poll(int(_DESCRIBE_S * 1000)):
             keyed = "" if keys else ", without keys (environment.options.keys)"
             raise EpisodeError(
@@ -179,12 +155,12 @@ def _described(address: str, keys: str) -> Description:
                 "serve environment FILE:NAME --address ...)?"
             )
         try:
-            told = unpack(socket.recv())
+            description = PLAYED.unpack(socket.recv())
         except WireError as error:
             raise EpisodeError(f"{address} answers with {error}") from error
-    if not isinstance(told, Description):
+    if not isinstance(description, Description):
         raise EpisodeError(f"{address} serves no environment")
-    return told
+    return description
 
 
 @functools.cache
@@ -199,9 +175,9 @@ class _Client:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         # The name by which the server knows its episodes, also over the next connection.
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-        connect(self._socket, address, keys, MAX_BYTES)
+        connect(self._socket, address, keys, PLAYED.max_bytes)
         self._ids = itertools.count()
-        self._asked: dict[int, tuple[int, asyncio.Future[Stepped | Gone]]] = {}
+        self._requested: dict[int, tuple[int, asyncio.Future[Stepped | Gone]]] = {}
         self._open: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -213,30 +189,30 @@ class _Client:
         self._open.add(id)
         return _Episode(self, id)
 
-    async def ask(self, step: Step) -> Stepped | Gone:
+    async def request(self, step: Step) -> Stepped | Gone:
         """Waits for the answer; the caller's time-out ends it."""
         answer = asyncio.get_running_loop().create_future()
-        self._asked[step.id] = step.turn, answer
+        self._requested[step.id] = step.turn, answer
         try:
             while not answer.done():
-                await self._socket.send(pack(step))
+                await self._socket.send(PLAYED.pack(step))
                 await asyncio.wait({answer}, timeout=_RESEND_S)
             found: Stepped | Gone = answer.result()
             return found
         finally:
-            del self._asked[step.id]
+            del self._requested[step.id]
 
     async def leave(self, id: int) -> None:
         self._open.discard(id)
-        with suppress(zmq.ZMQError):  # A beat says it again.
-            await self._socket.send(pack(Leave(id=id)), zmq.DONTWAIT)
+        with suppress(zmq.ZMQError):  # The next beat leaves it out.
+            await self._socket.send(PLAYED.pack(Leave(id=id)), zmq.DONTWAIT)
 
     async def _read(self) -> None:
         while True:
             with suppress(WireError):
-                message = unpack(await self._socket.recv())
+                message = PLAYED.unpack(await self._socket.recv())
                 if isinstance(message, Stepped | Gone):
-                    turn, answer = self._asked.get(message.id, (-1, None))
+                    turn, answer = self._requested.get(message.id, (-1, None))
                     if answer is not None and turn == message.turn and not answer.done():
                         answer.set_result(message)
 
@@ -244,7 +220,7 @@ class _Client:
         while True:
             await asyncio.sleep(BEAT_S)
             with suppress(zmq.ZMQError):
-                await self._socket.send(pack(Beat(open=sorted(self._open))), zmq.DONTWAIT)
+                await self._socket.send(PLAYED.pack(Beat(open=sorted(self._open))), zmq.DONTWAIT)
 
 
 class _Episode:
@@ -253,7 +229,7 @@ class _Episode:
 
     async def step(self, fields: dict[str, Any] | None, text: str | None) -> Stepped:
         """The next turn. Raises EpisodeLostError where the server does not know the episode, or has lost it itself."""
-        came = await self._client.ask(Step(id=self._id, turn=self._turn, fields=fields, text=text))
+        came = await self._client.request(Step(id=self._id, turn=self._turn, fields=fields, text=text))
         if isinstance(came, Gone):
             raise EpisodeLostError("its server began anew, or lost the process that played it")
         self._turn += 1

@@ -15,7 +15,7 @@ import struct
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from async_rlhf.actors.environments.messages import BeginEpisode, EpisodeEnded, Message, Observed, Reply, pack, unpack
+from async_rlhf.actors.environments.messages import EPISODES, BeginEpisode, EpisodeEnded, Message, Observed, Reply
 from async_rlhf.actors.environments.settings import Feedback
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.score import Score
@@ -35,11 +35,11 @@ async def stand_in(**fields: Any) -> AsyncGenerator[Feedback | Score, str]:
         )
     reader, writer = await asyncio.open_unix_connection(path)
     try:
-        said: Message = BeginEpisode(id=0, fields=fields)
-        while not isinstance(came := await _asked(reader, writer, said), EpisodeEnded):
+        sent: Message = BeginEpisode(id=0, fields=fields)
+        while not isinstance(came := await _exchange(reader, writer, sent), EpisodeEnded):
             text = yield Feedback(came.content, came.score)
-            said = Reply(id=0, text=text)
-        if came.failure is not None and isinstance(said, BeginEpisode):
+            sent = Reply(id=0, text=text)
+        if came.failure is not None and isinstance(sent, BeginEpisode):
             raise EpisodeError(came.failure)
         if came.scored:
             yield Score(came.value, came.failure, came.metrics)
@@ -47,7 +47,7 @@ async def stand_in(**fields: Any) -> AsyncGenerator[Feedback | Score, str]:
         writer.close()
 
 
-async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message) -> Observed | EpisodeEnded:
+async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Message) -> Observed | EpisodeEnded:
     await send(writer, message)
     came = await receive(reader)
     if not isinstance(came, Observed | EpisodeEnded):
@@ -57,7 +57,7 @@ async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mes
 
 async def send(writer: asyncio.StreamWriter, message: Message) -> None:
     """Raises OSError when the other side has gone, WireError for a column that cannot travel."""
-    packed = pack(message)
+    packed = EPISODES.pack(message)
     writer.write(_LENGTH.pack(len(packed)) + packed)
     await writer.drain()
 
@@ -66,6 +66,6 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
     """None when the other side has gone. Raises WireError."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        return unpack(await reader.readexactly(length))
+        return EPISODES.unpack(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, OSError):
         return None

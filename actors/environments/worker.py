@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from async_rlhf.actors.environments.generators import AsyncSteps, Steps, ThreadSteps
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load
 from async_rlhf.actors.environments.messages import (
+    EPISODES,
     BeginEpisode,
     CloseEpisode,
     EpisodeClosed,
@@ -34,17 +35,14 @@ from async_rlhf.actors.environments.messages import (
     Reply,
     StartFailed,
     WorkerReady,
-    pack,
-    unpack,
 )
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
-from async_rlhf.actors.scoring.event_loop_worker import LoopWatchdog
-from async_rlhf.actors.scoring.processes import OUT_OF_MEMORY, ended, obey_parent
+from async_rlhf.actors.workers.pool import GRACE_S
+from async_rlhf.actors.workers.process import OUT_OF_MEMORY, ended, obey_parent
+from async_rlhf.actors.workers.watchdog import LoopWatchdog
 from async_rlhf.buffers.errors import EpisodeError
 
-# A cancelled step has so long to end, then it is taken for stuck.
-GRACE_S = 2.0
 # How often the loop shows that it turns.
 PULSE_S = 0.2
 
@@ -57,13 +55,13 @@ class Limits(NamedTuple):
     worker_memory_mb: int | None
 
 
-def serve(connection: Connection, spec: EnvironmentSpec, limits: Limits, watchdog: LoopWatchdog, pulse: LoopWatchdog) -> None:
+def serve(connection: Connection, watchdog: LoopWatchdog, spec: EnvironmentSpec, limits: Limits, pulse: LoopWatchdog) -> None:
     """Runs until the parent kills the process or is gone."""
     obey_parent(limits.worker_memory_mb)
     try:
         function = load(spec)
     except EpisodeError as error:
-        connection.send_bytes(pack(StartFailed(reason=_plain(str(error)))))
+        connection.send_bytes(EPISODES.pack(StartFailed(reason=_plain(str(error)))))
         os._exit(1)  # whatever else the import has begun
     asyncio.run(_Worker(connection, spec, limits, function, watchdog, pulse).run())
 
@@ -118,7 +116,7 @@ class _Worker:
 
     def _send(self, message: Message) -> None:
         # The parent always reads, so this does not block the loop.
-        self._connection.send_bytes(pack(message))
+        self._connection.send_bytes(EPISODES.pack(message))
 
     def _take(self, message: Message) -> None:
         if isinstance(message, BeginEpisode):
@@ -248,6 +246,6 @@ def _read(connection: Connection, take: Callable[[Message], object]) -> None:
     """Until the parent closes its end of the connection, which ends the process."""
     while True:
         try:
-            take(unpack(connection.recv_bytes()))
+            take(EPISODES.unpack(connection.recv_bytes()))
         except (EOFError, OSError):
             os._exit(0)

@@ -20,11 +20,10 @@ from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardFunction, RewardSpec
-from async_rlhf.actors.scoring.event_loop_executor import EventLoopExecutor
 from async_rlhf.actors.scoring.executor import Answered, Answers, Call, Executor, Shown
-from async_rlhf.actors.scoring.process_executor import ProcessExecutor
 from async_rlhf.actors.scoring.remote_executor import RemoteExecutor
 from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, Task
+from async_rlhf.actors.scoring.reward_workers import RewardWorkers
 from async_rlhf.actors.scoring.thread_executor import ThreadExecutor
 from async_rlhf.buffers.errors import RewardError
 
@@ -198,11 +197,12 @@ class Dispatcher:
         self._prefetching[call_id] = (name, batch)
 
     def _submit(self, name: str, members: tuple[Mapping[str, Any], ...], **details: Any) -> int:
-        call_id, spec = next(self._call_ids), self._specs[name]
-        self._executors[self._places[name]].submit(Call(call_id, spec, members, self._timeout_s(spec), **details))
+        call_id = next(self._call_ids)
+        call = Call(call_id, name, members, self._timeout_s(self._specs[name]), **details)
+        self._executors[self._places[name]].submit(call)
         return call_id
 
-    def _heard(self, call_id: int, answers: Answers) -> None:
+    def _on_answers(self, call_id: int, answers: Answers) -> None:
         """Called from the executors' threads."""
         self._inbox.put(partial(self._ended, call_id, answers))
 
@@ -228,14 +228,13 @@ class Dispatcher:
 
     def _executor(self, place: str, specs: tuple[RewardSpec, ...]) -> Executor:
         if place == _REMOTE:
-            return RemoteExecutor(self._scorer, self._heard, self._shown)
+            return RemoteExecutor(self._scorer, self._on_answers, self._shown)
         if place == _CALLER:
-            return ThreadExecutor(self._functions, self._config.max_concurrency, self._heard)
+            return ThreadExecutor(self._functions, self._config.max_concurrency, self._on_answers)
         memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
         if specs[0].kind == "async":
-            return EventLoopExecutor(specs, self._config.max_concurrency, memory_mb, self._heard)
-        longest_s = max(map(self._timeout_s, specs))
-        return ProcessExecutor(specs, longest_s, specs[0].workers or self._config.workers, memory_mb, self._heard)
+            return RewardWorkers(specs, 1, self._config.max_concurrency, memory_mb, self._on_answers)
+        return RewardWorkers(specs, specs[0].workers or self._config.workers, 1, memory_mb, self._on_answers)
 
     def _timeout_s(self, spec: RewardSpec) -> float:
         return spec.timeout_s or self._config.timeout_s

@@ -1,30 +1,23 @@
 """The seam between the queues and whatever runs a reward: `Call` goes in, `Answers` come back.
 
-    ProcessExecutor      worker processes, one synchronous call at a time in each
-    EventLoopExecutor    one process with an event loop, many asynchronous calls at once
-    ThreadExecutor       threads of this process, for functions that no other can import
-    RemoteExecutor       the scoring server of this machine
+    RewardWorkers     processes; plain rewards: one call at a time in each, asynchronous ones: many on an event loop
+    ThreadExecutor    threads of this process, for functions that no other can import
+    RemoteExecutor    the scoring server of this machine
 
 `Ready` is a loaded reward inside the process that calls it. All of it is plain data between processes.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, Stream, failed, load, settings_of
 
-# Longest time a worker may take to import its rewards, models they load at import included.
-START_LIMIT_S = 300.0
-# Workers that end so often before they are ready will not recover.
-MAX_FAILED_STARTS = 3
-
 
 class Call(NamedTuple):
-    """One call of one reward.
+    """One call of one reward, by its name.
 
     members: of each completion, its fields and the columns of its prompt's row that the reward uses. timeout_s: longest run.
     prefetch: the completions are unfinished and only read, not scored. stream: of a single completion that was or is
@@ -32,7 +25,7 @@ class Call(NamedTuple):
     """
 
     id: int
-    spec: RewardSpec
+    name: str
     members: tuple[Mapping[str, Any], ...]
     timeout_s: float
     prefetch: bool = False
@@ -74,16 +67,17 @@ class Ready(NamedTuple):
 
     function: Callable[..., Any]
     signature: Signature
+    options: Mapping[str, Any]
     retry_on: tuple[type[BaseException], ...]
     stream: Stream | None = None
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        return self.signature.arguments(call.members, call.spec.options)
+        return self.signature.arguments(call.members, self.options)
 
     def prefetch(self, call: Call) -> None:
-        assert self.stream is not None, f"{call.spec.name} has no incremental scoring"
+        assert self.stream is not None, "a reward without incremental scoring"
         if call.forgotten:
-            self.stream.forget(list(call.forgotten), **call.spec.options)
+            self.stream.forget(list(call.forgotten), **self.options)
         if call.members:
             self.stream.prefetch(**self.arguments(call))
 
@@ -97,21 +91,23 @@ class Ready(NamedTuple):
         return (failed(error, self.retry_on)._replace(began=began, ended=time.time()),)
 
 
-@functools.cache
 def ready(spec: RewardSpec) -> Ready | Answer:
-    """Load a reward once per process; one that cannot be loaded answers every call with the reason."""
+    """Load a reward; one that cannot be loaded answers every call with the reason."""
     try:
         function = load(spec)
         settings = settings_of(function)
         if settings.prepare is not None:
             settings.prepare(**spec.options)
-        return Ready(function, Signature.of(function), settings.retry_on, settings.stream)
+        return Ready(function, Signature.of(function), spec.options, settings.retry_on, settings.stream)
     except BaseException as error:  # noqa: BLE001  loading runs the user's module; its failure must not end the worker
         return failed(error)
 
 
 def timed_out(timeout_s: float) -> Answer:
     """A transient failure: it may be retried."""
-    now = time.time()
-    reason = f"timed out after {timeout_s:g} s (scoring.timeout_s)"
+    now, reason = time.time(), why_timed_out(timeout_s)
     return Answer(None, reason, began=now - timeout_s, ended=now, retry_after_s=0.0)
+
+
+def why_timed_out(timeout_s: float) -> str:
+    return f"timed out after {timeout_s:g} s (scoring.timeout_s)"

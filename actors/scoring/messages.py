@@ -1,47 +1,27 @@
-"""The protocol of the scoring server: one MessagePack frame each way, validated against these types.
+"""The protocol of the scoring server.
 
     client -> server   ScoreRequest, PrefetchRequest, ForgetStreams, DiscardRequests, Heartbeat
     server -> client   ScoreResponse, PrefetchResponse, ServerState
 
 A client's message is two frames: the number of its request, empty for other messages, then the packed message. So a request
-that cannot be read is answered too. Text may hold halves of surrogate pairs, as JSON lines of a data set may.
+that cannot be read is answered too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-import msgpack
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from async_rlhf.actors.rewards import Answer
-from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol.codec import Codec
 from async_rlhf.buffers.protocol.message import MessageBase
 
-PROTOCOL = 1
 NUM_IDS = 1 << 40
-_SURROGATES = "surrogatepass"
 
 Id = Annotated[int, Field(ge=0, lt=NUM_IDS)]
-
-
-class Channel(NamedTuple):
-    """What may pass. converts: columns unknown to MessagePack travel as their text, else they are refused by the sender.
-
-    has_plain_keys: dictionaries have texts as keys only: colliding numbers would cost a server time.
-    """
-
-    max_bytes: int
-    converts: bool
-    has_plain_keys: bool
-
-
-STAGE_CHANNEL = Channel(64 << 20, converts=False, has_plain_keys=False)
-"""Between an actor and the scorer of its machine, both of one run."""
-REWARD_CHANNEL = Channel(4 << 20, converts=True, has_plain_keys=True)
-"""Between any client and a reward server."""
 
 
 class ScoreRequest(MessageBase):
@@ -130,39 +110,15 @@ Message = (
     | PrefetchResponse
     | ServerState
 )
-_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
+STAGES: Codec[Message] = Codec(Message, "a reward", 64 << 20)
+"""Between an actor and the scorer of its machine, both of one run."""
+REWARDS: Codec[Message] = Codec(Message, "a reward", 4 << 20, converts=True, has_plain_keys=True)
+"""Between any client and a reward server."""
 
 
-def frames_of(message: Message, channel: Channel = STAGE_CHANNEL) -> list[bytes]:
+def frames_of(message: Message, codec: Codec[Message] = STAGES) -> list[bytes]:
     """A client's message as it is sent. Raises WireError."""
-    return [b"%d" % message.id if isinstance(message, ScoreRequest) else b"", pack(message, channel)]
-
-
-def pack(message: Message, channel: Channel = STAGE_CHANNEL) -> bytes:
-    """Raises WireError for a message that is too large, and for a column that cannot travel."""
-    # `model_dump` would convert columns that MessagePack does not know.
-    fields = dict(message) if isinstance(message, ScoreRequest | PrefetchRequest) else message.model_dump()
-    try:
-        default = str if channel.converts else None
-        packed: bytes = msgpack.packb([PROTOCOL, fields], default=default, unicode_errors=_SURROGATES)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"the columns of a reward cannot travel to the scorer process ({error})") from error
-    if len(packed) > channel.max_bytes:
-        raise WireError(f"a reward's request has {len(packed)} bytes; at most {channel.max_bytes} are sent")
-    return packed
-
-
-def unpack(data: bytes, channel: Channel = STAGE_CHANNEL) -> Message:
-    """Raises WireError for anything that is not one of these."""
-    try:
-        protocol, fields = msgpack.unpackb(
-            data, max_ext_len=0, strict_map_key=channel.has_plain_keys, unicode_errors=_SURROGATES
-        )
-        if protocol != PROTOCOL:
-            raise ValueError(f"protocol {str(protocol)[:40]}")
-        return _MESSAGES.validate_python(fields)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, ValidationError) as error:
-        raise WireError(f"what is no message of protocol {PROTOCOL}: {str(error)[:200]}") from error
+    return [b"%d" % message.id if isinstance(message, ScoreRequest) else b"", codec.pack(message)]
 
 
 def to_fields(answer: Answer) -> AnswerFields:

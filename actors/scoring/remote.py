@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from async_rlhf.actors.rewards import CALLER, CALLER_ADDRESS, Answer, TransientError, reward
-from async_rlhf.actors.scoring.messages import REWARD_CHANNEL, ScoreRequest, ScoreResponse, frames_of, to_answers, unpack
+from async_rlhf.actors.scoring.messages import REWARDS, ScoreRequest, ScoreResponse, frames_of, to_answers
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.transport.keys import load_peer
@@ -63,7 +63,7 @@ class _Server:
 
     def __init__(self, address: str, keys: str) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        connect(self._socket, address, keys, REWARD_CHANNEL.max_bytes)
+        connect(self._socket, address, keys, REWARDS.max_bytes)
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -76,7 +76,7 @@ class _Server:
         request = ScoreRequest(id=next(self._ids), stage=stage, members=[fields], timeout_s=timeout_s)
         answer = self._pending[request.id] = loop.create_future()
         try:
-            await self._socket.send_multipart(frames_of(request, REWARD_CHANNEL))
+            await self._socket.send_multipart(frames_of(request, REWARDS))
             found: Answer = await answer
             return found
         finally:
@@ -84,7 +84,7 @@ class _Server:
 
     async def _read(self) -> None:
         while True:
-            message = unpack(await self._socket.recv(), REWARD_CHANNEL)
+            message = REWARDS.unpack(await self._socket.recv())
             if isinstance(message, ScoreResponse):
                 pending = self._pending.get(message.id)
                 if pending is not None and not pending.done():

@@ -26,7 +26,7 @@ import zmq
 from async_rlhf.actors.rewards import Answer
 from async_rlhf.actors.scoring.executor import Answered, Call, Shown
 from async_rlhf.actors.scoring.messages import (
-    STAGE_CHANNEL,
+    STAGES,
     DiscardRequests,
     ForgetStreams,
     Heartbeat,
@@ -38,7 +38,6 @@ from async_rlhf.actors.scoring.messages import (
     ServerState,
     frames_of,
     to_answers,
-    unpack,
 )
 from async_rlhf.buffers.errors import DeadlineError, RewardError, WireError
 from async_rlhf.buffers.transport.frames import Waker
@@ -68,14 +67,14 @@ class RemoteExecutor:
         if not call.prefetch:
             members = [dict(member) for member in call.members]
             request = ScoreRequest.model_construct(
-                id=call.id, stage=call.spec.name, members=members, tokens=call.tokens, stream=call.stream
+                id=call.id, stage=call.name, members=members, tokens=call.tokens, stream=call.stream
             )
             self._do(partial(self._request, request))
             return
         if call.forgotten:
             self._do(partial(self._send, ForgetStreams(streams=list(call.forgotten))))
         for member in call.members:
-            shown = PrefetchRequest.model_construct(stage=call.spec.name, stream=call.stream or 0, member=dict(member))
+            shown = PrefetchRequest.model_construct(stage=call.name, stream=call.stream or 0, member=dict(member))
             self._do(partial(self._prefetch, shown))
 
     def discard(self, call_ids: set[int]) -> None:
@@ -83,14 +82,14 @@ class RemoteExecutor:
 
     def check(self) -> None:
         if not self._thread.is_alive():
-            raise RewardError("the thread that speaks to the scorer process has ended; see the log for its error")
+            raise RewardError("the client thread of the scorer process has ended; see the log for its error")
 
     def close(self, deadline_s: float) -> None:
         self._closing = True
         self._waker.ring()
         self._thread.join(deadline_s)
         if self._thread.is_alive():
-            raise DeadlineError(f"the thread that speaks to the scorer process did not end within {deadline_s:g} s")
+            raise DeadlineError(f"the client thread of the scorer process did not end within {deadline_s:g} s")
         self._waker.close()
 
     def _do(self, action: Callable[[], None]) -> None:
@@ -105,7 +104,7 @@ class RemoteExecutor:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.descriptor, zmq.POLLIN)
-        self._heard, sent = time.monotonic(), 0.0
+        self._last_message, sent = time.monotonic(), 0.0
         try:
             while not self._closing:
                 if time.monotonic() - sent >= _BEAT_MS / 1000:
@@ -124,8 +123,8 @@ class RemoteExecutor:
     def _receive(self) -> None:
         with suppress(zmq.Again):
             while True:
-                message = unpack(self._socket.recv(zmq.NOBLOCK))
-                self._heard = time.monotonic()
+                message = STAGES.unpack(self._socket.recv(zmq.NOBLOCK))
+                self._last_message = time.monotonic()
                 if isinstance(message, ScoreResponse):
                     if self._pending.pop(message.id, None) is not None:
                         self._answered(message.id, to_answers(message.answers))
@@ -146,7 +145,7 @@ class RemoteExecutor:
 
     def _request(self, request: ScoreRequest) -> None:
         if not self._pending:
-            self._heard = time.monotonic()  # The server's silence counts from here.
+            self._last_message = time.monotonic()  # The server's silence counts from here.
         self._pending[request.id] = request
         if self._life is not None:
             self._try(request)
@@ -167,7 +166,7 @@ class RemoteExecutor:
         self._fail([call_id for call_id in call_ids if call_id in self._pending], "discarded")
 
     def _give_up(self) -> None:
-        silent_s = time.monotonic() - self._heard
+        silent_s = time.monotonic() - self._last_message
         if self._pending and silent_s > _SILENT_S:
             self._fail(list(self._pending), f"the scorer process was silent for {silent_s:.0f} s")
 
@@ -185,7 +184,7 @@ def server_state(address: str, timeout_s: float) -> ServerState:
     with zmq.Context() as context, _dealer(context, address) as socket:
         socket.send_multipart(frames_of(Heartbeat()))
         if socket.poll(int(timeout_s * 1000)):
-            message = unpack(socket.recv())
+            message = STAGES.unpack(socket.recv())
             assert isinstance(message, ServerState), message
             return message
     raise DeadlineError(f"the scorer process did not answer within {timeout_s:g} s")
@@ -194,7 +193,7 @@ def server_state(address: str, timeout_s: float) -> ServerState:
 def _dealer(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, STAGE_CHANNEL.max_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, STAGES.max_bytes)
     socket.setsockopt(zmq.SNDHWM, 0)  # `submit` must not wait; what is queued is bounded by what the engine decodes
     socket.connect(address)
     return socket

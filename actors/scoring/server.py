@@ -3,18 +3,13 @@
     scorer          the stages that a machine runs once for all its actors, on a private ipc socket
     reward server   one reward for actors on any machine (`async-rlhf serve reward FILE:NAME`), with keys or on this machine
 
-owns        a ROUTER socket, a dispatcher with the executors of its stages; nothing that a restart must keep
-waits for   requests, answers, key exchanges; looks up twice a second
-woken by    the sockets, and by the dispatcher through a pipe
-on close    the workers are killed; clients resend what was not answered
-
-Queues are here, so completions of several clients share a batch, and limits are those of the server. The requests of a silent
-client are dropped; its next heartbeat is answered with another life, and it resends them.
+Beside its loop (`service`) it owns a dispatcher with the executors of its stages. Queues are here, so completions of several
+clients share a batch, and limits are those of the server. The requests of a silent client are dropped; its next heartbeat is
+answered with another life, and it sends them again.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 import uuid
@@ -24,17 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import zmq
-
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.executor import Answers
 from async_rlhf.actors.scoring.messages import (
     NUM_IDS,
-    REWARD_CHANNEL,
-    STAGE_CHANNEL,
-    Channel,
+    REWARDS,
+    STAGES,
     DiscardRequests,
     ForgetStreams,
     Heartbeat,
@@ -44,38 +36,31 @@ from async_rlhf.actors.scoring.messages import (
     ScoreRequest,
     ScoreResponse,
     ServerState,
-    pack,
     to_fields,
-    unpack,
 )
 from async_rlhf.actors.scoring.pool import STREAM, RewardCounters, num_tokens, usable
 from async_rlhf.actors.scoring.reward_queue import Task
-from async_rlhf.buffers.errors import ConfigError, RewardError, WireError
-from async_rlhf.buffers.transport import keys
-from async_rlhf.buffers.transport.server import ServerSocket
+from async_rlhf.actors.workers.service import Client, Service
+from async_rlhf.buffers.errors import RewardError, WireError
+from async_rlhf.buffers.protocol.codec import Codec
 
-_log = logging.getLogger(__name__)
-_LOOK_S = 0.5
-_MAX_UNREAD = 1000
 _BUSY_RETRY_S = 1.0
-# Refused handshakes are logged once in so many seconds.
-_REPORT_S = 10.0
 
 
-class Service(NamedTuple):
+class Audience(NamedTuple):
     """Whom a server is for. max_pending: requests above it are refused as busy; None: bounded by what the actors decode.
 
-    send_limit: messages that wait for one client; 0: all, none is dropped. silent_s: after that a client is gone.
+    max_unsent: messages that wait for one client; 0: all, none is dropped. silent_s: after that a client is gone.
     """
 
-    channel: Channel
+    codec: Codec[Message]
     max_pending: int | None
-    send_limit: int
+    max_unsent: int
     silent_s: float = 30.0
 
 
-SCORER = Service(STAGE_CHANNEL, None, 0)
-REWARD_SERVER = Service(REWARD_CHANNEL, 10_000, 1_000)
+SCORER = Audience(STAGES, None, 0)
+REWARD_SERVER = Audience(REWARDS, 10_000, 1_000)
 
 
 class _Pending(NamedTuple):
@@ -84,116 +69,64 @@ class _Pending(NamedTuple):
 
 
 @dataclass
-class _Client:
-    """pending: unanswered requests by task id. shown: streams without a request so far.
+class _Client(Client):
+    """offset: its number; `NUM_IDS` ids of its requests and streams begin there. pending: unanswered requests by task id.
+    shown: streams without a request so far."""
 
-    heard: monotonic time of its last message, or of its last deadline if that is later.
-    """
-
-    peer: bytes
     offset: int
-    heard: float
     pending: dict[int, _Pending] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
 
 
-class ScoringServer:
-    """See the module docstring. `run` serves until `stop`. Raises ConfigError for an address it may not or cannot have."""
+class ScoringServer(Service[_Client]):
+    """See the module docstring."""
+
+    num_frames = 2
 
     def __init__(
         self,
         specs: Sequence[RewardSpec],
         config: ScoringConfig,
         address: str,
-        service: Service = SCORER,
+        audience: Audience = SCORER,
         key_dir: Path | None = None,
         functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
-        """functions: by reward, those that only this process has."""
-        local = address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:"))
-        if key_dir is None and not local:
-            raise ConfigError(
-                f"address = {address!r}: without keys a reward is served on this machine only. Use tcp://127.0.0.1:PORT or "
-                "an ipc:// path, or make keys (async-rlhf keys new DIR) and name them with --keys."
-            )
-        access = None if key_dir is None else keys.load_hub(key_dir)
-        self._service, self._specs = service, {spec.name: spec for spec in specs}
-        self._clients: dict[bytes, _Client] = {}
+        """functions: by reward, those that only this process has. Raises ConfigError."""
+        super().__init__("a reward", address, key_dir, audience.codec, audience.silent_s, audience.max_unsent)
+        self._specs, self._max_pending = {spec.name: spec for spec in specs}, audience.max_pending
         self._by_offset: dict[int, _Client] = {}
         self._deadlines: dict[int, float] = {}
         self._num_met, self._life = 0, uuid.uuid4().hex
-        self._stopped = False
         self._events: queue.SimpleQueue[partial[None]] = queue.SimpleQueue()
         self._rewards = {spec.name: RewardCounters() for spec in specs}
-        self.counters = {"asked": 0, "answered": 0, "refused": 0, "too_late": 0}
-        most = service.channel.max_bytes
-        try:
-            self._socket = ServerSocket(
-                address,
-                access,
-                max_part_bytes=most,
-                max_message_bytes=2 * most,
-                max_unread=_MAX_UNREAD,
-                max_unsent=service.send_limit,
-                linger_ms=500,
-            )
-        except zmq.ZMQError as error:
-            raise ConfigError(f"address = {address!r} cannot be used: {error}") from error
-        self.address = self._socket.address
+        self.counters = {"requested": 0, "answered": 0, **self.counters, "too_late": 0}
         self._dispatcher = Dispatcher(specs, config, self._answered, self._shown, functions=functions)
 
-    def run(self) -> None:
-        """Serve until `stop`; raises RewardError when the workers of a stage do not come up."""
-        looked = reported = time.monotonic()
-        try:
-            while not self._stopped:
-                self._socket.wait(_LOOK_S)
-                self._dispatcher.check()
-                self._receive()
-                for _ in range(self._events.qsize()):
-                    self._events.get_nowait()()
-                now = time.monotonic()
-                if now - looked > _LOOK_S:
-                    looked = now
-                    self._drop_late(now)
-                    self._drop_silent(now)
-                    self._socket.cut_unfinished()
-                if now - reported > _REPORT_S:
-                    reported = now
-                    self._socket.report()
-        finally:
-            self._dispatcher.close(10.0)
-            self._socket.close()
+    def _advance(self) -> None:
+        """Raises RewardError when the workers of a stage do not come up."""
+        self._dispatcher.check()
+        for _ in range(self._events.qsize()):
+            self._events.get_nowait()()
 
-    def stop(self) -> None:
-        """End `run`; may be called from a signal handler or another thread."""
-        self._stopped = True
-        self._socket.wake()
-
-    def _receive(self) -> None:
-        while (received := self._socket.receive()) is not None:
-            peer, *frames = map(bytes, received[0])
-            try:
-                if len(frames) != 2:
-                    raise WireError(f"what is no message: {len(frames)} frames, not 2")
-                message = unpack(frames[1], self._service.channel)
-                self._handle(self._meet(peer), message)
-            except (WireError, RewardError) as error:
-                self.counters["refused"] += 1
-                _log.warning("refused: %s", error)
-                if len(frames) == 2 and frames[0].isdigit() and len(frames[0]) < len(str(NUM_IDS)):
-                    self._respond(peer, int(frames[0]), (Answer(None, str(error)),))
+    def _close(self) -> None:
+        self._dispatcher.close(10.0)
 
     def _meet(self, peer: bytes) -> _Client:
-        now = time.monotonic()
+        now = self._clock()
         if peer not in self._clients:
-            self._clients[peer] = self._by_offset[self._num_met] = _Client(peer, self._num_met, now)
+            self._clients[peer] = self._by_offset[self._num_met] = _Client(peer, now, self._num_met)
             self._num_met += 1
         client = self._clients[peer]
-        client.heard = max(client.heard, now)
+        client.last_seen = max(client.last_seen, now)
         return client
 
-    def _handle(self, client: _Client, message: Message) -> None:
+    def _refuse(self, peer: bytes, frames: list[bytes], reason: str) -> None:
+        if len(frames) == 2 and frames[0].isdigit() and len(frames[0]) < len(str(NUM_IDS)):
+            self._respond(peer, int(frames[0]), (Answer(None, reason),))
+
+    def _handle(self, peer: bytes, message: Message) -> None:
+        client = self._meet(peer)
         base = client.offset * NUM_IDS
         if isinstance(message, ScoreRequest):
             self._score(client, message)
@@ -222,11 +155,11 @@ class ScoringServer:
             raise WireError(f"what is no message of a client: {message.type}")
 
     def _score(self, client: _Client, request: ScoreRequest) -> None:
-        base, most = client.offset * NUM_IDS, self._service.max_pending
+        base, most = client.offset * NUM_IDS, self._max_pending
         task_id, stream = base + request.id, None if request.stream is None else base + request.stream
         if task_id in client.pending:
             return  # A resent request that had arrived the first time.
-        self.counters["asked"] += 1
+        self.counters["requested"] += 1
         spec = self._spec(request.stage)
         if most is not None and sum(len(each.pending) for each in self._clients.values()) >= most:
             busy = Answer(None, f"{most} completions wait already", retry_after_s=_BUSY_RETRY_S)
@@ -239,7 +172,7 @@ class ScoringServer:
             raise RewardError(f"a completion's tokens are no list: {error}") from error
         if request.timeout_s is not None:
             self._deadlines[task_id] = time.monotonic() + request.timeout_s
-            client.heard = max(client.heard, self._deadlines[task_id])
+            client.last_seen = max(client.last_seen, self._deadlines[task_id])
         client.pending[task_id] = _Pending(spec.name, stream)
         client.shown.discard(-1 if stream is None else stream)
         members = tuple(usable(spec, member) for member in shown)
@@ -256,7 +189,7 @@ class ScoringServer:
     def _answered(self, task_id: int, answers: Answers) -> None:
         """Called from the dispatcher's thread."""
         self._events.put(partial(self._settle, task_id, answers))
-        self._socket.wake()
+        self.wake()
 
     def _settle(self, task_id: int, answers: Answers) -> None:
         offset, request_id = divmod(task_id, NUM_IDS)
@@ -287,8 +220,8 @@ class ScoringServer:
                 part = to_fields(answer._replace(ended=answer.began + seconds))
                 self._send(client.peer, PrefetchResponse(stage=stage, streams=own_streams, answer=part))
 
-    def _drop_late(self, now: float) -> None:
-        """Requests whose client waits no longer."""
+    def _look(self, now: float) -> None:
+        """Drop requests whose client waits no longer, and silent clients."""
         late = [task_id for task_id, deadline in self._deadlines.items() if deadline < now]
         if late:
             self._dispatcher.discard(late)
@@ -296,18 +229,13 @@ class ScoringServer:
             del self._deadlines[task_id]
             self._by_offset[task_id // NUM_IDS].pending.pop(task_id, None)
         self.counters["too_late"] += len(late)
+        super()._look(now)
 
-    def _drop_silent(self, now: float) -> None:
-        for peer, client in list(self._clients.items()):
-            if now - client.heard > self._service.silent_s:
-                del self._clients[peer], self._by_offset[client.offset]
-                self._dispatcher.discard(client.pending)
-                streams = client.shown | {each.stream for each in client.pending.values() if each.stream is not None}
-                self._dispatcher.forget(sorted(streams))
+    def _drop(self, client: _Client) -> None:
+        del self._by_offset[client.offset]
+        self._dispatcher.discard(client.pending)
+        streams = client.shown | {each.stream for each in client.pending.values() if each.stream is not None}
+        self._dispatcher.forget(sorted(streams))
 
     def _respond(self, peer: bytes, request_id: int, answers: Answers) -> None:
         self._send(peer, ScoreResponse(id=request_id, answers=[to_fields(answer) for answer in answers]))
-
-    def _send(self, peer: bytes, message: Message) -> None:
-        """Dropped where a reward server's client does not read: it sends its request again."""
-        self._socket.send([[peer, pack(message, self._service.channel)]])

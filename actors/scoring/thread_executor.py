@@ -82,14 +82,14 @@ class ThreadExecutor:
                     deadlines = [deadline for _, deadline in self._running.values()]
                     self._changed.wait(min(deadlines) - now if deadlines else None)
             for call in started:
-                threading.Thread(target=self._call, args=(call,), name=f"reward {call.spec.name}", daemon=True).start()
+                threading.Thread(target=self._call, args=(call,), name=f"reward {call.name}", daemon=True).start()
             for call in late:
                 self._answered(call.id, (timed_out(call.timeout_s),))
             for call in refused:
                 self._answered(call.id, (Answer(None, _TOO_MANY),))
 
     def _call(self, call: Call) -> None:
-        ready, began = self._functions[call.spec.name], time.time()
+        ready, began = self._functions[call.name], time.time()
         try:
             result: Any = ready.function(**ready.arguments(call))
             answers = ready.read(call, asyncio.run(result) if ready.signature.is_async else result, began)
@@ -104,4 +104,4 @@ class ThreadExecutor:
 
 
 def _ready(function: RewardFunction) -> Ready:
-    return Ready(function, Signature.of(function), settings_of(function).retry_on)
+    return Ready(function, Signature.of(function), {}, settings_of(function).retry_on)

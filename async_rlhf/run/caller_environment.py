@@ -26,7 +26,7 @@ from async_rlhf.actors.environments.messages import BeginEpisode, Message, Obser
 from async_rlhf.actors.environments.stand_in import CALLER_SOCKET, STAND_IN, receive, send
 from async_rlhf.actors.environments.worker import episode_ended
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
-from async_rlhf.actors.scoring.event_loop_worker import LoopWatchdog
+from async_rlhf.actors.workers.watchdog import LoopWatchdog
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.launch.sockets import socket_directory
 from async_rlhf.run.config import Config, override
@@ -125,20 +125,20 @@ class _Server:
     async def _episode(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         steps: Steps | None = None
         try:
-            said, turn = await receive(reader), 0
-            while isinstance(said, BeginEpisode | Reply):
+            message, turn = await receive(reader), 0
+            while isinstance(message, BeginEpisode | Reply):
                 began = time.time()
                 came: Read | End | None
                 try:
-                    steps = self._steps(said.fields) if isinstance(said, BeginEpisode) else steps
+                    steps = self._steps(message.fields) if isinstance(message, BeginEpisode) else steps
                     assert steps is not None, "a Reply follows a BeginEpisode"
-                    came = await self._step(steps, said.text if isinstance(said, Reply) else None, turn)
+                    came = await self._step(steps, message.text if isinstance(message, Reply) else None, turn)
                 except Exception as error:  # noqa: BLE001  calling the user's function fails for arguments it does not take
                     came = raised(error)
-                await send(writer, self._message(came, began))
+                await send(writer, self._answer(came, began))
                 if isinstance(came, End):
                     break
-                said, turn = await receive(reader), turn + 1
+                message, turn = await receive(reader), turn + 1
         except OSError:
             pass  # The stand-in has gone.
         finally:
@@ -161,7 +161,7 @@ class _Server:
         running.cancel()
         return fails("timed out", f"timed out after {self._spec.timeout_s:g} s (timeout_s)")
 
-    def _message(self, came: Read | End, began: float) -> Message:
+    def _answer(self, came: Read | End, began: float) -> Message:
         if isinstance(came, Read):
             return Observed(id=0, content=came.content, score=came.score, began=began, ended=time.time())
         if came.traceback and not self._has_failed:

@@ -17,7 +17,7 @@ from async_rlhf.buffers.formats import RUN
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.run.config import Config
 
-_PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym", "pebble")
+_PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym")
 _ROOMS = ("actors", "buffers", "launch", "learner", "run")
 
 

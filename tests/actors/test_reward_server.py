@@ -13,13 +13,12 @@ import zmq
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.messages import (
-    REWARD_CHANNEL,
+    REWARDS,
+    STAGES,
     Heartbeat,
     ScoreRequest,
     ScoreResponse,
     frames_of,
-    pack,
-    unpack,
 )
 from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
 from async_rlhf.buffers.errors import ConfigError, WireError
@@ -108,13 +107,13 @@ def test_rubbish_is_counted_and_the_server_goes_on(serve: Callable[..., ScoringS
         socket.setsockopt(zmq.RCVTIMEO, 60_000)
         socket.connect(server.address)
         request = ScoreRequest(id=7, members=[{"completion": "1"}], timeout_s=60.0)
-        for rubbish in (b"", b"\xc1", b"\x80", pack(request, REWARD_CHANNEL)[:-1]):
+        for rubbish in (b"", b"\xc1", b"\x80", REWARDS.pack(request)[:-1]):
             socket.send(rubbish)
             socket.send_multipart([b"", rubbish])
-        socket.send_multipart([b"5", pack(request.model_copy(update={"stage": "other"}))])
+        socket.send_multipart([b"5", STAGES.pack(request.model_copy(update={"stage": "other"}))])
         socket.send_multipart(frames_of(request.model_copy(update={"members": [{"completion": "1", "prompt_ids": 3}]})))
         socket.send_multipart(frames_of(request.model_copy(update={"id": 8})))
-        found = [unpack(socket.recv(), REWARD_CHANNEL) for _ in range(3)]
+        found = [REWARDS.unpack(socket.recv()) for _ in range(3)]
         responses = {each.id: each.answers[0] for each in found if isinstance(each, ScoreResponse)}
         assert "there is no stage 'other'" in str(responses[5].failure)
         assert responses[7].value == responses[8].value == 2.0
@@ -123,8 +122,8 @@ def test_rubbish_is_counted_and_the_server_goes_on(serve: Callable[..., ScoringS
 
 def test_messages_of_another_protocol_or_size_are_refused() -> None:
     with pytest.raises(WireError, match="what is no message of protocol 1"):
-        unpack(b"\x92\x02" + pack(Heartbeat())[2:], REWARD_CHANNEL)
+        REWARDS.unpack(b"\x92\x02" + STAGES.pack(Heartbeat())[2:])
     with pytest.raises(WireError, match="at most"):
-        pack(ScoreRequest(id=1, members=[{"completion": "x" * (5 << 20)}]), REWARD_CHANNEL)
+        REWARDS.pack(ScoreRequest(id=1, members=[{"completion": "x" * (5 << 20)}]))
     with pytest.raises(WireError, match="what is no message of protocol 1"):
-        unpack(pack(ScoreRequest(id=1, members=[{"column": {3: 4}}])), REWARD_CHANNEL)
+        REWARDS.unpack(STAGES.pack(ScoreRequest(id=1, members=[{"column": {3: 4}}])))

@@ -203,5 +203,5 @@ def test_a_reward_file_that_asks_for_its_own_rewards_when_imported_is_refused(fi
 
 
 def test_importing_rewards_brings_in_nothing_heavy() -> None:
-    heavy = "{'torch', 'transformers', 'numpy', 'pydantic', 'pebble', 'reasoning_gym', 'math_verify', 'asyncio'}"
+    heavy = "{'torch', 'transformers', 'numpy', 'pydantic', 'reasoning_gym', 'math_verify', 'asyncio'}"
     assert run("-c", f"import sys, async_rlhf.actors.rewards; print({heavy} & set(sys.modules))") == "set()\n"

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
 from async_rlhf.actors.rewards.settings import TRANSIENT
 from async_rlhf.actors.scoring import messages
-from async_rlhf.actors.scoring.executor import Answers, Call
-from async_rlhf.actors.scoring.process_executor import run_call
+from async_rlhf.actors.scoring.executor import Answers, Call, ready
+from async_rlhf.actors.scoring.reward_worker import run_call
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -86,11 +86,12 @@ def echo_group(completions: list[Any]) -> Any:
     return echo(completions[0])
 
 
-SPECS = {spec.name: spec for spec in resolve([f"{__name__}:{name}" for name in ("echo", "echo_list", "echo_group")], Path("/"))}
+TARGETS = [f"{__name__}:{name}" for name in ("echo", "echo_list", "echo_group")]
+READY = {spec.name: ready(spec) for spec in resolve(TARGETS, Path("/"))}
 
 
 def ask(name: str, value: Any, count: int = 1) -> Answers:
-    return run_call(Call(0, SPECS[name], tuple({"completion": value, "prompt": ""} for _ in range(count)), 1.0))
+    return run_call(READY[name], Call(0, name, tuple({"completion": value, "prompt": ""} for _ in range(count)), 1.0))
 
 
 def check(answer: Answer) -> None:
@@ -99,8 +100,8 @@ def check(answer: Answer) -> None:
     assert score.value is None or (type(score.value) is float and abs(score.value) <= MAX_SCORE)
     assert score.failure is None or 0 < len(score.failure) <= 500
     response = messages.ScoreResponse(id=0, answers=[messages.to_fields(answer)])
-    for channel in (messages.STAGE_CHANNEL, messages.REWARD_CHANNEL):
-        received = messages.unpack(messages.pack(response, channel), channel)
+    for codec in (messages.STAGES, messages.REWARDS):
+        received = codec.unpack(codec.pack(response))
         assert isinstance(received, messages.ScoreResponse)
         assert [each.score() for each in messages.to_answers(received.answers)] == [score]
 
@@ -131,7 +132,7 @@ def test_what_is_wrong_with_one_member_is_none_of_the_others(wrong: Any) -> None
     assert first.failure is not None and second.value == 2.0
 
 
-@pytest.mark.parametrize("huge", [10**400, -(10**5000), 2**63, 1.7e308, np.longdouble("1e4000")], ids=type)
+@pytest.mark.parametrize("huge", [10**400, -(10**5000), 2**63, 1.7e308, math.nan, np.longdouble("1e4000")], ids=type)
 def test_a_number_that_is_too_large_is_a_failure_that_says_how_large_a_score_may_be(huge: Any) -> None:
     (answer,) = ask("echo", huge)
     assert answer.failure is not None and "a score must be finite and within +-1e+18" in answer.failure
@@ -145,7 +146,8 @@ def test_numbers_of_numpy_and_torch_are_scores_one_by_one_and_in_lists(kind: Any
     assert ask("echo", one)[0].value == 1.0 == ask("echo", torch.ones(1, 1))[0].value
     for several in ([one, one], (one, one), np.ones((2, 1)), torch.ones(2, 1), torch.ones(2, dtype=torch.bfloat16)):
         assert [answer.value for answer in ask("echo_list", several, count=2)] == [1.0, 1.0]
-    assert "returned ndarray" in (ask("echo", np.ones(2))[0].failure or "")
+    for other in (np.ones(2), "1.0", [1.0], {"score": 1}):
+        assert (ask("echo", other)[0].failure or "").startswith(f"returned {type(other).__name__} ")
 
 
 @given(TEXTS, st.sampled_from([ValueError, KeyError, SystemExit, KeyboardInterrupt, GeneratorExit, RecursionError]))

@@ -14,14 +14,13 @@ import pytest
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardSpec, resolve
 from async_rlhf.actors.scoring.messages import (
+    STAGES,
     Heartbeat,
     Message,
     PrefetchRequest,
     ScoreResponse,
-    pack,
     to_answers,
     to_fields,
-    unpack,
 )
 from async_rlhf.actors.scoring.pool import Place
 from async_rlhf.actors.scoring.remote_executor import server_state
@@ -200,7 +199,7 @@ def test_a_column_travels_as_it_is_or_the_score_fails(machine: Machine) -> None:
         found = {key: scored.scores["column"] for key, scored in actor.wait().items()}
     assert found["plain"].value == 7.0
     assert "what is no message" in str(found["unreadable"].failure)
-    assert "cannot travel to the scorer process" in str(found["strange"].failure)
+    assert "the columns of a reward cannot travel" in str(found["strange"].failure)
 
 
 def test_nobody_waits_forever_for_a_scorer_that_is_not_there(socket_dir: Path) -> None:
@@ -209,11 +208,11 @@ def test_nobody_waits_forever_for_a_scorer_that_is_not_there(socket_dir: Path) -
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x93\x01\x02", pack(Heartbeat())[:-3], b"\x92\x01\x81\xa4type\xa3who", b"\x92\x07\x80"]
+    "data", [b"", b"\x93\x01\x02", STAGES.pack(Heartbeat())[:-3], b"\x92\x01\x81\xa4type\xa3who", b"\x92\x07\x80"]
 )
 def test_what_is_no_message_is_one_error(data: bytes) -> None:
     with pytest.raises(WireError, match="what is no message of protocol 1"):
-        unpack(data)
+        STAGES.unpack(data)
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
@@ -222,7 +221,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
         ScoreResponse(id=3, answers=[to_fields(answer)]),
         PrefetchRequest(stage="r", stream=1, member={"completion": "x", "n": 1}),
     ]
-    assert [unpack(pack(message)) for message in messages] == messages
+    assert [STAGES.unpack(STAGES.pack(message)) for message in messages] == messages
     (back,) = to_answers([to_fields(answer)])
     assert back._replace(logprobs=None) == answer._replace(logprobs=None)
     assert back.logprobs is not None and back.logprobs.tolist() == [-1.5, 0.0]

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.actors.scoring.guard import OUTPUT_BYTES
+from async_rlhf.actors.workers.guard import OUTPUT_BYTES
 from tests.conftest import gone, has_ended, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -63,7 +63,6 @@ async def hoard_async(completion):
     return hoard(completion)
 
 def aborts(completion):
-    time.sleep(0.5)  # pebble's pool must have read that the call began before it sees the death of its process
     os.abort()
 
 def shout(completion):

@@ -40,8 +40,6 @@ async def asynchronous(question, answer, act, path, n, seed):
         elif act == "set": yield [{"role": "user", "content": {1, 2}}]
         elif act == "nan": yield Score(math.nan)
         elif act == "long": yield "x" * 100_000_000
-        elif act == "quit": raise SystemExit(3)
-        elif act == "failed": yield Score(failure="the server is down")
         elif act == "sleep": await asyncio.sleep(1000)
         elif act == "slow cleanup": yield "more"
         yield Score(float(text.endswith(answer)), metrics={"seed": seed})
@@ -67,7 +65,6 @@ def synchronous(question, answer, act, path):
             time.sleep(0.02)
             with lock: running -= 1
             text = yield str(most)
-        elif act == "raise": raise ValueError("no " + text)
         elif act == "stubborn":
             try: yield "more"
             finally: yield "no end"
@@ -121,11 +118,6 @@ def test_an_episode_yields_its_prompt_then_its_score(either: Bench) -> None:
     prompt, end = either.play("it is 4", question="2 + 2")
     assert prompt == "2 + 2"
     assert (end.reason, end.score.value) == ("scored", 1.0) and end.ended >= end.began
-
-
-def test_what_raises_is_failed_with_its_reason(either: Bench) -> None:
-    end = end_of(either.play("way", act="raise"))
-    assert (end.reason, end.score) == ("failed", Score(failure="ValueError: no way"))
 
 
 def test_an_episode_that_is_discarded_runs_its_cleanup(either: Bench, tmp_path: Path) -> None:
@@ -184,8 +176,6 @@ def test_what_goes_on_after_its_score_is_closed(bench: Bench, tmp_path: Path) ->
         ("set", "yielded chat messages that are no JSON data"),
         ("nan", "RecordError: a score must be finite"),
         ("long", "returned 100 MB, at most 1.049 MB are read (environment.max_observation_bytes)"),
-        ("quit", "SystemExit: 3"),
-        ("failed", "the server is down"),
     ],
 )
 def test_what_is_no_observation_is_failed_by_name(bench: Bench, act: str, reason: str) -> None:
@@ -273,8 +263,7 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
         ends = bench.pool.counters.episodes
         assert set(ends) == {"max_turns", "scored"} and ends["max_turns"] in range(490, 501)
         assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0
-        workers = bench.pool._workers
-        wait_for(lambda: not any(map(workers._book.num_busy, workers._processes)), "the cleanup of all of them")
+        wait_for(lambda: not bench.pool._workers.num_episodes(), "the cleanup of all of them")
 
 
 def test_columns_that_cannot_travel_fail_their_episode_alone(bench: Bench) -> None:

@@ -14,7 +14,7 @@ import zmq
 
 from async_rlhf.actors.environments import EnvironmentConfig, remote
 from async_rlhf.actors.environments.pool import Ended, Lost, Observation
-from async_rlhf.actors.environments.remote import Beat, Describe, Gone, Leave, Message, Step, Stepped, pack, unpack
+from async_rlhf.actors.environments.remote import PLAYED, Beat, Describe, Gone, Leave, Message, Step, Stepped
 from async_rlhf.actors.environments.server import EnvironmentServer
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
@@ -24,7 +24,6 @@ from tests.actors.environments.played import COLUMNS, Bench
 from tests.conftest import kept_port, wait_for
 
 ENVIRONMENTS = """
-import os
 from async_rlhf import Feedback, Score, environment
 
 @environment(max_turns=3, timeout_s=20, at_limit=None)
@@ -33,7 +32,6 @@ def echo(question, answer, path):
         text = yield question
         while text != "stop":
             if text == "raise": raise ValueError("no")
-            if text == "exit": os._exit(7)
             if text == "return": return
             text = yield Feedback(text + "!", score=len(text))
         yield Score(1.0, metrics={"right": float(answer)})
@@ -90,11 +88,11 @@ class Peer:
 
     def say(self, *messages: Message | bytes) -> None:
         for message in messages:
-            self._socket.send(message if isinstance(message, bytes) else pack(message))
+            self._socket.send(message if isinstance(message, bytes) else PLAYED.pack(message))
 
     def hear(self) -> Message:
         assert self._socket.poll(60_000), "nothing was answered"
-        return unpack(self._socket.recv())
+        return PLAYED.unpack(self._socket.recv())
 
 
 def fields(path: Path | None = None) -> dict[str, Any]:
@@ -177,10 +175,6 @@ def _is_free(address: str) -> bool:
     return True
 
 
-def test_what_exits_a_process_of_the_server_fails_after_a_second_try(serve: Serve, bench: Callable[..., Bench]) -> None:
-    assert bench(serve()).play("exit", "exit")[-1].reason == "failed"
-
-
 def test_an_episode_that_is_left_or_forgotten_or_whose_client_is_silent_is_closed(serve: Serve, tmp_path: Path) -> None:
     now = [0.0]
     server = serve(clock=lambda: now[0])
@@ -205,7 +199,7 @@ def test_an_episode_that_is_left_or_forgotten_or_whose_client_is_silent_is_close
 def test_rubbish_is_counted_and_the_server_goes_on(serve: Serve) -> None:
     server = serve()
     with Peer(server) as peer:
-        peer.say(b"", b"\xc1", pack(Stepped(id=0, turn=0)), Step(id=0, turn=0, fields=None, text=None))
+        peer.say(b"", b"\xc1", PLAYED.pack(Stepped(id=0, turn=0)), Step(id=0, turn=0, fields=None, text=None))
         peer.say(Step(id=1, turn=0, fields=fields(), text=None))
         assert peer.hear() == Stepped(id=1, turn=0, content="?")
         peer.say(Step(id=1, turn=5, fields=None, text="a"), Step(id=1, turn=1, fields=None, text=None))

@@ -17,21 +17,17 @@ import resource
 import signal
 import sys
 import threading
-import time
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
-from types import TracebackType
 from typing import Any
 
-from async_rlhf.actors.scoring import guard
+from async_rlhf.actors.workers import guard
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GUARD_START_S = 60.0
 # The exit code of a worker whose reward ran out of memory: its memory is freed, and the call fails with the reason.
 OUT_OF_MEMORY = 112
-END_S = 10.0
-"""How long a process that must end may be kept from the processor."""
 
 
 class WorkerProcess(SpawnProcess):
@@ -124,12 +120,9 @@ def _preparation(name: str) -> dict[str, Any]:
 
 
 class WorkerContext(SpawnContext):
-    """The multiprocessing context whose processes are workers, and whose locks have no names."""
+    """The multiprocessing context whose processes are workers."""
 
     Process = WorkerProcess
-
-    def RLock(self) -> Any:
-        return TokenLock()
 
 
 def obey_parent(memory_mb: int | None) -> None:
@@ -169,7 +162,7 @@ def is_over(process: SpawnProcess, timeout_s: float) -> bool:
     return not process.is_alive()
 
 
-def ended(exit_code: int | None, memory_mb: int | None, setting: str = "scoring.worker_memory_mb") -> str:
+def ended(exit_code: int | None, memory_mb: int | None, setting: str) -> str:
     """Why a call failed whose worker process has ended. setting: where its limit is set."""
     limit = "" if memory_mb is None else f"limit {memory_mb} MB ({setting})"
     if exit_code == OUT_OF_MEMORY:
@@ -177,56 +170,3 @@ def ended(exit_code: int | None, memory_mb: int | None, setting: str = "scoring.
     # Libraries in C abort where Python raises MemoryError.
     perhaps = f", perhaps out of memory: {limit}" if limit and exit_code in (-signal.SIGABRT, -signal.SIGSEGV) else ""
     return f"its worker process ended with exit code {exit_code}{perhaps}"
-
-
-class TokenLock:
-    """A recursive lock, as `multiprocessing.RLock`: goes to a process as an argument of it, and is held by one thread.
-
-    Waits for the byte. Woken by `release` in any process. A process that dies with the byte keeps it.
-    """
-
-    def __init__(self) -> None:
-        reader, writer = Pipe(duplex=False)
-        os.write(writer.fileno(), b"\0")
-        self.__setstate__((reader, writer))
-
-    def __getstate__(self) -> tuple[Connection, Connection]:
-        return self._reader, self._writer
-
-    def __setstate__(self, ends: tuple[Connection, Connection]) -> None:
-        self._reader, self._writer = ends
-        os.set_blocking(self._reader.fileno(), False)
-        self._owner, self._held = 0, 0
-
-    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """Whether it was had within `timeout` seconds; None: however long it takes."""
-        if self._owner != threading.get_ident():
-            until = None if timeout is None else time.monotonic() + timeout
-            while not self._take():
-                left_s = None if until is None else until - time.monotonic()
-                if not block or (left_s is not None and left_s <= 0):
-                    return False
-                self._reader.poll(left_s)
-            self._owner = threading.get_ident()
-        self._held += 1
-        return True
-
-    def release(self) -> None:
-        """Raises AssertionError in a thread that does not hold it."""
-        assert self._owner == threading.get_ident(), "release() of a lock that another thread holds"
-        self._held -= 1
-        if not self._held:
-            self._owner = 0
-            os.write(self._writer.fileno(), b"\0")
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self.release()
-
-    def _take(self) -> bool:
-        try:
-            return bool(os.read(self._reader.fileno(), 1))
-        except BlockingIOError:
-            return False
