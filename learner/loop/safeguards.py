@@ -15,8 +15,9 @@ from typing import Any
 
 from async_rlhf.buffers.errors import DivergedError, MismatchError, NonFiniteError, RewardError, StalenessError
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.config import GuardConfig, TrainerConfig
+from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.metrics import staleness_histogram
+from async_rlhf.learner.loop.settings import TrainerConfig
 from async_rlhf.learner.step.report import StepReport
 
 _log = logging.getLogger(__name__)
