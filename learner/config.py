@@ -1,16 +1,12 @@
-"""The settings of the learner: optimisation, the loss, checkpoints, and what its loop takes of the whole run. No torch."""
+"""The settings of the learner: optimisation, the loss, checkpoints. No torch."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
-from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.learner.registry import advantage_spec, check_kind, loss_spec
 
 Interval = tuple[float, float]
@@ -261,31 +257,3 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are a multiple of this are kept for good."""
     background: bool = True
     """Write while the next step runs."""
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """What the learner's loop needs to know of the whole run."""
-
-    learner: LearnerConfig
-    loss: LossConfig
-    checkpoint: CheckpointConfig
-    budget: Budget
-    max_staleness: int
-    composition: Composition
-    max_failed_ratio: float
-    """Of the scores of a batch."""
-    sampled_groups: int
-    """Groups of every step written to `rollouts.jsonl`."""
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    lowest_staleness: int = 0
-    """The smallest staleness the guard may set as target: below it the run would wait forever."""
-    exact: bool = False
-    """Whether each group is made by one certain version."""
-    evaluate_every: int = 0
-    """Steps between two evaluations, each of which has a checkpoint; 0: none."""
-    mismatch_limit: float = math.inf
-    """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
-    max_log_bytes: int | None = None
-    """After which `rollouts.jsonl` begins anew."""

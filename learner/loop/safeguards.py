@@ -15,8 +15,9 @@ from typing import Any
 
 from async_rlhf.buffers.errors import DivergedError, MismatchError, NonFiniteError, RewardError, StalenessError
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.config import GuardConfig, TrainerConfig
+from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.metrics import staleness_histogram
+from async_rlhf.learner.loop.settings import TrainerConfig
 from async_rlhf.learner.step.report import StepReport
 
 # Beside `guard.min_ess`: the corrections still work on what is so far off, but most of a batch teaches nothing.

@@ -32,11 +32,12 @@ from async_rlhf.learner.checkpoint.evaluated import Cadence, needed
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
-from async_rlhf.learner.config import AdvantageConfig, LossConfig, TrainerConfig
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.loop.changes import LiveChanges
 from async_rlhf.learner.loop.metrics import SourceMetrics, StepClock, data_metrics, sample_record
 from async_rlhf.learner.loop.recording import Recording, as_line, last_step, spent
 from async_rlhf.learner.loop.safeguards import Safeguards, StalenessController
+from async_rlhf.learner.loop.settings import TrainerConfig
 from async_rlhf.learner.loop.source import BatchSource, SourceSession
 from async_rlhf.learner.objective.estimation import (
     AdvantageEstimates,

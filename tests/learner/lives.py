@@ -18,8 +18,9 @@ from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.checkpoint.store import complete, step_of
-from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, LearnerConfig, LossConfig, TrainerConfig
+from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.loop.budget import Budget
+from async_rlhf.learner.loop.settings import TrainerConfig
 from async_rlhf.learner.loop.trainer import Trainer
 from async_rlhf.learner.step.controller import make_backend
 from tests.learner.making import make_group, weights

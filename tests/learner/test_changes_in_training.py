@@ -12,8 +12,9 @@ import pytest
 
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DivergedError
-from async_rlhf.learner.config import GuardConfig, TrainerConfig
+from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.changes import Asked, Ledger
+from async_rlhf.learner.loop.settings import TrainerConfig
 from tests.learner.lives import Killed, Live, make_batches
 
 STEPS = 8

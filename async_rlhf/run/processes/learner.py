@@ -14,7 +14,7 @@ from async_rlhf.run.config import Config, changed
 from async_rlhf.run.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from async_rlhf.learner.config import TrainerConfig
+    from async_rlhf.learner.loop.settings import TrainerConfig
     from async_rlhf.learner.loop.source import BatchSource
     from async_rlhf.learner.loop.trainer import Trainer
     from async_rlhf.learner.parallel.ranks import Ranks
@@ -34,7 +34,7 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Contro
 
 
 def _settings(config: Config) -> TrainerConfig:
-    from async_rlhf.learner.config import TrainerConfig
+    from async_rlhf.learner.loop.settings import TrainerConfig
 
     return TrainerConfig(
         learner=config.learner,
