@@ -29,10 +29,10 @@ import typer
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.api import run
 from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, await_quiet
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.trl import MODEL, ROOT, TrlProcess, trl_python
-from async_rlhf.api import run
 from async_rlhf.run.config import Config, validated
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.run_dir import RunDir
