@@ -95,7 +95,7 @@ def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_
     words = (shell.folder / "words.jsonl").read_text().splitlines()[:NUM_ROWS]
     (shell.folder / "words.jsonl").write_text("\n".join(words) + "\n")
     for line in (submit_first, submit_second):
-        assert "it waits for: async-rlhf serve" in shell.run(line)
+        assert "it waits for: async-rlhf queue serve" in shell.run(line)
     queue = QueueDir.existing(place)
     first, second = queue.runs / "first", queue.runs / "second"
 
