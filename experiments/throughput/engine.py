@@ -31,8 +31,7 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Engine, Request, RolloutKey
-from async_rlhf.actors.engines import load_engine
+from async_rlhf.actors.engine import Engine, Request, RolloutKey, load_engine
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, ThreadsOption, alternate, rates, timed
