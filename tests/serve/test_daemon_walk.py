@@ -157,7 +157,7 @@ def assert_both_are_shown(page: str) -> None:
         screen.wait(f"{names}.join() === 'first,second'")  # the page looks every two seconds
         screen.open(f"{page}#first")
         assert screen.text("#tiles b") == "3"
-        assert screen.failures() == []
+        assert screen.complaints() == []
 
 
 def assert_each_row_is_used_once(run: Path, words: list[str]) -> None:
