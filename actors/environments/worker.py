@@ -38,9 +38,8 @@ from async_rlhf.actors.environments.messages import (
 )
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
-from async_rlhf.actors.workers.pool import GRACE_S
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, ended, obey_parent
-from async_rlhf.actors.workers.watchdog import LoopWatchdog
+from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import EpisodeError
 
 # How often the loop shows that it turns.

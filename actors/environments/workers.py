@@ -30,8 +30,8 @@ from async_rlhf.actors.environments.messages import (
 )
 from async_rlhf.actors.environments.worker import Limits, episode_ended, serve
 from async_rlhf.actors.environments.yields import Kind, fails
-from async_rlhf.actors.workers.pool import GRACE_S, LOOK_S, Worker, WorkerPool
-from async_rlhf.actors.workers.watchdog import LoopWatchdog
+from async_rlhf.actors.workers.pool import LOOK_S, Worker, WorkerPool
+from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import EpisodeError, WireError
 
 logger = logging.getLogger(__name__)

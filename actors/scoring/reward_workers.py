@@ -18,7 +18,8 @@ from multiprocessing.reduction import ForkingPickler
 from async_rlhf.actors.rewards import Answer, RewardSpec, failed
 from async_rlhf.actors.scoring.executor import Answered, Answers, Call, timed_out, why_timed_out
 from async_rlhf.actors.scoring.reward_worker import SHOW_STACK, serve
-from async_rlhf.actors.workers.pool import GRACE_S, LOOK_S, Worker, WorkerPool
+from async_rlhf.actors.workers.pool import LOOK_S, Worker, WorkerPool
+from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import RewardError
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from multiprocessing.connection import Pipe
 from typing import Any, ClassVar, Generic, TypeVar
 
 from async_rlhf.actors.workers.process import WorkerContext, ended, is_over
-from async_rlhf.actors.workers.watchdog import LoopWatchdog
+from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import DeadlineError, WireError
 from async_rlhf.buffers.transport.frames import Waker
 
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 START_LIMIT_S = 300.0
 # Workers that end so often before they are ready will not recover.
 MAX_FAILED_STARTS = 3
-GRACE_S = 2.0
-"""What is cancelled has so long to end, and a worker so long to take a message; then it is taken for stuck."""
 LOOK_S = 0.25
 """How often to look at workers whose loop may be blocked."""
 END_S = 10.0

@@ -15,6 +15,8 @@ from multiprocessing import util
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
+GRACE_S = 2.0
+"""What is cancelled has so long to end, and a worker so long to take a message; then it is taken for stuck."""
 _IDLE, _BYTES = -1.0, 16
 
 

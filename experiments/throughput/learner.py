@@ -216,7 +216,12 @@ def diagnostics_seconds(model: Path, groups: list[Group], threads: int) -> tuple
 
     side = ours(model, groups, threads)
     side()
-    functions = ("model.logprobs._entropy_", "step.update.objective", "step.report.StepSums.add", "step.report.StepSums.report")
+    functions = (
+        "model.logprobs._entropy_",
+        "step.controller.objective",
+        "step.report.StepSums.add",
+        "step.report.StepSums.report",
+    )
     with ExitStack() as stack:
         for name in (f"async_rlhf.learner.{each}" for each in functions):
             stack.enter_context(mock.patch(name, counted(pkgutil.resolve_name(name))))

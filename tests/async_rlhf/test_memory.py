@@ -209,7 +209,7 @@ def test_a_process_of_an_environment_that_imports_nothing_takes_what_was_estimat
             assert bell.wait(60)
             bell.clear()
             observed += pool.poll()
-        (process,) = pool._workers._processes.values()
+        (process,) = pool._workers._workers.values()
         guard = process.process._popen._guard  # type: ignore[attr-defined]
         taken = sum(private_bytes(pid) for pid in (process.process.pid, guard))
     finally:

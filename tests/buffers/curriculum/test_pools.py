@@ -232,7 +232,7 @@ def test_a_torn_line_is_cut_off_and_a_damaged_one_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"easy_at": 0.5}, 'name the one that says what is solved: data.curriculum.reward = "..."'),
+        ({"easy_at": 0.5}, 'name the one that decides what is solved: data.curriculum.reward = "..."'),
         ({"reward": "exact", "easy_at": 0.5, "hard_at": 0.5}, "hard_at = 0.5 is not below easy_at = 0.5"),
         ({"reward": "exact", "new_share": 0.8, "hard_share": 0.3}, "is more than all groups; highest new_share: 0.7"),
     ],
