@@ -73,8 +73,8 @@ class Disk:
         return path.is_file() and not path.is_symlink() and os.access(path, os.R_OK)
 
     def lock(self, path: Path) -> File:
-        """Held until the file is closed; raises OSError when another process holds it."""
-        file = path.open("wb")
+        """Held until the file is closed; raises OSError when another process holds it. A link of this name is not followed."""
+        file = self.create(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -141,18 +141,12 @@ class Disk:
 DISK = Disk()
 
 
-def lock_directory(path: Path) -> int:
-    """A descriptor that holds the directory's lock until it is closed. Raises OSError, also while another process holds it.
+def lock_directory(path: Path) -> File:
+    """Holds the directory's lock until it is closed. Raises OSError, also while another process holds it.
 
     The lock is on a file in it: network file systems lock only what is open for writing, which no directory can be.
     """
-    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return DISK.lock(path / LOCK)
 
 
 def content_digest(path: Path) -> str:

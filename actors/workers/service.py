@@ -142,7 +142,7 @@ class Service(Generic[Kind]):
         raise NotImplementedError
 
     def _refuse(self, peer: bytes, frames: list[bytes], reason: str) -> None:
-        """Answer a message that was refused, where its sender can be told."""
+        """Answer a message that was refused, where its sender can be reached."""
 
     def _advance(self) -> None:
         """Answer with what there is."""

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class Depot:
     def close(self) -> None:
         self._closing.close()
         shutil.rmtree(self.own, ignore_errors=True)
-        os.close(self._lock)
+        self._lock.close()
 
 
 def _made(path: Path) -> Path:
@@ -111,11 +111,7 @@ def _made(path: Path) -> Path:
 def _remove_left(root: Path) -> None:
     """The directories of agents that were killed: nothing holds their locks."""
     for path in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            descriptor = lock_directory(path)
-            try:
-                with suppress(OSError):
-                    remove_left((path / _SOCKETS).readlink())
-                shutil.rmtree(path)
-            finally:
-                os.close(descriptor)
+        with suppress(OSError), closing(lock_directory(path)):
+            with suppress(OSError):
+                remove_left((path / _SOCKETS).readlink())
+            shutil.rmtree(path)

@@ -78,9 +78,9 @@ class RunLock:
 
     def is_lost(self, path: Path) -> bool:
         """Whether another process has taken it since: a network file system frees the locks of a host that has been silent for
-        a while, and one that is mounted with local locks lets every host take its own."""
+        a while, and one that is mounted with local locks lets every host take its own. Of a lock that was inherited: never."""
         with suppress(OSError, DamagedError):
-            return _content(path) != self._content and holder(path) is not None
+            return self._content not in (b"", _content(path)) and holder(path) is not None
         return False
 
     def release(self) -> None:

@@ -13,7 +13,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
@@ -58,12 +58,11 @@ def socket_root(room: int = _ROOM) -> Path:
 def socket_directory() -> Iterator[Path]:
     """A new one, until the end of the block. Raises OSError when there is no room, ConfigError as `socket_root`."""
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=socket_root()))
-    descriptor = lock_directory(directory)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(descriptor)
+    with closing(lock_directory(directory)):
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def is_private(directory: Path) -> bool:
@@ -79,15 +78,11 @@ def remove_left(directory: Path) -> None:
     """Remove what one left that was killed: sockets, and the directory when it is empty then and has no owner."""
     if not is_private(directory):
         return
-    with suppress(OSError):
-        descriptor = lock_directory(directory)
-        try:
-            for path in directory.iterdir():
-                if path.is_socket() or path.name == LOCK:
-                    path.unlink()
-            directory.rmdir()
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), closing(lock_directory(directory)):
+        for path in directory.iterdir():
+            if path.is_socket() or path.name == LOCK:
+                path.unlink()
+        directory.rmdir()
 
 
 def check_free(address: str) -> None:

@@ -12,13 +12,12 @@ was. An entry of a run that has ended may be removed by hand.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -216,16 +215,14 @@ class QueueDir:
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                descriptor = lock_directory(self._queue)
+                lock = lock_directory(self._queue)
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     raise ConfigError(f"another process has held {self._queue} for {_PATIENCE_S:.0f} s; end it") from error
                 time.sleep(_LOOK_S)
-        try:
+        with closing(lock):
             yield
-        finally:
-            os.close(descriptor)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

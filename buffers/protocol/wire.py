@@ -307,8 +307,8 @@ class Refused(message.Message):
     detail: str
 
 
-class Publish(message.Message):
-    """The learner announces a weight set: where it lies, or that chunks of it, or of a delta, can be had."""
+class Announced(message.Message):
+    """What is known of a weight set before its bytes."""
 
     fence: Count
     version: Version
@@ -316,6 +316,11 @@ class Publish(message.Message):
     tensors: list[TensorSpec]
     canary: Canary | None = None
     place: Place | None = None
+
+
+class Publish(Announced):
+    """The learner announces a weight set: where it lies, or that chunks of it, or of a delta, can be had."""
+
     delta: DeltaSpec | None = None
 
 
@@ -368,15 +373,9 @@ class Fetch(message.Message):
     holds: Digest | None = None
 
 
-class Manifest(message.Message):
+class Manifest(Announced):
     """deltas: to be applied to what the asker holds, one after the other, instead of fetching the whole set."""
 
-    fence: Count
-    version: Version
-    num_bytes: Count
-    tensors: list[TensorSpec]
-    canary: Canary | None = None
-    place: Place | None = None
     deltas: list[DeltaSpec] = Field(default_factory=list)
 
 

@@ -122,6 +122,7 @@ def test_a_lock_that_a_file_system_has_given_to_another_process_is_lost_and_rubb
     assert not lock.is_lost(path)
     fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
     process = hold()
+    assert not RunLock(os.dup(lock.descriptor)).is_lost(path), "who inherited it does not decide"
     assert lock.is_lost(path) and holder(path) == Holder(socket.gethostname(), process.pid)
 
 
