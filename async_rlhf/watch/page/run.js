@@ -189,7 +189,7 @@ class RunView {
       );
     });
     const again = Object.entries(restarts ?? {}).map(([role, count]) => `${role} ${short(count)}`);
-    const heads = ["actor", "version", "groups", "heard"].map((text, i) => el("th", { class: i ? "n" : "" }, text));
+    const heads = ["actor", "version", "groups", "last message"].map((text, i) => el("th", { class: i ? "n" : "" }, text));
     this.parts.actors.replaceChildren(
       el("h2", {}, "Actors"),
       actors.length
