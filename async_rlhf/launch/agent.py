@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -70,14 +71,17 @@ class Agent:
     """See the module docstring. One thread at a time calls it; it sends nothing itself, and reads no clock.
 
     host: what it calls its host; without, the machine's name. devices: how many the host has; None: what its driver lists.
-    Owns a thread that queries the driver and reads large files of the host, so that nothing else waits meanwhile.
+    Owns a thread for what may last: queries of the driver, large files, starts, which wait for the fork server's imports. So
+    the agent is alive to its supervisor meanwhile.
     """
 
     def __init__(self, host: str = "", devices: int | None = None) -> None:
         self._host, self._devices = host or socket.gethostname(), devices
         self._depot: Depot | None = None
-        self._reader = ThreadPoolExecutor(1, "read")
-        self._looking: Future[orders.Event] | None = None
+        self._thread = ThreadPoolExecutor(1, "agent")
+        self._answers: deque[Future[orders.Event]] = deque()
+        self._starts: dict[int, Future[_Life | orders.Event]] = {}
+        self._unwanted: set[int] = set()
         self._launcher = LocalLauncher()
         self._lives: dict[int, _Life] = {}
 
@@ -85,18 +89,20 @@ class Agent:
         """Carry out an order. Raises WireError for one that makes no sense, OSError for what the disk refuses."""
         if isinstance(message, orders.Open) and self._depot is None:
             self._depot = Depot(message.directory)
-            self._looking = self._reader.submit(self._opened, str(self._depot.own), message.accelerators)
+            self._answers.append(self._thread.submit(self._opened, str(self._depot.own), message.accelerators))
             return []
         if self._depot is None or isinstance(message, orders.Open):
             raise WireError(f"the order {message.type!r} in the wrong place: 'open' comes first, and once", "order")
         if isinstance(message, orders.Look):
-            self._looking = self._reader.submit(_look, self._depot, message)
+            self._answers.append(self._thread.submit(_look, self._depot, message))
         elif isinstance(message, orders.Want):
             return [orders.Missing(digests=self._depot.missing(message.digests))]
         elif isinstance(message, orders.Piece):
             self._depot.add(message.digest, message.data, last=message.last)
         elif isinstance(message, orders.Start):
-            return [self._start(self._depot, message)]
+            self._starts[message.life] = self._thread.submit(self._start, self._depot, message)
+        elif isinstance(message, orders.Kill) and message.life in self._starts:
+            self._unwanted.add(message.life)
         elif isinstance(message, orders.Kill) and (life := self._lives.get(message.life)) is not None:
             life.process.kill()
             return self.look()
@@ -105,9 +111,10 @@ class Agent:
     def look(self) -> list[orders.Event]:
         """What has happened since the last call."""
         events: list[orders.Event] = []
-        if self._looking is not None and self._looking.done():
-            events.append(self._looking.result())
-            self._looking = None
+        while self._answers and self._answers[0].done():
+            events.append(self._answers.popleft().result())
+        for number in [each for each, start in self._starts.items() if start.done()]:
+            events.append(self._started(number, self._starts.pop(number).result()))
         for number, life in list(self._lives.items()):
             code = life.process.poll()
             if words := life.process.read_beats():
@@ -122,9 +129,9 @@ class Agent:
         return events
 
     def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)  # what is being started ends with this process
         for life in self._lives.values():
             life.process.kill()
-        self._reader.shutdown(wait=False, cancel_futures=True)
         if self._depot is not None:
             self._depot.close()
 
@@ -140,7 +147,16 @@ class Agent:
         )
         return orders.Opened(version=version("async-rlhf"), host=self._host, directory=directory, has=has)
 
-    def _start(self, depot: Depot, message: orders.Start) -> orders.Event:
+    def _started(self, number: int, found: _Life | orders.Event) -> orders.Event:
+        if not isinstance(found, _Life):
+            return found
+        self._lives[number] = found
+        if number in self._unwanted:
+            self._unwanted.remove(number)
+            found.process.kill()
+        return orders.Started(life=number, pid=found.process.pid)
+
+    def _start(self, depot: Depot, message: orders.Start) -> _Life | orders.Event:
         try:
             directory = depot.lay_out(message.name, message.files, message.inline)
             returns = [directory / name for name in message.returns]
@@ -155,8 +171,7 @@ class Agent:
             return orders.Ended(life=message.life, code=FAILED, words=f"it cannot be started: {error}")
         except ConfigError as error:  # another host with fewer devices has come in the place of one
             return orders.Ended(life=message.life, code=HOST_LOST, words=str(error))
-        self._lives[message.life] = _Life(process, returns, [0] * len(returns))
-        return orders.Started(life=message.life, pid=process.pid)
+        return _Life(process, returns, [0] * len(returns))
 
 
 def _look(depot: Depot, message: orders.Look) -> orders.Event:

@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.launch.agent import Agent
+from async_rlhf.launch.local import warm
 from async_rlhf.launch.orders import Alive, Event, Open, encode, order
 from async_rlhf.launch.sockets import socket_root
 
@@ -51,6 +52,7 @@ class RayAgent:
 
     def __init__(self) -> None:
         self._agent = Agent(ray.get_runtime_context().get_node_id(), len(ray.get_gpu_ids()))
+        warm()
         self._guard = threading.Lock()
         self._events: list[Event] = []
         self._silent_s, self._lost_after_s = 0.0, _FIRST_ORDER_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -23,8 +24,10 @@ from async_rlhf.launch.agent import Agent, serve
 from async_rlhf.launch.connection import Connection, Place, nothing
 from async_rlhf.launch.depot import Depot
 from async_rlhf.launch.exit_codes import HOST_LOST
+from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.orders import Look, Missing, Open, Piece, Start, Want, encode
 from async_rlhf.launch.pipe import Pipe
+from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import is_private
 from tests.conftest import has_ended, wait_for
 
@@ -197,9 +200,36 @@ def test_a_host_with_fewer_devices_than_its_place_counts_as_lost(tmp_path: Path,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     agent = Agent()
     agent.take(Open(directory=str(tmp_path), lost_after_s=60.0))
-    (ended,) = agent.take(a_hub_without_a_run(1).model_copy(update={"devices": [5]}))
+    agent.take(a_hub_without_a_run(1).model_copy(update={"devices": [5]}))
+    ended = wait_for(lambda: next((each for each in agent.look() if isinstance(each, orders.Ended)), None), "its end")
     assert isinstance(ended, orders.Ended) and ended.code == HOST_LOST
     assert "device 5 of this machine is to be used" in ended.words and "shows 2 devices" in ended.words
+    agent.close()
+
+
+def test_an_agent_hears_of_its_supervisor_while_a_start_waits_for_the_fork_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two is killed meanwhile: it is begun and ended."""
+    imported, begin = threading.Event(), LocalLauncher.start
+
+    def slow(launcher: LocalLauncher, run_dir: Path, node: Node) -> LocalProcess:
+        assert imported.wait(60)
+        return begin(launcher, run_dir, node)
+
+    monkeypatch.setattr(LocalLauncher, "start", slow)
+    agent = Agent()
+    agent.take(Open(directory=str(tmp_path), lost_after_s=60.0))
+    assert isinstance(wait_for(agent.look, "it to open")[0], orders.Opened)
+    for life in (1, 2):
+        assert agent.take(a_hub_without_a_run(life).model_copy(update={"name": f"hub-{life}"})) == []
+    assert agent.take(orders.Kill(life=2)) == [] and agent.look() == []
+    imported.set()
+    events: list[orders.Event] = []
+    wait_for(lambda: events.extend(agent.look()) or sum(isinstance(each, orders.Ended) for each in events) == 2, "two ends")
+    started = [each.life for each in events if isinstance(each, orders.Started)]
+    ends = {each.life: each.code for each in events if isinstance(each, orders.Ended)}
+    assert started == [1, 2] and ends[1] == 3 and ends[2] < 0
     agent.close()
 
 
