@@ -127,7 +127,7 @@ DEFECTS = (
            ("actors/conformance/test_conformance.py::test_logprobs_are_those_of_a_plain_forward_pass[torch-0.6]",)),
     Defect("spans-of-one-version", "the versions that vLLM reports are those in the record", "actors/vllm_engine/outputs.py",
            "spans = [(int(label.version), label.end - label.start)",
-           "spans = [(admitted, label.end - label.start)",
+           "spans = [(oldest, label.end - label.start)",
            ("actors/test_vllm_terms.py",)),
     Defect("time-out-is-a-zero", "a score that takes too long has failed and is no number", "actors/scoring/executor.py",
            "return Answer(None, reason, began=now - timeout_s",

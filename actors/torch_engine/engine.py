@@ -121,15 +121,10 @@ class TorchEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
-        check_requests(requests, self._scheduler.unfinished_keys(), self._check)
+        check_requests(requests, self._scheduler.unfinished_keys(), self._check, self._vocabulary, self._max_length)
         self._scheduler.submit(requests)
 
     def _check(self, request: Request) -> None:
-        if self._max_length is not None and request.most_tokens > self._max_length:
-            raise EngineError(
-                f"{request.key} needs {request.parts}, the model holds {self._max_length}; "
-                "shorten the prompt or lower max_completion_length"
-            )
         if not self._cache.fits(1, request.most_tokens):
             raise EngineError(
                 f"{request.key} needs room for {request.parts}, engine.kv_bytes has less for a "
@@ -137,12 +132,6 @@ class TorchEngine:
             )
         if request.stop and (self._stopping.decode is None or not all(request.stop)):
             raise EngineError(f"{request.key} has stop strings {request.stop}; none may be empty, and a tokenizer is needed")
-        least, most = min(request.prefix_ids), max(request.prefix_ids)
-        if not 0 <= least <= most < self._vocabulary:
-            raise EngineError(
-                f"{request.key} has token ids {least} to {most}, the model knows "
-                f"0 to {self._vocabulary - 1}; use the tokenizer that belongs to the model"
-            )
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
         rows, num_suspended = self._scheduler.abort(frozenset(keys))

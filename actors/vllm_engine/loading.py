@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from pathlib import Path
 
@@ -14,14 +13,14 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import OnUpdate
 from async_rlhf.actors.torch_engine.loading import find_stop_ids, find_tokenizer
 from async_rlhf.actors.torch_engine.weights import Base
-from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment, probe
+from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment
 from async_rlhf.actors.vllm_engine.engine import VLLMEngine
-from async_rlhf.actors.vllm_engine.session import Session
 from async_rlhf.buffers.attention import max_length as longest_text
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import LOADING, from_pretrained
 
-_log = logging.getLogger(__name__)
+# Of the extra. vLLM's interfaces move from release to release.
+RELEASE = "0.32."
 
 
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> VLLMEngine:
@@ -41,24 +40,24 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if not vllm.__version__.startswith(RELEASE):
+        raise ConfigError(
+            f"engine.kind = 'vllm': vLLM {vllm.__version__} is installed, {RELEASE}* is needed; install the extra of that "
+            "name, or use 'torch'"
+        )
     if current_platform.device_type != config.device:
         raise ConfigError(
             f"engine.device = {config.device!r}, but the installed vLLM is built for {current_platform.device_type!r}; "
             "set engine.device to that, and choose among several GPUs with CUDA_VISIBLE_DEVICES"
         )
-    has = probe(AsyncLLM, AsyncEngineArgs, vllm.SamplingParams, vllm.__version__)
-    for lacking in has.lacking:
-        _log.warning("vLLM %s lacks %s", vllm.__version__, lacking)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     context = longest_text(model.config.get_text_config().to_dict()) or 0
     arguments = engine_arguments(model_dir, config, context=context, has_tokenizer=tokenizer is not None, known=known)
-    session = Session(config.slots, sorted(find_stop_ids(model, tokenizer)))
-    max_length = session.start(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), has, version)
     return VLLMEngine(
-        session,
+        lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)),
         model,
-        vocabulary=int(model.get_input_embeddings().num_embeddings),
-        max_length=max_length,
+        slots=config.slots,
+        stop_ids=sorted(find_stop_ids(model, tokenizer)),
         has_tokenizer=tokenizer is not None,
         base=Base(Path(model_dir)),
         on_update=on_update,

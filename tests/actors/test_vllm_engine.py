@@ -50,11 +50,9 @@ def test_a_cached_prompt_of_other_weights_is_never_reused_though_versions_repeat
 
 
 def test_weights_reach_vllm_in_memory_that_has_no_name(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt, files = engine._session.adopt, []
+    adopt, files = engine._adopt, list[Path]()
     monkeypatch.setattr(
-        engine._session,
-        "adopt",
-        lambda version, index, **how: (files.append(Path(index).resolve()), adopt(version, index, **how)),
+        engine, "_adopt", lambda version, index: (files.append(Path(index).resolve()), adopt(version, index))[1]
     )
     engine.load_weights(1, raw_weights(SECOND))
     assert engine.version == 1

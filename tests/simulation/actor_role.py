@@ -44,7 +44,7 @@ class FakeEngine:
         return len(self._running)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_requests(requests, set(self._running), lambda request: None)
+        check_requests(requests, set(self._running))
         self._running.update({request.key: (request, []) for request in requests})
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
