@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.actors.engine import Engine, Request, RolloutKey
-from async_rlhf.actors.loop.episodes import Episodes, Play
-from async_rlhf.actors.prompts import PLAIN, Row, Template, environment_seed, rollout_seed
+from async_rlhf.actors.engine import Engine, RolloutKey
+from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.prompts import Row, Work, environment_seed
 from async_rlhf.actors.scoring.pool import Place, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
@@ -26,48 +26,23 @@ _NUM_SHOWN = 8
 
 @dataclass(frozen=True)
 class Judging:
-    """What is generated for every prompt, and what counts as solved.
+    """What is sampled of every prompt, and what counts as solved.
 
-    group_size: completions of a prompt that are judged together, drawn with `group_sampling`; None: one alone. solved_by: the
-    score that decides what is solved, from `solved_at` on; empty: none. num_sampled: further completions a prompt, drawn with
-    `sampling`; as many as fill groups. Random numbers follow from `seed`, the prompt's place and the member alone, so that two
-    weight sets are given the same. composition: without running statistics, so that a reward means the same at the start and at
-    the end of a run.
+    judged: settings of the completions that are judged together, a greedy one or a group as in training; sampled: of further
+    ones, as many as fill such groups. solved_by: the score that decides what is solved, from `solved_at` on; empty: none.
+    composition: without running statistics, so that a reward means the same at the start and at the end of a run.
     """
 
-    max_completion_length: int
     composition: Composition
-    stop: tuple[str, ...] = ()
-    group_size: int | None = None
-    group_sampling: Sampling = GREEDY
+    judged: Sequence[Sampling] = (GREEDY,)
+    sampled: Sequence[Sampling] = ()
     solved_by: str = ""
     solved_at: float = 1.0
-    num_sampled: int = 0
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-
-    @property
-    def num_judged(self) -> int:
-        """Completions a prompt that all figures but those of `sampled` are of: the first members."""
-        return self.group_size or 1
-
-    def requests(self, number: int, prompt_ids: tuple[int, ...]) -> list[Request]:
-        """Of a prompt the completions that are judged, and behind them the sampled ones."""
-        return [
-            Request(
-                RolloutKey(number, 0, member),
-                prompt_ids,
-                self.max_completion_length,
-                self.group_sampling if member < self.num_judged else self.sampling,
-                rollout_seed(self.seed, number, member),
-                self.stop,
-            )
-            for member in range(self.num_judged + self.num_sampled)
-        ]
 
     def place(self, key: RolloutKey) -> Place:
         """The group that rewards receive: so many members, one behind the other."""
-        return Place((key.group, key.member // self.num_judged), key.member % self.num_judged, self.num_judged)
+        size = len(self.judged)
+        return Place((key.group, key.member // size), key.member % size, size)
 
     def solved(self, scores: Mapping[str, Score]) -> bool | None:
         """None where no score is named, or it has no value."""
@@ -109,26 +84,21 @@ class _Judged:
 def evaluate(
     engine: Engine,
     scoring: ScoringPool[RolloutKey],
-    rows: Sequence[Row],
-    encode: Callable[[Row], tuple[str, list[int]]],
-    decode: Callable[[Sequence[int]], str],
+    work: Work,
     judging: Judging,
     progress: Callable[[int, int], None] = lambda done, of: None,
     patience_s: float = 120.0,
-    play: Play | None = None,
-    template: Template = PLAIN,
 ) -> EvaluationResult:
-    """Generate and score. progress: called when completions have been scored: how many, and of how many. play: the environment,
-    where episodes have one. template: that `encode` fills.
+    """Generate and score. work: with the seed that is the same for every weight set, so that all are given the same random
+    numbers. progress: called when completions have been scored: how many, and of how many.
 
     Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
     """
-    prompts = [encode(row) for row in rows]
-    requests = [judging.requests(number, tuple(ids)) for number, (_, ids) in enumerate(prompts)]
-    num_requests, num_scored = sum(map(len, requests)), 0
-    episodes = Episodes(engine, decode, play)
-    seeds = (environment_seed(judging.seed, number) for number in range(len(rows)))
-    episodes.begin(zip(rows, seeds, requests, strict=True))
+    rows, play, samplings = work.rows, work.play, [*judging.judged, *judging.sampled]
+    begun = [work.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)]
+    num_requests, num_scored = len(rows) * len(samplings), 0
+    episodes = Episodes(engine, work.decode, play)
+    episodes.begin((row, environment_seed(work.seed, number), requests) for number, (row, _, requests) in enumerate(begun))
     judged: dict[RolloutKey, _Judged] = {}
     last_event = time.monotonic()
     while num_scored < num_requests:
@@ -137,7 +107,7 @@ def evaluate(
             completion, key = played.completion, played.completion.key
             given = {} if play is None else {play.name: played.score or Score()}
             judged[key] = _Judged(played.text, len(completion.logprobs), given)
-            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.turns[-1], template)
+            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.turns[-1], work.template)
             scoring.submit(key, fields | played.fields, judging.place(key))
         if scored := scoring.poll():
             for result in scored:
@@ -150,7 +120,7 @@ def evaluate(
             raise DeadlineError(f"waited {patience_s:.0f} s for scores of {num_requests - num_scored} held-out completions")
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
-    return _result(rows, [text for text, _ in prompts], judged, judging)
+    return _result(rows, [text for _, text, _ in begun], judged, judging)
 
 
 def _result(
@@ -158,10 +128,11 @@ def _result(
 ) -> EvaluationResult:
     """prompts: as the model saw them."""
     totals = {key: judging.composition.of(rows[key.group].columns).reward(each.scores) for key, each in judged.items()}
-    first = {key: each for key, each in judged.items() if key.member < judging.num_judged}
+    num_judged = len(judging.judged)
+    first = {key: each for key, each in judged.items() if key.member < num_judged}
     rewards = [total for key in first if (total := totals[key]) is not None]
     names = next((list(each.scores) for each in first.values()), [])
-    members = range(judging.num_judged, judging.num_judged + judging.num_sampled)
+    members = range(num_judged, num_judged + len(judging.sampled))
     drawn = [[RolloutKey(number, 0, member) for member in members] for number in range(len(rows))]
     samples = [(text, RolloutKey(number, 0, 0)) for number, text in enumerate(prompts[:_NUM_SHOWN])]
     return EvaluationResult(
@@ -177,10 +148,10 @@ def _result(
             [[judging.solved(judged[key].scores) for key in keys] for keys in drawn],
             judging,
         )
-        if judging.num_sampled
+        if judging.sampled
         else None,
         solved_by=judging.solved_by,
-        group_size=judging.group_size,
+        group_size=None if judging.judged == (GREEDY,) else num_judged,
     )
 
 
@@ -194,10 +165,11 @@ def summary_of_samples(
     mean of `pass_at` over the prompts of which k could be judged (None: there is no such prompt).
     """
     known = [[each for each in of_prompt if each is not None] for of_prompt in solved]
-    ks = [*(1 << i for i in range((judging.num_sampled - 1).bit_length())), judging.num_sampled]
+    num_samples = len(judging.sampled)
+    ks = [*(1 << i for i in range((num_samples - 1).bit_length())), num_samples]
     return {
-        "num_samples": judging.num_sampled,
-        "temperature": judging.sampling.temperature,
+        "num_samples": num_samples,
+        "temperature": judging.sampled[0].temperature,
         "mean_reward": _mean(rewards),
         "failed": sum(reward is None for reward in rewards),
         "pass_at": {str(k): _mean([pass_at(k, len(each), sum(each)) for each in known if len(each) >= k]) for k in ks},

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Request, RolloutKey, load_engine
-from async_rlhf.actors.loop.worker import Work
+from async_rlhf.actors.prompts import Work
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.model_directory import from_pretrained
@@ -76,7 +76,7 @@ class _Gathering:
 
     def __init__(self, work: Work, numbers: range) -> None:
         self._work = work
-        self.num_wanted, self.num_judged = len(numbers) * work.group_size, 0
+        self.num_wanted, self.num_judged = len(numbers) * work.generation.group_size, 0
         self._begun = {number: work.requests(number, 0) for number in numbers}
         self._completions: dict[RolloutKey, tuple[Completion, str]] = {}
         self._rollouts: dict[RolloutKey, Rollout] = {}
@@ -93,7 +93,7 @@ class _Gathering:
         return fields_of(row, requests[0].prompt_ids, completion, text, self._work.template)
 
     def place(self, key: RolloutKey) -> Place:
-        return Place(key[:2], key.member, self._work.group_size)
+        return Place(key[:2], key.member, self._work.generation.group_size)
 
     def judged(self, scored: Scored[RolloutKey]) -> None:
         completion, text = self._completions.pop(scored.key)
@@ -110,14 +110,14 @@ class _Gathering:
         )
 
     def groups(self) -> list[Group]:
-        members = range(self._work.group_size)
+        members = range(self._work.generation.group_size)
         return [
             Group(
                 number=number,
                 attempt=0,
                 prompt_ids=np.array(requests[0].prompt_ids, np.int32),
                 rollouts=tuple(self._rollouts[RolloutKey(number, 0, member)] for member in members),
-                sampling=self._work.sampling,
+                sampling=self._work.generation.sampling,
                 prompt=prompt,
                 columns=row.columns,
             )

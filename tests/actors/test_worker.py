@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from transformers import AutoTokenizer
 
-from async_rlhf.actors.config import EngineConfig, ScoringConfig
+from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
 from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Observation
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Play
-from async_rlhf.actors.loop.worker import Work, Worker
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.loop.worker import Decoding, Worker
+from async_rlhf.actors.prompts import Row, Work
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.loading import load_engine
@@ -69,6 +70,16 @@ class ScriptedHub:
         self.works.append(state)
 
 
+class Crosses:
+    """A tokenizer whose prompt is two tokens, and each token a cross."""
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [20, 21]}
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return "x" * len(ids)
+
+
 @contextmanager
 def worker(
     hub: ScriptedHub,
@@ -78,19 +89,12 @@ def worker(
     group_size: int = 2,
     length: int = 12,
     pool: ScoringPool[RolloutKey] | None = None,
-    sampling: Sampling | None = None,
-    **further: Any,
+    play: Play | None = None,
+    partial_every: int = 0,
+    **settings: Any,
 ) -> Iterator[Worker]:
-    work = Work(
-        seed=0,
-        rows=[Row("ab", {"answer": "ba"})],
-        encode=lambda row: (str(row.prompt), [20, 21]),
-        decode=lambda ids: "x" * len(ids),
-        group_size=group_size,
-        max_completion_length=length,
-        sampling=sampling or Sampling(),
-        **further,
-    )
+    generation = GenerationConfig(group_size=group_size, max_completion_length=length, **settings)
+    work = Work(0, [Row("ab", {"answer": "ba"})], generation, cast(Any, Crosses()), partial_every=partial_every, play=play)
     engine = engine or load_engine(str(MODEL), EngineConfig(slots=slots), version=0)
     pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), ScoringConfig())
     try:
@@ -254,12 +258,23 @@ def test_turns_of_dropped_episodes_are_compared_with_those_of_the_trained_ones()
 
 def test_how_completions_were_sampled_is_in_the_record() -> None:
     hub = ScriptedHub([[credit(0)]], wanted=1)
-    with worker(hub, group_size=3, sampling=Sampling(top_k=4)) as actor:
+    with worker(hub, group_size=3, top_k=4) as actor:
         actor.run()
     (group,) = hub.groups
     assert group.sampling == Sampling(top_k=4)
     for rollout in group.rollouts:
         assert rollout.sampling_mask is not None and set(rollout.sampling_mask.sizes.tolist()) == {4}
+
+
+def test_after_the_clock_was_set_back_only_new_stretches_of_decoding_hide_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([5000.0, 5005.0, 1402.0])
+    monkeypatch.setattr("async_rlhf.actors.loop.worker.time", SimpleNamespace(time=lambda: next(ends)))
+    decodes = Decoding(lambda what, began, ended: None)
+    decodes.stepped(5000.0)
+    decodes.stepped(1400.0)
+    assert decodes.overlap(1400.5, 1401.5).hidden_s == 1.0 and decodes.overlap(1401.0, 1404.0).hidden_s == 1.0
+    stage = decodes.overlap(1401.0, 400.0)
+    assert stage.seconds == 0.0 and stage.hidden_s == 0.0, "it was set back while this ran"
 
 
 READER = """
@@ -300,8 +315,7 @@ def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp
 
     # The second attempt drops what was begun: what was read of that is let go.
     hub = Patient([[credit(0), credit(1)], *[[]] * 8, [credit(0, attempt=1)], *[[credit(n)] for n in range(2, 6)]], wanted=6)
-    sampling = Sampling(temperature=3.0)
-    with worker(hub, slots=4, length=200, pool=pool, partial_every=pool.stream_tokens, sampling=sampling) as actor:
+    with worker(hub, slots=4, length=200, pool=pool, partial_every=pool.stream_tokens, temperature=3.0) as actor:
         actor.run()
     rollouts = [rollout for group in hub.groups for rollout in group.rollouts]
     assert all(rollout.scores["reader"].value == rollout.num_tokens for rollout in rollouts)
