@@ -169,7 +169,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, in order. Those submitted together with equal prompts share one prompt computation.
+        """Queue requests, in order. Those with equal prompts share one prompt computation.
 
         Raises EngineError for an empty prompt or one that cannot fit with its context and completion.
         """

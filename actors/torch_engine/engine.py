@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
-from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, ModelForward, Recorder
-from async_rlhf.actors.torch_engine.kept import KeptCache, KeptLlamaForward, KeptModelForward
+from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, Recorder
+from async_rlhf.actors.torch_engine.kept import KeptCache, KeptForward, KeptLlamaForward
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
@@ -85,13 +85,13 @@ class TorchEngine:
         self._forward: Forward
         if kv_policy is not None:
             self._cache = kept = KeptCache(kv_policy, slots, max_places)
-            self._forward = (KeptLlamaForward if can_serve(model) else KeptModelForward)(model, kept)
+            self._forward = (KeptLlamaForward if can_serve(model) else KeptForward)(model, kept)
         elif recorder is not None:
             self._forward = GraphedForward(model, self._cache, slots, recorder)
         elif can_serve(model):
             self._forward = (InvariantLlamaForward if batch_invariant else LlamaForward)(model, self._cache)
         else:
-            self._forward = ModelForward(model, self._cache)
+            self._forward = Forward(model, self._cache)
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
@@ -245,14 +245,15 @@ class TorchEngine:
             self._last[rows] = torch.tensor([admission.last_token for admission in plan.admitted], device=self._device)
             num_rows = self._scheduler.num_rows
             self._cache.reserve(int(self._rows.positions[:num_rows].max()) + 1, num_rows)
+            for admission in plan.admitted:
+                if admission.cache:
+                    self._cache.put_row(admission.row, admission.cache)
         if plan.copies:
             self._cache.copy_rows(
                 [copy.source for copy in plan.copies],
                 [copy.target for copy in plan.copies],
                 max(copy.num_tokens for copy in plan.copies),
             )
-        for restored in plan.restored:
-            self._cache.put_row(restored.row, restored.cache)
 
     def _record_supports(self, kept: torch.Tensor, ready: np.ndarray) -> None:
         """Note which tokens the rows that cut some off have just chosen from; bool [N, V]."""

@@ -17,7 +17,7 @@ from async_rlhf.actors.engine import Request, RolloutKey
 
 @dataclass(eq=False)
 class Hold:
-    """ids: all tokens of the row, int [T]; submission, number: as in the scheduler's line.
+    """ids: all tokens of the row, int [T]; number: its place in the order of submission.
 
     version: the oldest weights that computed the cache. cache: keys and values of the first T - 1 tokens (the last one is the
     first that a continuation computes), empty once they were evicted. num_places: columns of a cache that they fill, None for
@@ -25,7 +25,6 @@ class Hold:
     """
 
     ids: tuple[int, ...]
-    submission: int
     number: int
     version: int
     cache: tuple[Any, ...]

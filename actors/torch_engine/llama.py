@@ -5,7 +5,7 @@ products with their weights, and with long rows that of reading their caches. He
 v are one product, as are gate and up; both rotations are one; attention over the cache is two batched products, which on
 a CPU beat the fused kernel for single queries and read no further than the longest of a few neighbouring rows
 (`segments`); and the tokens of prefixes travel through the same products as the running rows' tokens. Used only for a
-model that `can_serve` accepts; everything else goes through `ModelForward`.
+model that `can_serve` accepts; everything else goes through the model's own code.
 
 In bfloat16 the products with weights are computed, and keys and values kept; everything else is float32, as where a
 learner autocasts. So float32 equals the model's own code up to rounding, and what is served in bfloat16 is nearer to
@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, position_mask
+from async_rlhf.actors.torch_engine.forward import Forward
 from async_rlhf.actors.torch_engine.scheduler import Chunk
 from async_rlhf.buffers.attention import FULL
 
@@ -138,6 +139,18 @@ class _Layer:
     gate_up: Product
     down: Product
 
+    @classmethod
+    def of(cls, layer: LlamaDecoderLayer) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(
+            norm=layer.input_layernorm.weight.detach().float(),
+            qkv=Product(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+            out=Product(attention.o_proj.weight),
+            post_norm=layer.post_attention_layernorm.weight.detach().float(),
+            gate_up=Product(mlp.gate_proj.weight, mlp.up_proj.weight),
+            down=Product(mlp.down_proj.weight),
+        )
+
 
 @dataclass(frozen=True)
 class Prefixes:
@@ -151,7 +164,7 @@ class Prefixes:
         padded = PaddedChunks.of(chunks, device)
         if padded is None:
             return None
-        return cls(padded, None if padded.continues is None else padded.mask(torch.float32))
+        return cls(padded, None if padded.sources is None else padded.mask(torch.float32))
 
 
 class Part(NamedTuple):
@@ -162,18 +175,15 @@ class Part(NamedTuple):
     mask: torch.Tensor
 
 
-class LlamaForward:
+class LlamaForward(Forward):
     """Owns the packed weights (so all weights exist twice) and the table of rotations."""
 
     def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
+        super().__init__(model, cache)
         config = model.config
-        self._model, self._cache = model, cache
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self._width = model.model.layers[0].self_attn.head_dim
-        self._grouped, self._scale = (
-            (self._num_key_heads, self._num_heads // self._num_key_heads, self._width),
-            self._width**-0.5,
-        )
+        self._grouped = self._num_key_heads, self._num_heads // self._num_key_heads, self._width
         self._epsilon = config.rms_norm_eps
         self._dtype = model.dtype
         self._layers: dict[int, _Layer] = {}
@@ -186,7 +196,7 @@ class LlamaForward:
         model = self._model
         for index, layer in enumerate(model.model.layers):
             # One layer at a time, so that no more than one exists twice.
-            self._layers[index] = _prepare(layer)
+            self._layers[index] = _Layer.of(layer)
         self._embedding = model.model.embed_tokens.weight.detach()
         self._norm = model.model.norm.weight.detach().float()
         self._head = Product(model.lm_head.weight)
@@ -341,15 +351,3 @@ class LlamaForward:
         cos, sin = self._model.model.rotary_emb(self._norm, positions)
         sign = torch.ones(self._width).index_fill_(0, torch.arange(self._width // 2), -1.0)
         self._cos, self._sin = cos[0][:, None], (sin[0] * sign)[:, None]
-
-
-def _prepare(layer: LlamaDecoderLayer) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return _Layer(
-        norm=layer.input_layernorm.weight.detach().float(),
-        qkv=Product(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-        out=Product(attention.o_proj.weight),
-        post_norm=layer.post_attention_layernorm.weight.detach().float(),
-        gate_up=Product(mlp.gate_proj.weight, mlp.up_proj.weight),
-        down=Product(mlp.down_proj.weight),
-    )

@@ -18,6 +18,7 @@ from transformers import (
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import OnUpdate
 from async_rlhf.actors.torch_engine.chunks import attention_of
+from async_rlhf.actors.torch_engine.devices import check_device
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import record_on_cuda
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy, ending
@@ -136,16 +137,12 @@ def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
         )
     if not (Path(model_dir) / "config.json").is_file():
         raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
-    try:
-        device = torch.device(config.device)
-        torch.empty(0, device=device)
-        # cuDNN makes a plan for each new shape of attention (60 ms on an H200), and here the shape changes from pass to pass.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"engine.device = {config.device!r} cannot be used: {error}; use 'cpu'") from error
+    check_device("engine.device", config.device)
+    # cuDNN makes a plan for each new shape of attention (60 ms on an H200), and here the shape changes from pass to pass.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         model = from_pretrained(AutoModelForCausalLM, Path(model_dir), dtype=getattr(torch, config.dtype))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error
     attention_of(model.config)
-    return model.to(device).eval()
+    return model.to(config.device).eval()
