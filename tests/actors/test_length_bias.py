@@ -54,7 +54,7 @@ def of_one_turn(lengths: Iterable[int]) -> list[tuple[int, int]]:
     return [(int(length), 1) for length in lengths]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_dropping_at_random_raises_no_alarm_and_dropping_the_long_ones_does(seed: int) -> None:
     fair, unfair = fates(seed, drop=0.3).report(0.0), fates(seed, drop=0.5, from_length=40).report(0.0)
     tokens = fair.tokens
@@ -64,15 +64,14 @@ def test_dropping_at_random_raises_no_alarm_and_dropping_the_long_ones_does(seed
     assert fair.turns == unfair.turns == Bias(ks=0.0, mean_ratio=1.0, correlation=0.0, alarm=False), "all have one turn"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_dropping_episodes_of_many_turns_raises_the_alarm_of_turns_although_they_have_as_many_tokens(seed: int) -> None:
-    draw, monitor = np.random.default_rng(seed), LengthBiasMonitor()
+def test_dropping_episodes_of_many_turns_raises_the_alarm_of_turns_although_they_have_as_many_tokens() -> None:
+    draw, monitor = np.random.default_rng(0), LengthBiasMonitor()
     for group in range(1000):
-        tokens, turns = draw.integers(10, 50), draw.integers(1, 9)
+        own = [(int(draw.integers(10, 50)), turns := int(draw.integers(1, 9)))]
         if turns > 6 and draw.random() < 0.5:
-            monitor.dropped(group, [(int(tokens), int(turns))], again=False)
+            monitor.dropped(group, own, again=False)
         else:
-            monitor.trained(group, [(int(tokens), int(turns))])
+            monitor.trained(group, own)
     report = monitor.report(0.0)
     assert report.turns.alarm and report.turns.mean_ratio < 0.95 and report.turns.ks > 0.03
     assert not report.tokens.alarm and abs(report.tokens.mean_ratio - 1) < 0.05
