@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.actors.engine import Engine, RolloutKey
-from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.engine import Engine, Request, RolloutKey
+from async_rlhf.actors.loop.episodes import Episodes, Played
 from async_rlhf.actors.prompts import Row, Work, environment_seed
-from async_rlhf.actors.scoring.pool import Place, ScoringPool, fields_of
+from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.record import Score
@@ -72,13 +72,50 @@ class EvaluationResult:
     group_size: int | None = None
 
 
-@dataclass
-class _Judged:
-    """A completion and its scores: those of its environment from the beginning, those of rewards when they have come."""
+Judged = Mapping[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]]
+"""Of each completion: what it became, all its scores, those of its environment too, and what its judges answered."""
 
-    text: str
-    num_tokens: int
-    scores: dict[str, Score]
+
+def judge(
+    engine: Engine,
+    scoring: ScoringPool[RolloutKey],
+    work: Work,
+    begun: Mapping[int, tuple[Row, str, Sequence[Request]]],
+    place: Callable[[RolloutKey], Place],
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    patience_s: float = 120.0,
+) -> Judged:
+    """Generate and score these groups, by their numbers. place: of a completion in what rewards receive. progress: called when
+    completions have been scored: how many, and of how many.
+
+    Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
+    """
+    count, play = sum(len(requests) for _, _, requests in begun.values()), work.play
+    episodes = Episodes(engine, work.decode, play)
+    episodes.begin((row, environment_seed(work.seed, number), requests) for number, (row, _, requests) in begun.items())
+    ended: dict[RolloutKey, Played] = {}
+    found: dict[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]] = {}
+    last_event = time.monotonic()
+    while len(found) < count:
+        now_ended = episodes.step()
+        for played in now_ended:
+            completion, key = played.completion, played.completion.key
+            ended[key] = played
+            fields = fields_of(begun[key.group][0], played.prompt_ids, completion, played.turns[-1], work.template)
+            scoring.submit(key, fields | played.fields, place(key))
+        if scored := scoring.poll():
+            for each in scored:
+                played = ended.pop(each.key)
+                own = {} if play is None else {play.name: played.score or Score()}
+                found[each.key] = played, {**each.scores, **own}, each
+            progress(len(found), count)
+        if scored or now_ended or engine.num_unfinished:
+            last_event = time.monotonic()
+        elif time.monotonic() - last_event > patience_s:
+            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {count - len(found)} completions")
+        else:
+            time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
+    return found
 
 
 def evaluate(
@@ -87,65 +124,31 @@ def evaluate(
     work: Work,
     judging: Judging,
     progress: Callable[[int, int], None] = lambda done, of: None,
-    patience_s: float = 120.0,
 ) -> EvaluationResult:
-    """Generate and score. work: with the seed that is the same for every weight set, so that all are given the same random
-    numbers. progress: called when completions have been scored: how many, and of how many.
-
-    Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
-    """
-    rows, play, samplings = work.rows, work.play, [*judging.judged, *judging.sampled]
-    begun = [work.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)]
-    num_requests, num_scored = len(rows) * len(samplings), 0
-    episodes = Episodes(engine, work.decode, play)
-    episodes.begin((row, environment_seed(work.seed, number), requests) for number, (row, _, requests) in enumerate(begun))
-    judged: dict[RolloutKey, _Judged] = {}
-    last_event = time.monotonic()
-    while num_scored < num_requests:
-        ended = episodes.step()
-        for played in ended:
-            completion, key = played.completion, played.completion.key
-            given = {} if play is None else {play.name: played.score or Score()}
-            judged[key] = _Judged(played.text, len(completion.logprobs), given)
-            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.turns[-1], work.template)
-            scoring.submit(key, fields | played.fields, judging.place(key))
-        if scored := scoring.poll():
-            for result in scored:
-                judged[result.key].scores = {**result.scores, **judged[result.key].scores}
-            num_scored += len(scored)
-            progress(num_scored, num_requests)
-        if scored or ended or engine.num_unfinished:
-            last_event = time.monotonic()
-        elif time.monotonic() - last_event > patience_s:
-            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {num_requests - num_scored} held-out completions")
-        else:
-            time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
-    return _result(rows, [text for _, text, _ in begun], judged, judging)
-
-
-def _result(
-    rows: Sequence[Row], prompts: Sequence[str], judged: Mapping[RolloutKey, _Judged], judging: Judging
-) -> EvaluationResult:
-    """prompts: as the model saw them."""
-    totals = {key: judging.composition.of(rows[key.group].columns).reward(each.scores) for key, each in judged.items()}
+    """Of the rows of `work`, whose seed is the same for every weight set, so that all are given the same random numbers.
+    progress, raises: as `judge`."""
+    samplings, rows = [*judging.judged, *judging.sampled], work.rows
+    begun = {number: work.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
+    judged = judge(engine, scoring, work, begun, judging.place, progress)
+    scores = {key: own for key, (_, own, _) in judged.items()}
+    totals = {key: judging.composition.of(rows[key.group].columns).reward(own) for key, own in scores.items()}
     num_judged = len(judging.judged)
-    first = {key: each for key, each in judged.items() if key.member < num_judged}
+    first = [key for key in judged if key.member < num_judged]
     rewards = [total for key in first if (total := totals[key]) is not None]
-    names = next((list(each.scores) for each in first.values()), [])
     members = range(num_judged, num_judged + len(judging.sampled))
     drawn = [[RolloutKey(number, 0, member) for member in members] for number in range(len(rows))]
-    samples = [(text, RolloutKey(number, 0, 0)) for number, text in enumerate(prompts[:_NUM_SHOWN])]
+    shown = [(begun[number][1], RolloutKey(number, 0, 0)) for number in range(min(len(rows), _NUM_SHOWN))]
     return EvaluationResult(
         mean_reward=_mean(rewards),
-        accuracy=_mean([judging.solved(each.scores) for each in first.values()]),
-        rewards={name: _mean([each.scores[name].value for each in first.values()]) for name in names},
+        accuracy=_mean([judging.solved(scores[key]) for key in first]),
+        rewards={name: _mean([scores[key][name].value for key in first]) for name in (scores[first[0]] if first else ())},
         num_prompts=len(rows),
         failed=len(first) - len(rewards),
-        mean_length=_mean([each.num_tokens for each in first.values()]) or 0.0,
-        samples=[{"prompt": text, "completion": judged[key].text, "reward": totals[key]} for text, key in samples],
+        mean_length=_mean([len(judged[key][0].completion.logprobs) for key in first]) or 0.0,
+        samples=[{"prompt": text, "completion": judged[key][0].text, "reward": totals[key]} for text, key in shown],
         sampled=summary_of_samples(
             [totals[key] for keys in drawn for key in keys],
-            [[judging.solved(judged[key].scores) for key in keys] for keys in drawn],
+            [[judging.solved(scores[key]) for key in keys] for keys in drawn],
             judging,
         )
         if judging.sampled

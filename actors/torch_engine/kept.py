@@ -127,8 +127,7 @@ class KeptLlamaForward(LlamaForward):
         begun = self._kept.begin_kept_chunks(chunks, tokens.device)
         prefixes = None if begun is None else Prefixes(begun[0], additive(begun[1], torch.float32))
         mask = additive(self._kept.begin_kept_tokens(tokens, positions), torch.float32)
-        rows = slice(0, len(tokens))
-        return self._in_one_pass(prefixes, tokens, positions, length, [Part(rows, rows, self._of_heads(mask))])
+        return self._in_one_pass(prefixes, tokens, positions, length, [Part(slice(0, len(tokens)), self._of_heads(mask))])
 
 
 def _padded(mask: Bools, longest: int, num_columns: int) -> Bools:

@@ -74,8 +74,6 @@ class Product:
         return product.float()
 
 
-# Chunks after a turn of at most so many tokens are cheaper together with the rows, with a copy of their keys and values.
-_SHORT = 32
 # Rows are looked at in blocks of so many; what a segment costs beside reading, in rows x columns (measured on two cores).
 BLOCK, COST = 4, 128
 
@@ -168,10 +166,9 @@ class Prefixes:
 
 
 class Part(NamedTuple):
-    """Tokens of the pass that attend together, P of each of B rows of the cache, and the mask [B J, P G, T]."""
+    """Rows whose newest tokens attend together, B of them, and what is added to their scores, [B J, G, T]."""
 
-    tokens: slice
-    rows: slice | torch.Tensor
+    rows: slice
     mask: torch.Tensor
 
 
@@ -183,7 +180,6 @@ class LlamaForward(Forward):
         config = model.config
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self._width = model.model.layers[0].self_attn.head_dim
-        self._grouped = self._num_key_heads, self._num_heads // self._num_key_heads, self._width
         self._epsilon = config.rms_norm_eps
         self._dtype = model.dtype
         self._layers: dict[int, _Layer] = {}
@@ -203,10 +199,12 @@ class LlamaForward(Forward):
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """As in `Forward`, in one pass."""
-        if chunks and all(chunk.sampled and len(chunk.ids) <= _SHORT for chunk in chunks):
-            return self._with_short(chunks, tokens, positions, length)
         self._cache.begin_tokens(positions, length)
-        return self._in_one_pass(Prefixes.of(chunks, tokens.device), tokens, positions, length, self._row_parts(positions))
+        parts = [
+            Part(slice(start, stop), self._of_heads(position_mask(positions[start:stop, None], length, torch.float32, FULL)))
+            for start, stop, length in segments(positions.tolist())
+        ]
+        return self._in_one_pass(Prefixes.of(chunks, tokens.device), tokens, positions, length, parts)
 
     def _in_one_pass(
         self,
@@ -232,23 +230,7 @@ class LlamaForward(Forward):
             return torch.cat((of_rows, of_prefixes))
 
         self._extend_rotations(length)
-        return self._pass(ids, at, num_rows, attend)
-
-    def _with_short(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Short chunks after a turn travel like the tokens of rows, each chunk with a copy of its row's keys and values."""
-        rows, width = torch.tensor([chunk.rows[0] for chunk in chunks]), max(len(chunk.ids) for chunk in chunks)
-        # What pads a chunk is its last token, which is then written several times.
-        places = [[min(each, len(chunk.ids) - 1) for each in range(width)] for chunk in chunks]
-        added = torch.tensor([[chunk.start + each for each in own] for chunk, own in zip(chunks, places, strict=True)])
-        ids = torch.tensor([[chunk.ids[each] for each in own] for chunk, own in zip(chunks, places, strict=True)])
-        at = torch.cat((positions, added.flatten()))
-        self._cache.begin_tokens(at, length, torch.cat((torch.arange(len(tokens)), rows.repeat_interleave(width))))
-        parts = self._row_parts(positions)
-        parts.append(Part(slice(len(tokens), len(at)), rows, self._mask(added, int(added.max()) + 1)))
-        self._extend_rotations(length)
-        return self._pass(
-            torch.cat((tokens, ids.flatten())), at, len(tokens), lambda index, q, k, v: self._attend_rows(index, q, k, v, parts)
-        )
+        return self._compute(ids, at, num_rows, attend)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """As in `Forward`."""
@@ -259,9 +241,9 @@ class LlamaForward(Forward):
             return attended[0].transpose(0, 1).flatten(1)
 
         self._extend_rotations(len(ids))
-        return self._pass(ids, torch.arange(len(ids)), len(ids), attend)
+        return self._compute(ids, torch.arange(len(ids)), len(ids), attend)
 
-    def _pass(self, ids: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
+    def _compute(self, ids: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
         """Logits of the first tokens of int64 [S]: float32 [num_wanted, V]."""
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(ids, self._embedding).float()
@@ -290,21 +272,10 @@ class LlamaForward(Forward):
         qk.mul_(cos).addcmul_(rolled, sin)
         return qk[:, : self._num_heads], qk[:, self._num_heads :].to(self._dtype), v.to(self._dtype)
 
-    def _row_parts(self, positions: torch.Tensor) -> list[Part]:
-        return [
-            Part(slice(start, stop), slice(start, stop), self._mask(positions[start:stop, None], length))
-            for start, stop, length in segments(positions.tolist())
-        ]
-
-    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """[B J, P G, length] for int64 [B, P]: what is added to the scores of every layer."""
-        return self._of_heads(position_mask(positions, length, torch.float32, FULL))
-
     def _of_heads(self, mask: torch.Tensor) -> torch.Tensor:
-        """[B, 1, P, T] -> [B J, P G, T]."""
-        rows, _, width, length = mask.shape
-        heads, per_key = self._num_key_heads, self._num_heads // self._num_key_heads
-        return mask[:, :, :, None].expand(-1, heads, -1, per_key, -1).reshape(rows * heads, width * per_key, length)
+        """[B, 1, 1, T] -> [B J, G, T]."""
+        per_key = self._num_heads // self._num_key_heads
+        return mask.expand(-1, self._num_key_heads, per_key, -1).flatten(0, 1)
 
     def _attend_rows(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Part]
@@ -312,14 +283,11 @@ class LlamaForward(Forward):
         """New tokens over the caches of their rows: [N, H, D] -> [N, H D]."""
         keys, values = self._cache.write_tokens(index, k, v)
         attended = []
-        for tokens, rows, mask in parts:
+        for rows, mask in parts:
             row_keys, row_values = (part[rows, :, : mask.shape[-1]].flatten(0, 1) for part in (keys, values))
-            # [B, J, P, G, D]: of a head the tokens of a row together.
-            queries = q[tokens].view(len(mask) // self._num_key_heads, -1, *self._grouped).transpose(1, 2)
-            queries_of_heads, row_keys = queries.reshape(len(mask), -1, self._width), self._widened(row_keys)
-            scores = torch.baddbmm(mask, queries_of_heads, row_keys.transpose(1, 2), alpha=self._width**-0.5)
-            answer = torch.bmm(scores.softmax(dim=-1), self._widened(row_values)).view(queries.shape)
-            attended.append(answer.transpose(1, 2).reshape(-1, q.shape[1] * self._width))
+            queries, row_keys = q[rows].reshape(*mask.shape[:2], self._width), self._widened(row_keys)
+            scores = torch.baddbmm(mask, queries, row_keys.transpose(1, 2), alpha=self._width**-0.5)
+            attended.append(torch.bmm(scores.softmax(dim=-1), self._widened(row_values)).view(-1, q.shape[1] * self._width))
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _widened(self, kept: torch.Tensor) -> torch.Tensor:

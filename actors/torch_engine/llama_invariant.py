@@ -111,7 +111,7 @@ class InvariantLlamaForward(LlamaForward):
             return attended
 
         self._extend_rotations(length)
-        return self._pass(torch.cat(ids), places, max(num_rows, self._min_rows), attend)[:num_rows]
+        return self._compute(torch.cat(ids), places, max(num_rows, self._min_rows), attend)[:num_rows]
 
     def _row_groups(self, positions: Sequence[int]) -> Iterator[_Group]:
         """The newest token of each row, a piece of its own; neighbouring rows attend together, where their caches lie."""

@@ -9,22 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.loop.length_bias import Bias, LengthBiasMonitor, correlate, ks_distance
-
-LENGTHS = st.lists(st.integers(1, 30), max_size=30)
-
-
-@given(LENGTHS, LENGTHS)
-def test_the_distance_is_the_largest_gap_between_the_shares_below_any_length(one: list[int], other: list[int]) -> None:
-    found = ks_distance(np.array(one, float), np.array(other, float))
-    assert found == pytest.approx(ks_distance(np.array(other, float), np.array(one, float)))
-    if one and other:
-        gaps = [
-            abs(sum(x <= place for x in one) / len(one) - sum(x <= place for x in other) / len(other)) for place in range(32)
-        ]
-        assert found == pytest.approx(max(gaps))
-    else:
-        assert found == (bool(one) != bool(other))
+from async_rlhf.actors.loop.length_bias import Bias, LengthBiasMonitor, correlate
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=2, max_size=40))
@@ -58,10 +43,10 @@ def of_one_turn(lengths: Iterable[int]) -> list[tuple[int, int]]:
 def test_dropping_at_random_raises_no_alarm_and_dropping_the_long_ones_does(seed: int) -> None:
     fair, unfair = fates(seed, drop=0.3).report(0.0), fates(seed, drop=0.5, from_length=40).report(0.0)
     tokens = fair.tokens
-    assert not tokens.alarm and fair.dropped > 500 and tokens.ks < 0.05 and abs(tokens.mean_ratio - 1) < 0.05
+    assert not tokens.alarm and fair.dropped > 500 and abs(tokens.mean_ratio - 1) < 0.05
     tokens = unfair.tokens
-    assert tokens.alarm and tokens.correlation > 0.2 and tokens.ks > 0.03 and tokens.mean_ratio < 0.95
-    assert fair.turns == unfair.turns == Bias(ks=0.0, mean_ratio=1.0, correlation=0.0, alarm=False), "all have one turn"
+    assert tokens.alarm and tokens.correlation > 0.2 and tokens.mean_ratio < 0.95
+    assert fair.turns == unfair.turns == Bias(mean_ratio=1.0, correlation=0.0, alarm=False), "all have one turn"
 
 
 def test_dropping_episodes_of_many_turns_raises_the_alarm_of_turns_although_they_have_as_many_tokens() -> None:
@@ -73,7 +58,7 @@ def test_dropping_episodes_of_many_turns_raises_the_alarm_of_turns_although_they
         else:
             monitor.trained(group, own)
     report = monitor.report(0.0)
-    assert report.turns.alarm and report.turns.mean_ratio < 0.95 and report.turns.ks > 0.03
+    assert report.turns.alarm and report.turns.mean_ratio < 0.95
     assert not report.tokens.alarm and abs(report.tokens.mean_ratio - 1) < 0.05
 
 
@@ -104,8 +89,8 @@ def test_the_oldest_prompt_keeps_its_age_through_being_begun_again() -> None:
 def test_only_the_window_counts_and_nothing_at_all_is_no_bias() -> None:
     monitor = LengthBiasMonitor(window=10)
     nothing = monitor.report(0.0)
-    assert nothing.tokens == nothing.turns == Bias(ks=0.0, mean_ratio=1.0, correlation=0.0, alarm=False)
+    assert nothing.tokens == nothing.turns == Bias(mean_ratio=1.0, correlation=0.0, alarm=False)
     monitor.dropped(0, of_one_turn(range(1, 100)), again=False)
     monitor.trained(1, of_one_turn([7] * 10))
     report = monitor.report(0.0)
-    assert (report.dispatched, report.dropped, report.tokens.ks) == (10, 0, 0.0)
+    assert (report.dispatched, report.dropped, report.tokens.mean_ratio) == (10, 0, 1.0)

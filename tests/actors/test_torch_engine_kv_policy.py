@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.actors.torch_engine.kv_policy import KeptRows, KVPolicy, Representative
+from async_rlhf.actors.torch_engine.kv_policy import KeptRows, KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.torch_models import finished, own_model
@@ -33,15 +33,12 @@ Done = dict[RolloutKey, Completion]
 ENDS = np.isin(np.arange(VOCABULARY), range(3, VOCABULARY, 6))
 
 
-def policy(
-    sinks: int = 2, window: int = 5, representatives: int = 3, chunk: int = 6, representative: Representative = "first"
-) -> KVPolicy:
-    return KVPolicy(sinks, window, representatives, chunk, representative, ENDS)
+def policy(sinks: int = 2, window: int = 5, representatives: int = 3, chunk: int = 6) -> KVPolicy:
+    return KVPolicy(sinks, window, representatives, chunk, ENDS)
 
 
 POLICIES = {
     "first": policy(),
-    "last": policy(representative="last"),
     "window": policy(representatives=0),
     "no sinks": policy(sinks=0, window=1, representatives=4),
 }
@@ -66,11 +63,7 @@ def representatives_of(ids: Sequence[int], each: KVPolicy) -> list[int]:
         chunks[-1].append(position)
         if ENDS[token] or len(chunks[-1]) == each.chunk:
             chunks.append([])
-    if each.representative == "last":
-        found = [chunk[-1] for chunk in chunks if chunk and (ENDS[ids[chunk[-1]]] or len(chunk) == each.chunk)]
-    else:
-        found = [chunk[0] for chunk in chunks if chunk]
-    return [position for position in found if position >= each.sinks]
+    return [chunk[0] for chunk in chunks if chunk and chunk[0] >= each.sinks]
 
 
 def kept_at(t: int, ids: Sequence[int], each: KVPolicy) -> set[int]:
@@ -110,7 +103,6 @@ def assert_masked(model: PreTrainedModel, each: KVPolicy, asked: Sequence[Reques
         window=st.integers(1, 8),
         representatives=st.integers(0, 5),
         chunk=st.integers(2, 9),
-        representative=st.sampled_from(("first", "last")),
     ),
     ids=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60),
     cuts=st.lists(st.integers(1, 20), min_size=1, max_size=6),
@@ -175,7 +167,7 @@ def test_new_weights_begin_with_what_the_policy_keeps_of_a_prefix(name: str, on_
 
 @pytest.mark.parametrize("name", ("llama", "gpt2"))
 def test_a_turn_goes_on_from_what_was_kept_of_the_one_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, each = make_model(name), POLICIES["last"]
+    model, each = make_model(name), POLICIES["first"]
     engine = TorchEngine(model, slots=2, max_length=MAX_LENGTH, prefill_tokens=16, kv_policy=each)
     first, other = replace(make_requests()[2], hold=True), make_requests()[4]
     turn = finished(engine, [first, other])[first.key]

@@ -14,7 +14,7 @@ import torch
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment
+from async_rlhf.actors.vllm_engine.loading import engine_arguments, environment
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import IndexedWeights, as_index
 from async_rlhf.buffers.errors import ConfigError, EngineError
