@@ -50,28 +50,6 @@ class Judging:
         return None if score is None or score.value is None else score.value >= self.solved_at
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """Means over the completions that could be judged; `failed` counts the others.
-
-    group_size: completions of each prompt, judged as a group; None: one, greedy. rewards: means of the scores, before weights.
-    accuracy: share of solved ones among those that `solved_by` judged; None where no score is named. samples: of the first
-    prompts the `prompt` as the model saw it, its first `completion` and its `reward` (None: not judged), so that a person can
-    read what became of the model. sampled: what `summary_of_samples` makes of the sampled completions, where there are some.
-    """
-
-    mean_reward: float | None
-    accuracy: float | None
-    rewards: Mapping[str, float | None]
-    num_prompts: int
-    failed: int
-    mean_length: float
-    samples: Sequence[Mapping[str, str | float | None]]
-    sampled: Mapping[str, Any] | None = None
-    solved_by: str = ""
-    group_size: int | None = None
-
-
 Judged = Mapping[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]]
 """Of each completion: what it became, all its scores, those of its environment too, and what its judges answered."""
 
@@ -124,9 +102,16 @@ def evaluate(
     work: Work,
     judging: Judging,
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> EvaluationResult:
+) -> dict[str, Any]:
     """Of the rows of `work`, whose seed is the same for every weight set, so that all are given the same random numbers.
-    progress, raises: as `judge`."""
+    progress, raises: as `judge`.
+
+    `mean_reward`, `accuracy`, `rewards` (scores by name, before weights) and `mean_length` are means over the completions that
+    could be judged, None over none; `failed` counts the others, of `num_prompts` prompts. accuracy: share of solved ones among
+    those that `solved_by` judged. samples: of the first prompts the `prompt` as the model saw it, its first `completion` and
+    its `reward`, so that a person can read what became of the model. sampled: what `summary_of_samples` makes of the sampled
+    completions, where there are some. group_size: completions of each prompt, judged as a group; None: one, greedy.
+    """
     samplings, rows = [*judging.judged, *judging.sampled], work.rows
     begun = {number: work.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
     judged = judge(engine, scoring, work, begun, judging.place, progress)
@@ -138,24 +123,20 @@ def evaluate(
     members = range(num_judged, num_judged + len(judging.sampled))
     drawn = [[RolloutKey(number, 0, member) for member in members] for number in range(len(rows))]
     shown = [(begun[number][1], RolloutKey(number, 0, 0)) for number in range(min(len(rows), _NUM_SHOWN))]
-    return EvaluationResult(
-        mean_reward=_mean(rewards),
-        accuracy=_mean([judging.solved(scores[key]) for key in first]),
-        rewards={name: _mean([scores[key][name].value for key in first]) for name in (scores[first[0]] if first else ())},
-        num_prompts=len(rows),
-        failed=len(first) - len(rewards),
-        mean_length=_mean([len(judged[key][0].completion.logprobs) for key in first]) or 0.0,
-        samples=[{"prompt": text, "completion": judged[key][0].text, "reward": totals[key]} for text, key in shown],
-        sampled=summary_of_samples(
-            [totals[key] for keys in drawn for key in keys],
-            [[judging.solved(scores[key]) for key in keys] for keys in drawn],
-            judging,
-        )
-        if judging.sampled
-        else None,
-        solved_by=judging.solved_by,
-        group_size=None if judging.judged == (GREEDY,) else num_judged,
-    )
+    results = [totals[key] for keys in drawn for key in keys]
+    solved = [[judging.solved(scores[key]) for key in keys] for keys in drawn]
+    return {
+        "mean_reward": _mean(rewards),
+        "accuracy": _mean([judging.solved(scores[key]) for key in first]),
+        "rewards": {name: _mean([scores[key][name].value for key in first]) for name in (scores[first[0]] if first else ())},
+        "num_prompts": len(rows),
+        "failed": len(first) - len(rewards),
+        "mean_length": _mean([len(judged[key][0].completion.logprobs) for key in first]) or 0.0,
+        "samples": [{"prompt": text, "completion": judged[key][0].text, "reward": totals[key]} for text, key in shown],
+        "sampled": summary_of_samples(results, solved, judging) if judging.sampled else None,
+        "solved_by": judging.solved_by,
+        "group_size": None if judging.judged == (GREEDY,) else num_judged,
+    }
 
 
 def summary_of_samples(

@@ -276,9 +276,10 @@ class TorchEngine:
         ]
         for (row, _), completion in zip(ended, completions, strict=True):
             if self._scheduler.request(row).hold:
-                cache = self._cache.keep_row(row, int(self._rows.positions[row]))
-                places = None if self.kv_policy is None else self.kv_policy.budget + 1
-                self._scheduler.hold(row, completion.token_ids.tolist(), cache, self._cache.num_places, places)
+                length = int(self._rows.positions[row])
+                places = length if self.kv_policy is None else self.kv_policy.budget + 1
+                cache = self._cache.keep_row(row, length)
+                self._scheduler.hold(row, completion.token_ids.tolist(), cache, places, self._cache.num_places)
         self._scheduler.finish(row for row, _ in ended)
         return completions
 

@@ -273,9 +273,9 @@ class LlamaForward(Forward):
         return qk[:, : self._num_heads], qk[:, self._num_heads :].to(self._dtype), v.to(self._dtype)
 
     def _of_heads(self, mask: torch.Tensor) -> torch.Tensor:
-        """[B, 1, 1, T] -> [B J, G, T]."""
-        per_key = self._num_heads // self._num_key_heads
-        return mask.expand(-1, self._num_key_heads, per_key, -1).flatten(0, 1)
+        """[B, 1, P, T] -> [B J, P G, T]."""
+        heads, per_key = self._num_key_heads, self._num_heads // self._num_key_heads
+        return mask[:, :, :, None].expand(-1, heads, -1, per_key, -1).flatten(2, 3).flatten(0, 1)
 
     def _attend_rows(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Part]

@@ -185,12 +185,10 @@ class Scheduler:
             self._unfinished.discard(entry.request.key)
             self._free(entry)
 
-    def hold(
-        self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], room: int, num_places: int | None = None
-    ) -> None:
+    def hold(self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], num_places: int, room: int) -> None:
         """This row ended with these tokens, and may be continued; free it afterwards.
 
-        cache: its keys and values, of all tokens but the last, in `num_places` (None: one a token). room: the most places held.
+        cache: its keys and values, of all tokens but the last, in so many places. room: the most places held.
         """
         entry = self._entry(row)
         ids = (*entry.request.prefix_ids, *token_ids)
@@ -297,7 +295,7 @@ class Scheduler:
             admitted.append(Admission(row, entry.request, entry.version, entry.progress, () if held is None else held.cache))
             prompt = entry.request.prompt_ids
             if held is not None:
-                self._fills += self._rest(entry, held.num_cached)
+                self._fills += self._rest(entry, len(held.ids) - 1)
             elif prompt in ready:
                 num_tokens = len(prompt) - 1
                 copies.append(Copy(ready[prompt].row, row, num_tokens))

@@ -159,7 +159,8 @@ class History:
             if self.table.rows[row].hold:
                 number = self.table.rows[row].key.group
                 cache = tuple(self.table.cached[row])
-                self.scheduler.hold(row, self.table.sampled[number], cache, room=self.draw(st.sampled_from((0, 12, 1000))))
+                room = self.draw(st.sampled_from((0, 12, 1000)))
+                self.scheduler.hold(row, self.table.sampled[number], cache, len(cache), room)
                 self.table.held_version[number] = self.table.version[row]
                 self.held[number] = self.table.rows[row].prompt_ids, self.table.known(row)
         self.scheduler.finish(rows)
@@ -261,7 +262,7 @@ def held(slots: int, count: int, room: int = 100) -> Scheduler:
     scheduler.submit([turn(number) for number in range(count)])
     scheduler.plan(version=0)
     for row in range(slots):
-        scheduler.hold(row, [7], scheduler.request(row).prefix_ids, room)
+        scheduler.hold(row, [7], ids := scheduler.request(row).prefix_ids, len(ids), room)
         scheduler.finish([row])
     return scheduler
 

@@ -77,7 +77,7 @@ def run_evaluation(
     finally:
         scoring.close()
         engine.close()
-    record_evaluation(run, {"label": label, "step": int(step), "time": time.time(), "model": model, **vars(result)})
+    record_evaluation(run, {"label": label, "step": int(step), "time": time.time(), "model": model, **result})
 
 
 def evaluating_engine(config: Config) -> EngineConfig:
