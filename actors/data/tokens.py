@@ -115,7 +115,7 @@ class PromptTokenizer:
                 f"the tokenizer appends {self._tokenizer.id_to_token(end[0])!r} to every prompt: the model reads a text that "
                 "is over. Give chat messages, or take it out of the post_processor of tokenizer.json."
             )
-        begin = self._tokenizer.id_to_token(whole[0]) if at else "\0"
+        begin = str(self._tokenizer.id_to_token(whole[0])) if at else "\0"
         if twice := sum(text.startswith(begin * (1 + chat)) for text, chat in zip(texts, are_chats, strict=False)):
             found.append(f"{twice} prompts begin with {begin!r}, and it is added to them once more; leave it out.")
         return found
