@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -34,17 +34,6 @@ class Bias:
     mean_ratio: float
     correlation: float
     alarm: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """Of a window of completions. oldest_s: age of the oldest prompt begun and not yet decided."""
-
-    dispatched: int
-    dropped: int
-    tokens: Bias
-    turns: Bias
-    oldest_s: float
 
 
 class LengthBiasMonitor:
@@ -72,17 +61,15 @@ class LengthBiasMonitor:
             self._begun.pop(group, None)
         self._fates += ((length, True) for length in lengths)
 
-    def report(self, now: float) -> Report:
-        """Of the window. Nothing dispatched: ratio 1."""
+    def report(self, now: float) -> dict[str, float]:
+        """Of the window, as in `wire.Telemetry`, with the age of the oldest prompt begun and not yet decided, in seconds.
+        Nothing dispatched: ratio 1."""
         tokens, turns = np.array([length for length, _ in self._fates], np.float64).reshape(-1, 2).T
         dropped = np.array([fate for _, fate in self._fates], np.bool_)
-        return Report(
-            dispatched=len(dropped),
-            dropped=int(dropped.sum()),
-            tokens=bias(tokens, dropped),
-            turns=bias(turns, dropped),
-            oldest_s=max((now - begun for begun in self._begun.values()), default=0.0),
-        )
+        found = {"oldest_group_age": max((now - begun for begun in self._begun.values()), default=0.0)}
+        for prefix, lengths in (("selection_", tokens), ("selection_turns_", turns)):
+            found |= {prefix + name: float(value) for name, value in asdict(bias(lengths, dropped)).items()}
+        return found
 
 
 def bias(lengths: npt.NDArray[np.float64], dropped: npt.NDArray[np.bool_]) -> Bias:

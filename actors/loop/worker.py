@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,6 +40,10 @@ _PAUSE_S = 0.02
 _ROOM_EVERY_S = 0.01
 # What is trained is compared with what was begun once in so many groups.
 _GROUPS_A_REPORT = 16
+_ALARMS = {
+    "selection_alarm": "long completions are dropped more often than short ones",
+    "selection_turns_alarm": "episodes of many turns are dropped more often than those of few",
+}
 
 
 RecordSpan = Callable[[str, float, float], None]
@@ -295,10 +299,9 @@ class Worker:
         self._length_bias.trained(number, lengths)
         if self._count["groups_total"] % _GROUPS_A_REPORT == 0:
             before, self._bias = self._bias, self._length_bias.report(self._clock())
-            if self._bias.tokens.alarm and not before.tokens.alarm:
-                _log.warning("long completions are dropped more often than short ones: %s", self._bias)
-            if self._bias.turns.alarm and not before.turns.alarm:
-                _log.warning("episodes of many turns are dropped more often than those of few: %s", self._bias)
+            for alarm, what in _ALARMS.items():
+                if self._bias[alarm] > before[alarm]:
+                    _log.warning("%s: %s", what, self._bias)
 
     def _state(self) -> ActorState:
         """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others; of what
@@ -336,9 +339,7 @@ class Worker:
         return Telemetry(
             **self._count,
             canary_drift=self._canary_drift,
-            **{f"selection_{name}": float(value) for name, value in asdict(self._bias.tokens).items()},
-            **{f"selection_turns_{name}": float(value) for name, value in asdict(self._bias.turns).items()},
-            oldest_group_age=self._bias.oldest_s,
+            **self._bias,
             scoring=float(self._scoring.num_pending),
             scores_failed_total=float(sum(counter.failed for counter in counters)),
             scores_asked_again_total=float(self._scoring.num_resent),
