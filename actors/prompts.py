@@ -11,23 +11,17 @@ import hashlib
 import json
 import string
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_rlhf.actors.config import GenerationConfig
-from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import Int32Array
-from async_rlhf.buffers.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from async_rlhf.actors.loop.episodes import Play
 
 NO_CHAT_TEMPLATE = "a prompt is given as chat messages, but the tokenizer has no chat template; give text, without data.chat"
 
@@ -156,59 +150,6 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, is_rendered: boo
     """Token ids of a text, wherever one becomes them: a chat template has written every special token (`is_rendered`), to
     plain text the tokenizer adds its own. options: of the tokenizer."""
     return list(tokenizer(text, add_special_tokens=not is_rendered, **options)["input_ids"])
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a group number means: the same for every actor, and for an evaluation. rows: empty where they come while the run
-    goes on."""
-
-    seed: int
-    rows: Sequence[Row]
-    generation: GenerationConfig
-    tokenizer: PreTrainedTokenizerBase
-    template: Template = PLAIN
-    partial_every: int = 0
-    """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
-    refill: Composition | None = None
-    """Where constant groups are to be replaced by others: how rewards are made of scores."""
-    play: Play | None = None
-    """The environment, where episodes have one."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text that environments and rewards are given."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-    def requests(
-        self,
-        number: int,
-        attempt: int,
-        row: Row | None = None,
-        place: int | None = None,
-        samplings: Sequence[Sampling] | None = None,
-    ) -> tuple[Row, str, list[Request]]:
-        """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing.
-
-        row, place (of the row in the first epoch): where the hub gives one; else the row follows from the number. samplings:
-        one a member; None: a group as it is trained on.
-        """
-        row = row or self.rows[prompt_number(self.seed, number if place is None else place, len(self.rows))]
-        generation = self.generation
-        text, ids = encode(row, self.tokenizer, self.template, generation.max_prompt_length)
-        prompt_ids = tuple(ids)
-        requests = [
-            Request(
-                RolloutKey(number, attempt, member),
-                prompt_ids,
-                generation.max_completion_length,
-                sampling,
-                rollout_seed(self.seed, number, member),
-                generation.stop,
-                self.partial_every,
-            )
-            for member, sampling in enumerate(samplings or [generation.sampling] * generation.group_size)
-        ]
-        return row, text, requests
 
 
 def _fill(template: str, row: Row) -> str:

@@ -191,7 +191,7 @@ DEFECTS = (
            r'"data": as_json(data).replace("<", "\\u003c"),',
            '"data": as_json(data),',
            ("watch/test_page_server.py",)),
-    Defect("seed-of-the-attempt", "another attempt of a group draws the same numbers", "actors/prompts.py",
+    Defect("seed-of-the-attempt", "another attempt of a group draws the same numbers", "actors/loop/work.py",
            "rollout_seed(self.seed, number, member),",
            "rollout_seed(self.seed, number, member + attempt),",
            ("actors/test_worker.py",)),

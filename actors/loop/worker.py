@@ -22,7 +22,8 @@ import numpy as np
 from async_rlhf.actors.engine import Engine, RolloutKey
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
-from async_rlhf.actors.prompts import Row, Work, environment_seed, from_json
+from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.errors import WeightsError

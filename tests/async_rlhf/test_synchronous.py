@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.engine import Completion
-from async_rlhf.actors.prompts import Work
+from async_rlhf.actors.loop.work import Work
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.api import run

@@ -12,8 +12,9 @@ import numpy as np
 
 from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.actors.engine import Completion, Partial, Request, RolloutKey, check_requests
+from async_rlhf.actors.loop.work import Work
 from async_rlhf.actors.loop.worker import Worker
-from async_rlhf.actors.prompts import Row, Work
+from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.scoring.pool import Interval, Scored, ScoringPool
 from async_rlhf.buffers.clients.actor import ActorClient
 from async_rlhf.buffers.composition import Composition

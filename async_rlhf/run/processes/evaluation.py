@@ -51,7 +51,7 @@ def run_evaluation(
 
     from async_rlhf.actors.engine import RolloutKey, load_engine
     from async_rlhf.actors.loop.evaluation import Judging, evaluate
-    from async_rlhf.actors.prompts import Work
+    from async_rlhf.actors.loop.work import Work
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.run.processes.environment import environment_of
 

@@ -47,7 +47,8 @@ from async_rlhf.run.scoring import environment_spec, stage_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from async_rlhf.actors.prompts import Row, Work
+    from async_rlhf.actors.loop.work import Work
+    from async_rlhf.actors.prompts import Row
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def run_actor(
 
 def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, **further: Any) -> Work:
     """What a group number means in this run. further: as in `Work`."""
-    from async_rlhf.actors.prompts import Work
+    from async_rlhf.actors.loop.work import Work
 
     return Work(config.seed, rows, config.generation, tokenizer, config.data.row_template, **further)
 
