@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,12 @@ def prepare(
     on_step: Callable[[dict[str, Any]], object] | None = None,
     max_deaths: int = MAX_DEATHS,
     inventory: Inventory | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[Supervisor, RunDir]:
     """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`.
 
-    rows: of `rows_of`, where they are loaded already. inventory: the hosts, where they are known already. Raises ConfigError,
-    DamagedError.
+    rows: of `rows_of`, where they are loaded already. inventory: the hosts, where they are known already. variables: further
+    ones of its processes on this machine. Raises ConfigError, DamagedError.
     """
     config, prepared = _checked(config, rows or rows_of(config, None, resume))
     config = as_rewards_want(config)
@@ -86,6 +87,7 @@ def prepare(
         if connections is not None:
             connections.close()
         raise
+    directory.variables.update(variables or {})
     if progress is not None:
         for remark in (*prepared.remarks, *of_hosts):
             progress.event(remark)

@@ -41,7 +41,7 @@ from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
-from async_rlhf.run.config import Config, differences, dump, validated
+from async_rlhf.run.config import Config, differences, dump, known, validated
 from async_rlhf.run.manifest import manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
@@ -191,12 +191,12 @@ class RunDir:
         return self._config.exists()
 
     def config(self) -> Config:
-        """Raises ConfigError, or DamagedError when the file is no TOML."""
+        """As it was written, without the keys that are none any more. Raises ConfigError, DamagedError for what is no TOML."""
         try:
             values = toml_table(read_small(self._config))
         except ValueError as error:
             raise DamagedError(f"{self._config} is damaged: {error}") from error
-        return validated(values)
+        return validated(known(values))
 
     def check_same(self, config: Config) -> None:
         """Raises ConfigError when a run of this configuration would be another run than the one that is here."""

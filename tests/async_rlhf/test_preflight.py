@@ -17,7 +17,6 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.run.checks.model import check_adapters
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.scoring import evaluated
 from tests.conftest import QUICK
 
 MODELS = QUICK.parent / "models"
@@ -232,16 +231,11 @@ def test_an_adapter_of_a_tied_output_layer_is_refused_by_what_the_configuration_
         check_adapters(config)
 
 
-def test_variables_of_the_chat_template_may_be_others_in_evaluations_and_are_looked_at(
-    checked: Callable[..., Any], small: Any, tmp_path: Path
-) -> None:
+def test_variables_of_the_chat_template_are_looked_at(checked: Callable[..., Any], tmp_path: Path) -> None:
     model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}{{ 'x' * 200 if think else '' }}")
-    settings = {"model": str(model), "data.chat": True, "data.held_out": 1, "data.chat_template_kwargs": {"think": False}}
-    assert checked(rows("a", "b"), **settings).num_prompts == 1
+    settings = {"model": str(model), "data.chat": True}
+    assert checked(rows("a", "b"), **settings, **{"data.chat_template_kwargs": {"think": False}}).num_prompts == 2
     for variables, message in (({"think": True}, "prompt 0 has 201 tokens"), ({"thnk": True}, "did you mean 'think'")):
-        own = {**settings, "evaluation.chat_template_kwargs": variables}
         with pytest.raises(ConfigError, match=message):
-            checked(rows("a", "b"), **own)
-        assert evaluated(small(**own)).data.row_template.variables == variables
-    assert evaluated(small(**settings)).data.row_template.variables == {"think": False}
+            checked(rows("a", "b"), **settings, **{"data.chat_template_kwargs": variables})

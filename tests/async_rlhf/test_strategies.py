@@ -38,10 +38,7 @@ from async_rlhf.run.hosts.placement import placement_of, table, with_threads
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
 
-EQUAL: dict[Part, float] = {"generation": 1, "scoring": 1, "learning": 1}
-USUAL: dict[Part, float] = {"generation": 2, "scoring": 1, "learning": 1}
 parts_of_a_host = st.sets(st.sampled_from(PARTS), min_size=1)
-weights_of_parts = st.fixed_dictionaries({part: st.floats(0.01, 100) for part in PARTS})
 strategies = st.sampled_from(["flattening", "interleaving", "separation"])
 
 
@@ -56,12 +53,12 @@ def test_shares_add_up_are_at_least_one_and_within_one_of_the_exact_share(weight
     assert [has for _, has in heavier] == sorted(found), "more weight, not fewer CPUs"
 
 
-@given(strategies, parts_of_a_host, weights_of_parts, st.integers(1, 64))
+@given(strategies, parts_of_a_host, st.integers(1, 64))
 def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
-    strategy: Strategy, parts: set[Part], weights: dict[Part, float], num_cpus: int
+    strategy: Strategy, parts: set[Part], num_cpus: int
 ) -> None:
     try:
-        sets = cpu_sets(strategy, parts, weights, num_cpus, "this machine")
+        sets = cpu_sets(strategy, parts, num_cpus, "this machine")
     except ConfigError as error:
         assert num_cpus == 1 and strategy != "flattening" and {"learning"} < parts and "has 1 for the run" in str(error)
         return
@@ -81,15 +78,15 @@ def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
 
 
 def test_on_two_cpus_scoring_is_with_the_learner_or_with_generation_and_on_four_it_has_its_own() -> None:
-    found = {name: cpu_sets(name, PARTS, USUAL, 2, "") for name in ("interleaving", "separation")}
+    found = {name: cpu_sets(name, PARTS, 2, "") for name in ("interleaving", "separation")}
     assert found["interleaving"] == {"generation": (0,), "scoring": (1,), "learning": (1,)}
     assert found["separation"] == {"generation": (0,), "scoring": (0,), "learning": (1,)}
-    assert cpu_sets("separation", PARTS, USUAL, 4, "") == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
-    assert cpu_sets("interleaving", PARTS, USUAL, 4, "")["learning"] == (2, 3)
+    assert cpu_sets("separation", PARTS, 4, "") == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
+    assert cpu_sets("interleaving", PARTS, 4, "")["learning"] == (2, 3)
 
 
 def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
-    return place(Wanted(scorer=True, cpu_weights=USUAL, **wanted), hosts)
+    return place(Wanted(scorer=True, **wanted), hosts)
 
 
 def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host() -> None:
@@ -129,7 +126,7 @@ def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
     wanted: Wanted, inventory: tuple[Host, ...], strategy: Strategy
 ) -> None:
     try:
-        slots = place(replace(wanted, strategy=strategy, cpu_weights=USUAL), inventory).slots
+        slots = place(replace(wanted, strategy=strategy), inventory).slots
     except ConfigError:
         return
     together = {"flattening": {"learner", "scorer", "actor"}, "interleaving": {"learner", "scorer"}, "separation": set[str]()}
@@ -264,7 +261,7 @@ def allowed(pid: int) -> set[int]:
 
 def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any]) -> None:
     config, inventory = small(**{"placement.strategy": "separation", "scoring.placement": "process"}), (Host(cpus=2),)
-    placement = place(Wanted(scorer=True, strategy="separation", cpu_weights=USUAL), inventory)
+    placement = place(Wanted(scorer=True, strategy="separation"), inventory)
     assert [line.split() for line in table(config, inventory, placement)] == [
         ["process", "host", "devices", "CPUs"],
         ["hub", "this", "machine", "none", "all"],
@@ -288,9 +285,7 @@ def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any
 def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(
     small: Callable[..., Any], strategy: str
 ) -> None:
-    config = small(
-        **{"placement.strategy": strategy, "scoring.placement": "process", "max_steps": 2, "actors.restart_backoff_s": 0.0}
-    )
+    config = small(**{"placement.strategy": strategy, "scoring.placement": "process", "max_steps": 2})
     usable = sorted(os.sched_getaffinity(0))
     supervisor, run = prepare(config, inventory=(Host(cpus=len(usable)),))
     seen: list[dict[str, set[int]]] = []

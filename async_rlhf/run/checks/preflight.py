@@ -31,7 +31,6 @@ from async_rlhf.run.scoring import (
     OF_EPISODES,
     check_judging,
     environment_spec,
-    evaluated,
     score_names,
     stage_specs,
     stop_strings,
@@ -118,8 +117,6 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], environment: Envi
             f"evaluation.every = {evaluation.every} with data.held_out = 0: there are no prompts to evaluate on; "
             "set data.held_out, or evaluation.source"
         )
-    elif converted and held_out and evaluation.chat_template_kwargs is not None:
-        check_model(evaluated(config), (list(held_out), []), environment)
 
 
 def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None) -> Prepared:

@@ -31,7 +31,7 @@ from async_rlhf.run.checks.preflight import Prepared
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import evaluated, group_rewards, reward_specs, score_names, solved_by
+from async_rlhf.run.scoring import group_rewards, reward_specs, score_names, solved_by
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
@@ -55,7 +55,6 @@ def run_evaluation(
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.run.processes.environment import environment_of
 
-    config = evaluated(config)
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation
@@ -73,7 +72,7 @@ def run_evaluation(
                 solved_by=solved_by(config, score_names(config, play)),
                 solved_at=asked.solved_at,
                 num_sampled=asked.samples,
-                sampling=config.generation.sampling.model_copy(update={"temperature": asked.temperature}),
+                sampling=config.generation.sampling.model_copy(update={"temperature": 1.0}),
                 seed=HELD_OUT_SEED,
             )
             result = evaluate(
@@ -94,9 +93,8 @@ def run_evaluation(
 
 
 def evaluating_engine(config: Config) -> EngineConfig:
-    """The run's, with all keys and values unless it says otherwise."""
-    served = config.served_engine
-    return served.model_copy(update={"kv_policy": "full"}) if config.evaluation.full_attention else served
+    """The run's, with all keys and values, as other programs have them."""
+    return config.served_engine.model_copy(update={"kv_policy": "full"})
 
 
 def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:

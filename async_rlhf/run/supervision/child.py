@@ -40,6 +40,19 @@ class SupervisedTime:
         return self._passed
 
 
+class Every:
+    """Called often, true at the first call and then once in so many seconds."""
+
+    def __init__(self, seconds: float, now: Callable[[], float]) -> None:
+        self._seconds, self._now, self._due_at = seconds, now, now()
+
+    def __call__(self) -> bool:
+        if (now := self._now()) < self._due_at:
+            return False
+        self._due_at = now + self._seconds
+        return True
+
+
 class End(NamedTuple):
     """code: as `Process.poll` returns it. reason: why, by the process's own account; empty where it gave none."""
 
