@@ -1,11 +1,10 @@
-"""What keeps a daemon running: a unit of systemd, and a container file. Text only; nothing is installed."""
+"""What keeps a daemon running: a unit of systemd. Text only; nothing is installed. Of a container: docs/Containerfile."""
 
 from __future__ import annotations
 
 import getpass
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 _DRAIN_S = 900  # for a run to finish what has begun and write a checkpoint; then it is killed, and resumed later
@@ -17,17 +16,8 @@ def unit(directory: Path, at_once: int, options: Sequence[str] = ()) -> str:
     Only the daemon is signalled, for it drains its runs; what is left after that is killed. A process of a run that the
     kernel kills for want of memory is for the run to start again, not for systemd.
     """
-    words = [
-        sys.executable,
-        "-m",
-        "async_rlhf",
-        "queue",
-        "serve",
-        str(directory.absolute()),
-        "--at-once",
-        str(at_once),
-        *options,
-    ]
+    command = (sys.executable, "-m", "async_rlhf", "queue", "serve", str(directory.absolute()))
+    words = [*command, "--at-once", str(at_once), *options]
     return f"""\
 [Unit]
 Description=async-rlhf, the queue of runs in {_literal(str(directory.absolute()))}
@@ -47,26 +37,6 @@ RestartPreventExitStatus=2 3
 
 [Install]
 WantedBy=multi-user.target
-"""
-
-
-def container(at_once: int) -> str:
-    """Of an image with this version, built in a clone, whose command is a daemon of /serve."""
-    return f"""\
-# async-rlhf {version("async-rlhf")}. In a clone:
-#   docker build --tag async-rlhf --file Containerfile .
-#   docker run --detach --name async-rlhf --init --restart unless-stopped --stop-timeout {_DRAIN_S} \\
-#       --ipc host --volume /srv/async-rlhf:/serve async-rlhf
-# with a GPU also: --gpus all. Paths in a configuration are those inside: let data and models lie under /serve.
-#   docker exec async-rlhf async-rlhf queue submit /serve quick
-FROM python:3.12-slim
-COPY . /source
-RUN pip install --no-cache-dir --constraint /source/constraints.txt /source && rm -rf /source
-VOLUME /serve
-WORKDIR /serve
-STOPSIGNAL SIGTERM
-ENTRYPOINT ["async-rlhf"]
-CMD ["queue", "serve", "/serve", "--at-once", "{at_once}"]
 """
 
 
