@@ -117,15 +117,6 @@ def test_a_missing_file_a_directory_that_is_no_model_and_an_empty_data_set(
     assert code == 3 and "none.jsonl" in output, output
 
 
-def test_a_reward_that_asks_for_a_column_that_is_not_there_is_told_which_there_are(
-    small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def mine(completion, solution):\n    return 1.0\n")
-    code, output = invoke(*small_arguments(**{"rewards.functions": [f"{file}:mine"]}))
-    assert code == 3 and "solution" in output and "answer" in output, output
-
-
 def test_a_port_in_use_is_refused(small_arguments: Callable[..., list[str]]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -164,12 +155,6 @@ def test_usage_errors_have_their_own_code(tmp_path: Path) -> None:
     assert code == 3 and "is no run directory" in output
     code, output = invoke("stop", str(tmp_path))
     assert code == 3 and "is no run directory" in output
-
-
-def test_check_says_what_the_run_will_do() -> None:
-    code, output = invoke("check", str(QUICK), "--set", "queue.max_staleness=4")
-    assert code == 0
-    assert "16 groups a step: at most 80 groups are generated ahead" in output
 
 
 def test_every_preset_loads_and_is_complete_or_says_what_fetches_its_model(tmp_path: Path) -> None:

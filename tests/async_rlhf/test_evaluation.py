@@ -20,19 +20,15 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import GREEDY, Sampling
 from async_rlhf.cli.commands import app
-from async_rlhf.launch.local import LocalLauncher, LocalProcess
-from async_rlhf.launch.program import Node
 from async_rlhf.preparation import as_rewards_want
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import dump, load
 from async_rlhf.run.display.console import held_out
-from async_rlhf.run.display.progress import Progress
-from async_rlhf.run.hosts.placement import placement_of
 from async_rlhf.run.processes.evaluation import evaluated_rows, forget_evaluations, record_evaluation, run_evaluation
 from async_rlhf.run.processes.tracking import rewind
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import figures
-from async_rlhf.run.supervision.evaluator import Due, Evaluator, plan
+from async_rlhf.run.supervision.evaluator import Due, plan
 from async_rlhf.run.watching import EvaluationConfig
 
 EVERY_10 = EvaluationConfig(every=10)
@@ -217,20 +213,6 @@ def test_what_cannot_be_evaluated_any_more_is_named_and_not_passed_over() -> Non
     ]
     told = [START, *(line("step", each.step, missing=reason) for each, reason in missing), line("step", 40)]
     assert plan(EVERY_10, told, [10, 30, 40], 100) == (None, [])
-
-
-def test_one_that_cannot_be_started_is_missing_with_the_reason(small: Callable[..., Any]) -> None:
-    class Refusing(LocalLauncher):
-        def start(self, run_dir: Path, node: Node) -> LocalProcess:
-            raise OSError("nothing is to be started")
-
-    config = small(**{"evaluation.at_end": True})
-    run = RunDir.create(config)
-    (run.path / "checkpoints/step_000003/model").mkdir(parents=True)
-    assert not Evaluator(config, run, Refusing(), placement_of(config), Progress(), lambda: 0.0).look(finished=True)
-    (failed,) = run.read_evaluations()
-    assert (failed["label"], failed["step"]) == ("end", 3) and "nothing is to be started" in failed["missing"]
-    run.retire()
 
 
 def test_patience_counts_evaluations_since_the_best_and_neither_the_start_nor_missing_ones() -> None:

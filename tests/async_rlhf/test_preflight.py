@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
 
 from async_rlhf.actors.environments import resolve
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli.commands import app
 from async_rlhf.run.checks.model import check_adapters
 from async_rlhf.run.checks.preflight import preflight
 from tests.conftest import QUICK
@@ -143,18 +141,6 @@ def test_a_model_that_ends_no_completion_is_remarked_on(checked: Callable[..., A
     (remark,) = checked(rows("a"), model=str(model)).remarks
     assert remark.startswith("the model's files name no end token") and "generation.max_completion_length" in remark
     assert checked(rows("a"), model=str(model), **{"generation.stop": "."}).remarks == []
-
-
-def test_check_says_what_it_found(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,answer\n" + "é,a\n" * 20)
-    (tmp_path / "own.toml").write_text(
-        f'model = "{MODELS / "tiny-speller"}"\nmax_steps = 1\n[data]\nsource = "rows.csv"\nheld_out = 0\n'
-        '[rewards]\nfunctions = ["exact"]\n[learner]\nbatch_size = 8\n'
-    )
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "own.toml")])
-    assert result.exit_code == 0, result.output
-    assert "own.toml: good. 20 training prompts, 0 held out; 1 groups of 8 in at most 1 steps." in result.output
-    assert "20 prompts have characters that the model has no token for, and does not see: é" in result.output
 
 
 def test_a_chat_template_that_rewrites_what_was_said_before_takes_no_episodes(small: Any, tmp_path: Path) -> None:
