@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -128,16 +127,17 @@ class Run:
     owns        a thread that supervises the run's processes; they end with this process, also when it is killed
     waits for   nothing by itself: `result`, and iterating, wait for the run
     woken by    each step
-    on close    the run is drained, and can be resumed: when the `with` block is left or the program ends, which wait for it;
-                by Ctrl-C while the run is waited for; when the last reference to this handle is gone. A loop that is left
-                by `break` or an exception drains nothing, and says so.
+    on close    the run is drained, and can be resumed: when the `with` block is left or the program ends, which wait for it,
+                and by Ctrl-C while the run is waited for. A loop over its steps that is left drains nothing.
     """
 
     def __init__(self, supervisor: Supervisor, directory: RunDir, records: SimpleQueue[Record | None], held: ExitStack) -> None:
-        self._directory, self._own = directory, _Supervision(supervisor, directory.path, records, held)
-        self._in_block = False
-        # The thread does not hold this handle, so that it can be missed.
-        weakref.finalize(self, self._own.let_go, "nothing refers to it any more").atexit = False
+        self._supervisor, self._directory, self._records, self._held = supervisor, directory, records, held
+        self._finished, self._is_drained_for_caller = False, False
+        self._error: BaseException | None = None
+        self._over = threading.Event()  # a thread whose `join` was interrupted is taken for ended
+        atexit.register(self._at_exit)
+        threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
 
     @property
     def run_dir(self) -> Path:
@@ -146,21 +146,17 @@ class Run:
     def __iter__(self) -> Iterator[Record]:
         """Raises, at its end, what ended the run."""
         try:
-            while (record := self._own.records.get()) is not None:
+            while (record := self._records.get()) is not None:
                 yield record
         except KeyboardInterrupt:
-            self._own.let_go("Ctrl-C")
+            self._drain("Ctrl-C")
             raise
-        except GeneratorExit:
-            if not (self._own.over.is_set() or self._in_block):
-                _log.warning("%s does not end because the loop over its steps was left: stop() drains it", self.run_dir)
-            raise
-        self._own.records.put(None)  # for the next that iterates
+        self._records.put(None)  # for the next that iterates
         self.result()
 
     def stop(self) -> None:
         """No new work; what has begun is finished, a checkpoint is written. Returns at once."""
-        self._own.supervisor.drain()
+        self._supervisor.drain()
 
     def model(self) -> Path | None:
         """The model directory of the newest checkpoint, which loads with `from_pretrained`; None before the first."""
@@ -169,75 +165,61 @@ class Run:
     def result(self, timeout_s: float | None = None) -> TrainResult:
         """Wait for the end. Raises TimeoutError, and what ended the run."""
         try:
-            over = self._own.over.wait(timeout_s)
+            over = self._over.wait(timeout_s)
         except KeyboardInterrupt:
-            self._own.let_go("Ctrl-C")
+            self._drain("Ctrl-C")
             raise
         if not over:
             raise TimeoutError(f"{self.run_dir} has not ended within {timeout_s} s; stop() drains it")
-        if self._own.error is not None:
-            raise self._own.error
-        return _result(self._directory, self._own.finished)
+        if self._error is not None:
+            raise self._error
+        return _result(self._directory, self._finished)
 
     def __enter__(self) -> Run:
-        self._in_block = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self._own.let_go(f"its block was left by {type(error).__name__}")
-        self._own.wait_drained()
-        if error is None and self._own.error is not None:
-            raise self._own.error
+            self._drain(f"its block was left by {type(error).__name__}")
+        self._wait_drained()
+        if error is None and self._error is not None:
+            raise self._error
 
+    def _drain(self, why: str) -> None:
+        """The log reports it and how it ends, for perhaps no handle will."""
+        if not self._over.is_set():
+            self._is_drained_for_caller = True
+            _log.warning("%s drains (%s) and writes a checkpoint; Ctrl-C while that is waited for ends it", self.run_dir, why)
+        self._supervisor.drain()
 
-class _Supervision:
-    """What goes on whether or not a handle is held. error: what ended the run. over: set at its end; a thread whose `join` was
-    interrupted is taken for ended."""
-
-    def __init__(self, supervisor: Supervisor, run_dir: Path, records: SimpleQueue[Record | None], held: ExitStack) -> None:
-        self.supervisor, self.records, self._run_dir, self._held = supervisor, records, run_dir, held
-        self.finished, self._is_told = False, True
-        self.error: BaseException | None = None
-        self.over = threading.Event()
-        atexit.register(self._at_exit)
-        threading.Thread(target=self._run, name="supervisor", daemon=True).start()
-
-    def let_go(self, why: str) -> None:
-        """Drain; the log reports how it ends, for perhaps no handle will."""
-        if self._is_told and not self.over.is_set():
-            self._is_told = False
-            _log.warning("%s drains (%s) and writes a checkpoint; Ctrl-C while that is waited for ends it", self._run_dir, why)
-        self.supervisor.drain()
-
-    def wait_drained(self) -> None:
+    def _wait_drained(self) -> None:
         """Ctrl-C ends it at once, as a second signal does."""
-        self.supervisor.drain()
+        self._supervisor.drain()
         try:
-            self.over.wait()
+            self._over.wait()
         except KeyboardInterrupt:
-            self.supervisor.interrupt()
-            self.over.wait()
+            self._supervisor.interrupt()
+            self._over.wait()
             raise
 
     def _at_exit(self) -> None:
         with suppress(KeyboardInterrupt):
-            self.let_go("the program ends")
-            self.wait_drained()
+            self._drain("the program ends")
+            self._wait_drained()
 
-    def _run(self) -> None:
+    def _supervise(self) -> None:
         try:
             with self._held:
-                self.finished = self.supervisor.run()
+                self._finished = self._supervisor.run()
         except BaseException as error:  # noqa: BLE001  it is raised where the run is waited for
-            self.error = error
+            self._error = error
         finally:
-            self.records.put(None)
+            self._records.put(None)
             atexit.unregister(self._at_exit)
-            if not self._is_told:
-                ended = "has ended" if self.finished else "has drained; resume=True goes on with it"
-                _log.warning("%s %s", self._run_dir, ended if self.error is None else f"was ended: {self.error}")
-            self.over.set()
+            if self._is_drained_for_caller:
+                ended = "has ended" if self._finished else "has drained; resume=True goes on with it"
+                _log.warning("%s %s", self.run_dir, ended if self._error is None else f"was ended: {self._error}")
+            self._over.set()
 
 
 def run(

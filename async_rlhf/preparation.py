@@ -190,10 +190,10 @@ def _is_finished(config: Config) -> bool:
 def evaluate(config: Config, model: str | Path, progress: Progress | None = None) -> dict[str, Any]:
     """Evaluate a model directory (or GGUF file) on a configuration's held-out prompts or `evaluation.source`, without a run.
 
-    Returns what a line of `evaluations.jsonl` has. Raises ConfigError before any process starts, AsyncRLHFError when it fails.
+    Returns what a line of `evaluations.jsonl` has. Raises ConfigError before the model is loaded, and what ends an evaluation.
     """
     config, prepared = _checked(override(config, {"model": str(model)}), None)
-    return evaluate_alone(as_rewards_want(config), config.model, prepared, (progress or Progress()).evaluating)
+    return evaluate_alone(as_rewards_want(config), prepared, (progress or Progress()).evaluating)
 
 
 def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:

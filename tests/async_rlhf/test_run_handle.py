@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
@@ -91,7 +89,6 @@ class Supervised:
     def __init__(self, directory: Path) -> None:
         self.records: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.directory, self.signals, self.over = directory, 0, threading.Event()
-        self.waits = threading.Event()
 
     def handle(self, records: Any = None) -> Run:
         return Run(self, RunDir(self.directory), records or self.records, ExitStack())  # type: ignore[arg-type]
@@ -105,7 +102,6 @@ class Supervised:
 
     def drain(self) -> None:
         self.signals = self.signals or 1
-        self.waits.set()
         self.over.set()
 
     def interrupt(self) -> None:
@@ -125,37 +121,10 @@ def supervised(tmp_path: Path) -> Supervised:
     return Supervised(tmp_path)
 
 
-def leave_by_break(run: Callable[[], Run]) -> None:
-    for _ in run():
-        break
-
-
-def leave_by_error(run: Callable[[], Run]) -> None:
-    with pytest.raises(ZeroDivisionError):
-        for _ in run():
-            raise ZeroDivisionError
-
-
-def leave_unheld(run: Callable[[], Run]) -> None:
-    run()
-
-
-@pytest.mark.parametrize("leave", [leave_by_break, leave_by_error, leave_unheld])
-def test_a_run_whose_handle_is_gone_drains_and_says_how_it_goes_on(
-    supervised: Supervised, caplog: pytest.LogCaptureFixture, leave: Callable[[Callable[[], Run]], None]
-) -> None:
-    leave(supervised.handle)
-    gc.collect()
-    assert supervised.over.wait(10.0) and supervised.signals == 1
-    assert f"{supervised.directory} drains (nothing refers to it any more) and writes a checkpoint" in caplog.text
-
-
-def test_a_loop_that_is_left_drains_nothing_while_the_handle_is_held_and_says_so(
-    supervised: Supervised, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_is_left_drains_nothing(supervised: Supervised) -> None:
     run = supervised.handle()
-    leave_by_break(lambda: run)
-    assert "does not end because the loop over its steps was left: stop() drains it" in caplog.text
+    for _ in run:
+        break
     assert not supervised.signals
     run.stop()
     assert not run.result(10.0).finished and list(run) == []
@@ -171,7 +140,7 @@ def test_ctrl_c_while_a_step_or_the_end_is_waited_for_drains_and_the_log_says_ho
     assert "drains (Ctrl-C)" in caplog.text and "has drained; resume=True goes on with it" in caplog.text
     other = Supervised(supervised.directory)
     held = other.handle()
-    monkeypatch.setattr(held._own.over, "wait", Interrupts().get)
+    monkeypatch.setattr(held._over, "wait", Interrupts().get)
     with pytest.raises(KeyboardInterrupt):
         held.result()
     assert other.over.wait(10.0) and other.signals == 1
@@ -182,8 +151,8 @@ def test_a_second_ctrl_c_ends_it_at_once_and_the_log_says_by_what(
 ) -> None:
     monkeypatch.setattr(Supervised, "drain", lambda self: setattr(self, "signals", 1))
     run = supervised.handle()
-    wait, waits = run._own.over.wait, iter((KeyboardInterrupt, None))
-    monkeypatch.setattr(run._own.over, "wait", lambda *_: Interrupts().get() if next(waits) else wait(10.0))
+    wait, waits = run._over.wait, iter((KeyboardInterrupt, None))
+    monkeypatch.setattr(run._over, "wait", lambda *_: Interrupts().get() if next(waits) else wait(10.0))
     with pytest.raises(KeyboardInterrupt), run:
         raise ValueError("of the block")
     assert supervised.signals == 2
