@@ -122,7 +122,7 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
     supervisor, run = prepare(on_hosts(**overrides), progress=heard)
     assert not supervisor.run()
     assert len(lost) >= 5 and len(ranks) == 1 and back == [True]  # the agent, its roles, and what they have started
-    assert "relay-1 ended by signal 9 (SIGKILL); starting it again in 0.1 s" in heard.events
+    assert "relay-1 ended by signal 9 (SIGKILL); starting it again in 0.5 s" in heard.events
     assert not any("learner" in text for text in heard.events)
     assert "rank 1 of 2, which meet at 127.0.0.1:" in run.log("learner-rank-1").read_text()
     assert sorted(text for text in heard.events if "lost" in text) == [
