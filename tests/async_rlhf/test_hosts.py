@@ -127,7 +127,7 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
     assert "rank 1 of 2, which meet at 127.0.0.1:" in run.log("learner-rank-1").read_text()
     assert sorted(text for text in heard.events if "lost" in text) == [
         f"{name} is lost: host 'localhost': its command ({sys.executable}) ended with code -9: no output; it is tried "
-        "again from 0.1 s on"
+        "again from 0.5 s on"
         for name in ("actor-0", "actor-1", "relay-1", "scorer-1")
     ]
     assert_nothing_lost(run, supervisor.num_records)
