@@ -225,11 +225,6 @@ def test_patience_counts_evaluations_since_the_best_and_neither_the_start_nor_mi
     assert EVERY_10.plateau(level) == "" == patient.plateau([*level, line("step", 60, mean_reward=0.61)])
 
 
-def test_patience_without_evaluations_to_count_is_refused(small: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"patience = 2 counts evaluations .* set every"):
-        small(**{"evaluation.patience": 2})
-
-
 @pytest.mark.rest
 def test_a_run_that_gets_no_better_has_finished_and_goes_on_with_more_patience(small: Callable[..., Any]) -> None:
     values = {"max_steps": "none", "learner.learning_rate": 1e-12, "evaluation.every": 1, "evaluation.patience": 1}
@@ -272,11 +267,7 @@ def test_a_task_of_its_own_shares_no_seed_with_the_training_prompts(small: Calla
     ]
 
 
-def test_an_evaluation_that_cannot_be_is_refused_before_the_run(small: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"options is about evaluation\.source, and there is none"):
-        small(**{"evaluation.options": {"min_word_len": 3}})
-    with pytest.raises(ConfigError, match=r"evaluation\.every = 5 with data\.held_out = 0"):
-        preflight(small(**{"evaluation.every": 5, "data.held_out": 0}))
+def test_prompts_that_cannot_be_evaluated_are_refused_before_the_run(small: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "exam.jsonl"
     file.write_text('{"prompt": "q"}\n')
     asked = r"evaluation\.source: .*asks for 'entry'.*every row \(there is no such column\)"

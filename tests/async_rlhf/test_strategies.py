@@ -181,11 +181,7 @@ def test_a_strategy_that_cannot_be_is_refused_with_the_nearest_that_can(
         on(hosts, **wanted)
 
 
-def test_settings_that_contradict_a_strategy_are_refused(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"colocate = true lets all share devices, and strategy = 'separation' does not"):
-        small(**{"placement.strategy": "separation", "placement.colocate": True})
-    with pytest.raises(ConfigError, match=r"'seperation': .* 'flattening', 'interleaving' or 'separation'"):
-        small(**{"placement.strategy": "seperation"})
+def test_a_machine_that_a_strategy_cannot_divide_is_refused(small: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"there is none: .* scoring.placement = 'process'"):
         placement_of(small(**{"placement.strategy": "interleaving"}), (Host(cpus=2),))
     many = len(os.sched_getaffinity(0)) + 8
