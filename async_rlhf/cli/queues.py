@@ -36,7 +36,7 @@ def queue_serve(
 ) -> None:
     """Run what is submitted to DIR, first in, first out. Ctrl-C drains what runs; the next start goes on with it."""
     if print_unit:
-        from async_rlhf.serve.deployment import unit
+        from async_rlhf.serve.daemon import unit
 
         shown = [] if address is None else ["--address", address]
         shown += [] if token_file is None else ["--token-file", str(token_file.absolute())]

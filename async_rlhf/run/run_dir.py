@@ -130,25 +130,19 @@ class RunDir:
         run = cls(config.run_dir)
         run._make_room(overwrite)
         run._check_new()
-        made: list[Path] = []
+        made = cls(run.path.with_name(f".{run.path.name}.new-{os.getpid()}"))  # it gets its name when it is whole
         try:
-            for directory in (*reversed(run.path.parents), run.path, run.path / "logs"):
-                if not directory.exists():
-                    directory.mkdir(exist_ok=True)
-                    made.append(directory)
-            made.append(run.lock_file)
-            run.lock = RunLock.take(run.lock_file)
-            run._check_new()
-            made += [run._manifest, run._config]
+            (made.path / "logs").mkdir(parents=True)
+            run.lock = RunLock.take(made.lock_file)
             if rows is not None:
-                RunData(run.path, config.data).keep(rows, dropped, made)
-            write_whole(run._manifest, json.dumps(manifest(config), indent=1) + "\n")
-            keep_config(config, run._config)  # the last: what has it is a run
+                RunData(made.path, config.data).keep(rows, dropped)
+            write_whole(made._manifest, json.dumps(manifest(config), indent=1) + "\n")
+            keep_config(config, made._config)
+            made.path.rename(run.path)
         except OSError as error:
             run._release()
-            for path in reversed(made):
-                with suppress(OSError):
-                    path.rmdir() if path.is_dir() else path.unlink()
+            shutil.rmtree(made.path, ignore_errors=True)
+            run._check_new()  # another was quicker
             raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
         return run
 

@@ -82,7 +82,7 @@ def test_a_copy_of_the_rows_and_the_source_they_came_from_agree(tmp_path: Path) 
     source.write_text(json.dumps(WORDS))
     config = DataConfig(source=str(source))
     (tmp_path / "copy").mkdir()
-    RunData(tmp_path / "copy", config).keep(RunData(tmp_path, config).rows, 0, [])
+    RunData(tmp_path / "copy", config).keep(RunData(tmp_path, config).rows, 0)
     assert RunData(tmp_path / "copy", config).digest == RunData(tmp_path, config).digest
 
 
@@ -101,6 +101,6 @@ def test_paths_of_several_sources_are_seen_from_the_file_that_names_them(tmp_pat
 
 def test_rows_that_are_given_again_are_those_of_the_run_also_where_some_were_left_out(tmp_path: Path) -> None:
     data, one, two = RunData(tmp_path, DataConfig(source="caller")), Row("1", {}), Row("2", {})
-    data.keep(([one, two], [one]), 1, [])
+    data.keep(([one, two], [one]), 1)
     assert data.is_from(([one, Row("long", {}), two], [one])) and not data.is_from(([one, two], [one]))
     assert not data.is_from(([two, one, two], [Row("other", {})])) and not data.is_from(([two, one, one], [one]))
