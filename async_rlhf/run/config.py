@@ -6,12 +6,9 @@ are relative to that file; on the command line and in Python they are relative t
 
 from __future__ import annotations
 
-import logging
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +28,10 @@ from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardCo
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
 from async_rlhf.run.config_checks import check
-from async_rlhf.run.config_keys import explain
+from async_rlhf.run.config_keys import explain, known
 from async_rlhf.run.published_model import fetched, is_name
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
-_log = logging.getLogger(__name__)
 # More than any run reaches: groups of a run without `max_steps`, and numbers where the data have no end, for filtered groups
 # use them up.
 _ENDLESS = 1 << 62
@@ -194,7 +190,7 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
     path = shipped.configuration_file(source)
     values = read_toml(path, "configuration", shipped.by_name(shipped.configurations()))
     if (path.parent / "manifest.json").exists():  # it is a run's
-        values = known(values)
+        values = known(values, Config)
     _prepare(values, path.resolve().parent)
     return _overridden(values, overrides or {})
 
@@ -243,20 +239,6 @@ def validated(values: dict[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("; ".join(explain(problem, Config) for problem in error.errors())) from error
-
-
-def known(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a run that an earlier version may have begun, without the keys that are none any more: constants have taken
-    their places. They are logged."""
-    try:
-        Config.model_validate(values)
-    except ValidationError as error:
-        gone = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
-        for *sections, key in gone:
-            reduce(getitem, sections, values).pop(key)
-        if gone:
-            _log.warning("settings that are none any more: %s", ", ".join(".".join(map(str, key)) for key in gone))
-    return values
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -41,7 +41,8 @@ from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
-from async_rlhf.run.config import Config, differences, dump, known, validated
+from async_rlhf.run.config import Config, differences, dump, validated
+from async_rlhf.run.config_keys import known
 from async_rlhf.run.manifest import manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
@@ -190,7 +191,7 @@ class RunDir:
             values = toml_table(read_small(self._config))
         except ValueError as error:
             raise DamagedError(f"{self._config} is damaged: {error}") from error
-        return validated(known(values))
+        return validated(known(values, Config))
 
     def check_same(self, config: Config) -> None:
         """Raises ConfigError when a run of this configuration would be another run than the one that is here."""

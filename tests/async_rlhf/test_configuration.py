@@ -16,6 +16,7 @@ from async_rlhf.cli.reference import reference
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.run.config import Config, load, parse_override
 from async_rlhf.run.config_keys import ELSEWHERE, KINDS, settings
+from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.shipped import FILES, write_start
 from tests.conftest import QUICK, REPOSITORY
 
@@ -184,3 +185,17 @@ def test_a_number_that_no_64_bits_hold_is_named_by_its_key(number: str, tmp_path
         parse_override(f"max_steps={number}")
     with pytest.raises(ConfigError, match=r"nested too deeply"):
         parse_override("max_steps=" + "[" * 10_000)
+
+
+def test_keys_of_an_earlier_version_are_left_out_of_a_run_and_refused_elsewhere(
+    small: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir.create(small())
+    run.retire()
+    file = run.path / "config.toml"
+    file.write_text(file.read_text().replace("[guard]\n", "[guard]\nrecovery = 10\n"))
+    assert run.config() == load(file) == small()
+    assert "settings that are none any more: guard.recovery" in caplog.text
+    (tmp_path / "own.toml").write_text(file.read_text())
+    with pytest.raises(ConfigError, match=r"unknown key 'guard\.recovery'"):
+        load(tmp_path / "own.toml")

@@ -48,7 +48,7 @@ def run_evaluation(
     label: str,
     step: str,
     *,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], object] = lambda done, of: None,
 ) -> None:
     """Evaluate the weights in a model directory; a line in `evaluations.jsonl`. progress: as for `evaluate`."""
     import_models()
