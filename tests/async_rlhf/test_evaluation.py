@@ -279,10 +279,9 @@ def test_prompts_that_cannot_be_evaluated_are_refused_before_the_run(small: Call
         preflight(small(**{"evaluation.source": str(file)}))
 
 
-def test_a_model_is_evaluated_without_a_run(small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_evaluated_without_a_run(small: Callable[..., Any], tmp_path: Path) -> None:
     config = small(**{"data.held_out": 6})
     (tmp_path / "alone.toml").write_text(dump(config))
-    monkeypatch.setattr("async_rlhf.run.display.console._LINE_EVERY_S", 0.0)
     result = CliRunner().invoke(app, ["evaluate", config.model, str(tmp_path / "alone.toml"), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

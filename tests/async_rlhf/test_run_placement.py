@@ -24,11 +24,11 @@ from async_rlhf.launch.ranks import rank_nodes
 from async_rlhf.preparation import prepare
 from async_rlhf.run.checks.memory_fit import check_memory
 from async_rlhf.run.config import load
-from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.evaluator import Evaluator
+from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import QUICK, toml, wait_for
 
 GIB = 1 << 30
@@ -311,13 +311,6 @@ def test_with_an_environment_its_processes_are_counted_and_what_is_held_between_
 def test_an_evaluation_that_waits_begins_when_the_runs_processes_have_ended(small: Any) -> None:
     """At the first look after them, on devices that were theirs."""
     started: list[Node] = []
-
-    class Heard(Progress):
-        def __init__(self) -> None:
-            self.events: list[str] = []
-
-        def event(self, text: str) -> None:
-            self.events.append(text)
 
     class Full(LocalLauncher):
         def start(self, run_dir: Path, node: Node) -> LocalProcess:
