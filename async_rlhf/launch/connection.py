@@ -310,7 +310,7 @@ class Connection:
                 break
             except Empty:
                 if timeout_s is not None:
-                    raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+                    raise TimeoutError(f"no answer within {timeout_s:g} s (launch.start_timeout_s)") from None
                 self._say_alive()
         if found is None:
             raise ConnectionAbortedError(self.lost)

@@ -9,8 +9,7 @@ https://arxiv.org/abs/2312.11819), with one difference: there the policy generat
 `interleaving` spreads the frozen models over halves of them; here generation is a process of its own, so the frozen models lie
 beside the learner.
 
-The sets of a strategy share the CPUs by weight (generation two, scoring and learning one): each gets one, and the rest goes by
-largest remainders (Hamilton's method).
+The sets of a strategy share the CPUs by weight: each gets one, and the rest goes by largest remainders (Hamilton's method).
 Sets are consecutive numbers in the order above. With fewer CPUs than sets scoring shares the set of generation, as it does
 where actors score by themselves; what still has no room is refused.
 """
@@ -26,8 +25,8 @@ from async_rlhf.buffers.errors import ConfigError
 
 Strategy = Literal["flattening", "interleaving", "separation"]
 Part = Literal["generation", "scoring", "learning"]
+Weights = Mapping[Part, float]
 PARTS: tuple[Part, ...] = ("generation", "scoring", "learning")
-_WEIGHTS: Mapping[Part, int] = {"generation": 2, "scoring": 1, "learning": 1}  # decoding takes most of a run's time
 
 _SETS: dict[Strategy, tuple[tuple[Part, ...], ...]] = {
     "flattening": (PARTS,),
@@ -38,8 +37,10 @@ _SHARING: tuple[tuple[Part, ...], ...] = (("generation", "scoring"), ("learning"
 """With fewer CPUs than sets."""
 
 
-def cpu_sets(strategy: Strategy, parts: Collection[Part], num_cpus: int, host: str) -> dict[Part, tuple[int, ...]]:
-    """Of each of `parts`, its CPUs by number from 0. host: in words, for errors.
+def cpu_sets(
+    strategy: Strategy, parts: Collection[Part], weights: Weights, num_cpus: int, host: str
+) -> dict[Part, tuple[int, ...]]:
+    """Of each of `parts`, its CPUs by number from 0. weights: above 0, of all parts. host: in words, for errors.
 
     Raises ConfigError when there are fewer CPUs than sets.
     """
@@ -51,7 +52,7 @@ def cpu_sets(strategy: Strategy, parts: Collection[Part], num_cpus: int, host: s
             f"placement.strategy = {strategy!r} needs {len(sets)} CPUs of {host} ({' | '.join(map(' and '.join, sets))}), "
             f"which has {num_cpus} for the run; set 'flattening', with which all share them, or say more in placement.hosts"
         )
-    sizes = shares([Fraction(sum(_WEIGHTS[part] for part in each)) for each in sets], num_cpus)
+    sizes = shares([sum((Fraction(weights[part]) for part in each), Fraction()) for each in sets], num_cpus)
     ends = accumulate(sizes, initial=0)
     return {part: tuple(range(*span)) for each, span in zip(sets, pairwise(ends), strict=True) for part in each}
 

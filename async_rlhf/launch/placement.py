@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Literal
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.cpu_sets import Part, Strategy, cpu_sets
+from async_rlhf.launch.cpu_sets import Part, Strategy, Weights, cpu_sets
 from async_rlhf.launch.program import Node
 
 
@@ -64,7 +64,8 @@ class Wanted:
 
     threads: of one process. evaluates_beside: evaluations are made while training goes on. learner_hosts: names, empty for
     all; on CPUs, for the first. away: no actor is on the first host. actor_share: with `colocate`, the share of a
-    device's memory that an engine takes. strategy: None leaves every process every CPU.
+    device's memory that an engine takes. strategy: None leaves every process every CPU. cpu_weights: of all parts, with a
+    strategy.
     """
 
     ranks: int = 1
@@ -82,6 +83,7 @@ class Wanted:
     colocate: bool = False
     actor_share: float = 0.5
     strategy: Strategy | None = None
+    cpu_weights: Weights = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,7 @@ def _with_cpus(slots: Mapping[str, Slot], wanted: Wanted, strategy: Strategy, ro
     for machine in {machine for machine, kind in of_kind if kind in _PARTS}:
         kinds = [kind for kind in _PARTS if of_kind[machine, kind]]
         parts = {_PARTS[kind] for kind in kinds if kind != "evaluation"} or {"generation"}
-        found = _sets_of(rooms.hosts[machine], strategy, parts)
+        found = _sets_of(rooms.hosts[machine], strategy, parts, wanted.cpu_weights)
         sets |= {(machine, kind): found[_PARTS[kind]] for kind in kinds if _PARTS[kind] in found}
     held = dict(slots)
     for name, slot in slots.items():
@@ -346,9 +348,9 @@ def _with_cpus(slots: Mapping[str, Slot], wanted: Wanted, strategy: Strategy, ro
     return held
 
 
-def _sets_of(host: Host, strategy: Strategy, parts: Collection[Part]) -> dict[Part, tuple[int, ...]]:
+def _sets_of(host: Host, strategy: Strategy, parts: Collection[Part], weights: Weights) -> dict[Part, tuple[int, ...]]:
     if not host.holds:
         raise ConfigError(
             f"placement.strategy = {strategy!r}: {host} cannot hold processes to CPUs (Linux can, macOS cannot); leave it out"
         )
-    return cpu_sets(strategy, parts, host.cpus, str(host))
+    return cpu_sets(strategy, parts, weights, host.cpus, str(host))

@@ -151,7 +151,7 @@ class RayHosts:
                 ray.get(actor.events.remote(), timeout=timeout_s)
             except GetTimeoutError as error:
                 ray.kill(actor)
-                raise TimeoutError(f"Ray has started no agent within {timeout_s:.0f} s") from error
+                raise TimeoutError(f"Ray has started no agent within {timeout_s:.0f} s (launch.start_timeout_s)") from error
             return RayChannel(actor, timeout_s)
         except RayError as error:
             raise ConnectionAbortedError(first_line(error)) from error

@@ -79,14 +79,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing to evaluate on": ({"evaluation.every": 5, "data.held_out": 0}, "evaluation.every = 5 with data.held_out = 0"),
     "patience that counts nothing": ({"evaluation.patience": 2}, "patience = 2 counts evaluations .* set every"),
-    "two rules for devices": (
-        {"placement.strategy": "separation", "placement.colocate": True},
-        "colocate = true lets all share devices, and strategy = 'separation' does not",
-    ),
-    "no such strategy": (
-        {"placement.strategy": "seperation"},
-        "'seperation': .* 'flattening', 'interleaving' or 'separation'",
-    ),
 }
 
 

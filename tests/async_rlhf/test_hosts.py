@@ -179,6 +179,10 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
             {"launch.command": [sys.executable, "-c", "print('Welcome to {host}')"]},
             "may pass on nothing.*It is b'Welcome to",
         ),
+        (
+            {"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"], "launch.start_timeout_s": 0.5},
+            r"no answer within 0.5 s \(launch.start_timeout_s\)",
+        ),
         ({"launch.command": [sys.executable, "-c", ANOTHER_VERSION]}, "async-rlhf 0.0.1 is installed there, and .* here"),
         ({"launch.paths": {"/": "/nowhere"}}, r"/nowhere/.*cannot be read: No such file.*launch.paths names it for"),
     ],
@@ -189,12 +193,6 @@ def test_a_host_that_is_not_fit_is_named_before_the_run_begins(
     with pytest.raises(ConfigError, match=f"the run cannot be started: .*{message}"):
         prepare(on_hosts(**overrides))
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_host_that_does_not_answer_is_given_up(on_hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_rlhf.run.hosts.connections._START_TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError, match=r"no answer within 0\.5 s"):
-        prepare(on_hosts(**{"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"]}))
 
 
 def test_a_model_that_differs_where_it_was_named_is_refused(on_hosts: Any, tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from async_rlhf.run.hosts.node_files import pack, places
 from async_rlhf.run.hosts.placement import on_cuda
 from async_rlhf.run.run_dir import RunDir
 
-_START_TIMEOUT_S = 60.0  # for an agent to answer: a slow disk imports for half of it
-
 
 def connect(config: Config) -> tuple[Config, Connections | None]:
     """The configuration as hosts need it, and connections to all of them; none where all runs on this machine.
@@ -40,7 +38,7 @@ def connect(config: Config) -> tuple[Config, Connections | None]:
         config = _networked(config, hosts)
         launch = config.launch
         opening = Open(directory=launch.directory, lost_after_s=launch.lost_after_s, accelerators=on_cuda(config))
-        connections = Connections(hosts, opening, _START_TIMEOUT_S, places(config), partial(pack, config))
+        connections = Connections(hosts, opening, launch.start_timeout_s, places(config), partial(pack, config))
     except ConfigError:
         hosts.close()
         raise
@@ -116,7 +114,7 @@ def _hosts(config: Config) -> Hosts:
 
     on_gpus = not config.engine.device.startswith("cpu")
     num_actors = None if config.actors.count == "fill" else config.actors.count
-    return RayHosts(launch.address, launch.nodes, num_actors, _START_TIMEOUT_S, on_gpus=on_gpus)
+    return RayHosts(launch.address, launch.nodes, num_actors, launch.start_timeout_s, on_gpus=on_gpus)
 
 
 def check_ray(key: str, value: str, without: str) -> None:
