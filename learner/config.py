@@ -125,22 +125,29 @@ class LossConfig(Section):
 
 class GuardConfig(Section):
     """The adaptive guard: the target staleness moves below its hard bound while the data look too old to learn from. And the
-    limits beyond which, for three steps in a row, a run ends itself (exit code 7)."""
+    limits beyond which a run ends itself (exit code 7)."""
 
     enabled: bool = False
     """Whether the target moves at all."""
     target: int | None = Field(default=None, ge=0)
     """Staleness aimed at, and the most that the guard returns to; `"none"`: `queue.max_staleness`."""
     min_ess: float = Field(default=0.5, gt=0, lt=1)
-    """The target goes down by one after three steps in a row with an effective sample size, as a share of the tokens, below
-    this, a mean squared log-ratio above 0.1, or more than 30 % of the tokens clipped or masked; up by one after ten good
-    ones."""
+    """The target is lowered when the effective sample size, as a share of the tokens, falls below this, the mean
+    squared log-ratio rises above 0.1, or more than 30 % of the tokens are clipped or masked."""
+    patience: int = Field(default=3, ge=1)
+    """Steps in a row that must look bad before the target goes down by one."""
+    recovery: int = Field(default=10, ge=1)
+    """Steps in a row that must look good (by a margin) before the target goes up by one."""
+    margin: float = Field(default=0.2, ge=0, lt=1)
+    """How much better than the limit is good."""
     max_kl: float | None = Field(default=None, gt=0)
     """Highest `kl/reference` of a step (`kl/behaviour` where there is no reference), in nats a token; `"none"`: no limit."""
     min_entropy: float | None = Field(default=None, ge=0)
     """Lowest `entropy` of a step, in nats a token; `"none"`: no limit."""
     min_reward: float | None = None
     """Lowest mean `reward` of a step; `"none"`: no limit."""
+    max_diverged_steps: int = Field(default=3, ge=1)
+    """So many steps in a row beyond `max_kl`, `min_entropy` or `min_reward` end the run."""
 
 
 class LoraConfig(Section):

@@ -113,7 +113,7 @@ def evaluate(
     encode: Callable[[Row], tuple[str, list[int]]],
     decode: Callable[[Sequence[int]], str],
     judging: Judging,
-    progress: Callable[[int, int], object] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
     patience_s: float = 120.0,
     play: Play | None = None,
     template: Template = PLAIN,

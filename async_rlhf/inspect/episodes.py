@@ -139,7 +139,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     from async_rlhf.actors.prompts import encode, rollout_seed
     from async_rlhf.buffers.model_directory import from_pretrained
     from async_rlhf.learner.model.gguf import model_directory
-    from async_rlhf.run.processes.evaluation import environment_of
+    from async_rlhf.run.processes.environment import environment_of
 
     rows, _ = rows_of(config, limit)
     config = config.model_copy(update={"model": model_directory(config.model)})

@@ -3,8 +3,8 @@ not finite, engines that sample from another policy, a policy beyond the limits 
 which lowers the target staleness while data look too old.
 
 The hard bound never moves and never depends on the guard; its target only sets how much of the bound is used. Several signals,
-because an effective sample size near 1 alone certifies nothing. Down after a few bad steps in a row, up after more
-good ones; good is better than the limit by a margin, so that between the two the target stays where it is.
+because an effective sample size near 1 alone certifies nothing. Down after `patience` bad steps in a row, up after `recovery`
+good ones; good is better than the limit by `margin`, so that between the two the target stays where it is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,6 @@ from async_rlhf.learner.step.report import StepReport
 # Beside `guard.min_ess`: the corrections still work on what is so far off, but most of a batch teaches nothing.
 _MAX_SECOND_MOMENT, _MAX_CLIP_RATIO = 0.1, 0.3
 _MAX_NONFINITE_STEPS = 3  # refused in a row: one may be a batch's, three are the model's
-_MAX_DIVERGED_STEPS = 3  # beyond a limit in a row, for the same reason
-# Steps in a row that look bad before the target goes down by one, and that look good before it goes up: age is paid for at
-# once, and what was lost by caution is little. Good is better than a limit by this share of it.
-_PATIENCE, _RECOVERY, _MARGIN = 3, 10, 0.2
 
 _log = logging.getLogger(__name__)
 # Too few scores are no measure of a ratio; a batch of the smallest sensible size already passes this.
@@ -119,11 +115,11 @@ class Safeguards:
 
     def count_diverged(self, metrics: Mapping[str, Any], step: int) -> None:
         """Raises DivergedError after too many steps in a row beyond one of the guard's limits."""
-        found = beyond(metrics, self.config.guard)
+        found, guard = beyond(metrics, self.config.guard), self.config.guard
         self._diverged_in_a_row = self._diverged_in_a_row + 1 if found else 0
-        if self._diverged_in_a_row >= _MAX_DIVERGED_STEPS:
+        if self._diverged_in_a_row >= guard.max_diverged_steps:
             raise DivergedError(
-                f"the policy was beyond a limit for {self._diverged_in_a_row} steps in a row; "
+                f"the policy was beyond a limit for {self._diverged_in_a_row} steps in a row (guard.max_diverged_steps); "
                 f"step {step} had {', '.join(found)}. Change values or the limit with async-rlhf set, and go back with "
                 "--resume --from-step"
             )
@@ -161,7 +157,7 @@ def _judge(metrics: Mapping[str, Any], config: GuardConfig) -> tuple[list[str], 
         for name, value, limit, sign in known
         if sign * (value - limit) > 0
     ]
-    clearly_good = all(sign * (value - limit) <= -_MARGIN * limit for _, value, limit, sign in known)
+    clearly_good = all(sign * (value - limit) <= -config.margin * limit for _, value, limit, sign in known)
     return bad, bool(known), clearly_good
 
 
@@ -199,11 +195,11 @@ class StalenessController:
             return
         before, reason = self.target, ""
         self._bad, self._good = (self._bad + 1, 0) if bad else (0, self._good + 1 if clearly_good else 0)
-        if self._bad >= _PATIENCE and self.target > self.lowest:
+        if self._bad >= self.config.patience and self.target > self.lowest:
             self._aim_at(self.target - 1)
-            reason = f"{_PATIENCE} steps in a row: {', '.join(bad)}"
-        elif self._good >= _RECOVERY and self.target < self.highest:
+            reason = f"{self.config.patience} steps in a row: {', '.join(bad)}"
+        elif self._good >= self.config.recovery and self.target < self.highest:
             self._aim_at(self.target + 1)
-            reason = f"{_RECOVERY} steps in a row well within all limits"
+            reason = f"{self.config.recovery} steps in a row well within all limits"
         if reason:
             _log.info("step %d: aiming at staleness %d instead of %d: %s", step, self.target, before, reason)

@@ -12,11 +12,10 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.data.config import HELD_OUT_SEED
@@ -24,19 +23,12 @@ from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row, Template, encode
 from async_rlhf.buffers.lines import LineFile
 from async_rlhf.buffers.model_directory import from_pretrained
-from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.sampling import GREEDY
-from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.checks.preflight import Prepared
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import environment_spec, group_rewards, reward_specs, score_names, solved_by
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from async_rlhf.actors.loop.episodes import Play
+from async_rlhf.run.scoring import group_rewards, reward_specs, score_names, solved_by
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +40,7 @@ def run_evaluation(
     label: str,
     step: str,
     *,
-    progress: Callable[[int, int], object] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
     """Evaluate the weights in a model directory; a line in `evaluations.jsonl`. progress: as for `evaluate`."""
     import_models()
@@ -57,6 +49,7 @@ def run_evaluation(
     from async_rlhf.actors.engine import RolloutKey, load_engine
     from async_rlhf.actors.loop.evaluation import Judging, evaluate
     from async_rlhf.actors.scoring.pool import ScoringPool
+    from async_rlhf.run.processes.environment import environment_of
 
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
@@ -93,37 +86,6 @@ def run_evaluation(
         scoring.close()
         engine.close()
     record_evaluation(run, {"label": label, "step": int(step), "time": time.time(), "model": model, **vars(result)})
-
-
-@contextmanager
-def environment_of(
-    config: Config, tokenizer: PreTrainedTokenizerBase, wake: Callable[[], None] = lambda: None
-) -> Iterator[Play | None]:
-    """Its processes run until the end of the block; None where completions have one turn. wake: called from another thread when
-    it has answered."""
-    from async_rlhf.actors.engine import RolloutKey
-    from async_rlhf.actors.environments.pool import EpisodePool
-    from async_rlhf.actors.environments.rendering import Renderer
-    from async_rlhf.actors.loop.episodes import Play
-
-    if (spec := environment_spec(config)) is None:
-        yield None
-        return
-    pool = EpisodePool[RolloutKey](spec, config.environment, wake)
-    try:
-        yield Play(
-            name=spec.name,
-            pool=pool,
-            rendering=Renderer(
-                tokenizer, config.data.chat, config.environment.render, spec.tools, config.data.chat_template_kwargs
-            ),
-            max_prompt_length=longest_prompt(config)[0],
-            max_length=config.generation.longest_completion,
-            at_limit=Score(spec.at_limit),
-            max_turns=spec.max_turns,
-        )
-    finally:
-        pool.close()
 
 
 def evaluating_engine(config: Config) -> EngineConfig:
@@ -163,14 +125,16 @@ def evaluate_alone(
 
     prepared: of the configuration. evaluating: called with the percentage that is done. Raises what an evaluation raises.
     """
+
+    def progress(done: int, of: int) -> None:
+        evaluating("the model", 100 * done // of)
+
     with tempfile.TemporaryDirectory(prefix="async-rlhf-") as folder:
         alone = config.model_copy(update={"output_dir": folder, "name": "evaluation"})
         run = RunDir.create(alone, prepared.rows, prepared.dropped)
         try:
             evaluating("the model", 0)
-            run_evaluation(
-                run, alone, config.model, "alone", "0", progress=lambda done, of: evaluating("the model", 100 * done // of)
-            )
+            run_evaluation(run, alone, config.model, "alone", "0", progress=progress)
             return {key: value for key, value in run.read_evaluations()[0].items() if key != "step"}
         finally:
             run.retire()

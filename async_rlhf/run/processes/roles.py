@@ -144,7 +144,7 @@ def run_actor(
     from async_rlhf.buffers.clients.actor import ActorClient
     from async_rlhf.buffers.stages import SpanFile
     from async_rlhf.buffers.transport.link import connector
-    from async_rlhf.run.processes.evaluation import environment_of
+    from async_rlhf.run.processes.environment import environment_of
 
     environment = environment_spec(config)
     data = RunData(run.path, config.data, environment.usable if environment else None)
