@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
@@ -75,13 +75,6 @@ _MAY_CHANGE = (
         )
     ),
 )  # fmt: skip
-
-
-class _Live(BaseModel):
-    """What `run.json` holds of a live run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    sockets: str = Field(min_length=1, max_length=LONGEST)
 
 
 class End(BaseModel):
@@ -211,7 +204,7 @@ class RunDir:
 
     def announce(self, sockets: Path) -> None:
         """Say in which private directory the live run's hub listens, and its scorer. Raises OSError."""
-        write_whole(self._run, _Live(sockets=str(sockets)).model_dump_json(indent=1) + "\n")
+        write_whole(self._run, json.dumps({"sockets": str(sockets)}, indent=1) + "\n")
 
     def keep_placement(self, placement: Placement) -> None:
         """For readers. Raises OSError."""
@@ -315,12 +308,10 @@ class RunDir:
         return found
 
     def _announced(self) -> Path | None:
-        try:
-            return Path(_Live.model_validate_json(read_small(self._run)).sockets)
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise DamagedError(f"{self._run} is damaged: {error.errors()[0]['msg']}") from error
+        found = read_object(self._run).get("sockets")
+        if found is not None and not (isinstance(found, str) and 0 < len(found) <= LONGEST):
+            raise DamagedError(f"{self._run} is damaged: it names no directory of sockets")
+        return None if found is None else Path(found)
 
     def _make_room(self, overwrite: bool) -> None:
         """Remove the run that is here, if it may be."""
