@@ -47,8 +47,7 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _of_a_source(self) -> EvaluationConfig:
-        fields = {name: type(self).model_fields[name] for name in ("columns", "options")}
-        given = [name for name, field in fields.items() if getattr(self, name) != field.get_default(call_default_factory=True)]
+        given = [name for name in ("columns", "options") if getattr(self, name)]
         if given and self.source is None:
             raise ValueError(f"{given[0]} is about evaluation.source, and there is none; set it, or leave {given[0]} out")
         return self

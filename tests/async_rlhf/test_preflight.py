@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from async_rlhf.actors.environments import resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.checks.model import check_adapters
 from async_rlhf.run.checks.preflight import preflight
@@ -156,22 +155,13 @@ def test_a_chat_template_that_rewrites_what_was_said_before_takes_no_episodes(sm
     assert preflight(small(**settings, **{"environment.render": "by_message"})).num_prompts > 0
 
 
-def test_an_environment_is_resolved_once_for_all_that_looks_at_it(
-    checked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_prompts_to_evaluate_on_have_the_columns_that_the_environment_asks_for(
+    checked: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "say.py").write_text("def say(prompt, answer):\n    yield prompt\n")
-    evaluated = tmp_path / "evaluated.jsonl"
-    evaluated.write_text('{"prompt": "b", "answer": "b"}\n')
-    resolved = list[str]()
-
-    def counted(target: str, *arguments: Any) -> Any:
-        resolved.append(target)
-        return resolve(target, *arguments)
-
-    monkeypatch.setattr("async_rlhf.actors.environments.config.resolve", counted)
+    (evaluated := tmp_path / "evaluated.jsonl").write_text('{"prompt": "b", "answer": "b"}\n')
     settings = {"environment": str(tmp_path / "say.py:say"), "evaluation.source": str(evaluated), "rewards.functions": []}
-    found = checked(rows("a"), **settings)
-    assert found.environment.name == "say" and len(resolved) == 1
+    assert checked(rows("a"), **settings).environment.name == "say"
     evaluated.write_text('{"prompt": "b"}\n')
     with pytest.raises(ConfigError, match=r"evaluation.source: .*'answer'"):
         checked(rows("a"), **settings)
