@@ -182,7 +182,7 @@ class Runs:
         with suppress(OSError):  # there may be no directory yet
             for path in self.path.iterdir():
                 with suppress(OSError):  # it was removed meanwhile, or is not for this user
-                    if path.name.isprintable() and not path.name.startswith("."):  # one that is being made, or removed
+                    if path.name.isprintable():
                         begun[path] = (path / "config.toml").lstat().st_mtime
         self.more = max(0, len(begun) - MAX_RUNS)
         return {path.name: RunDir(path) for path in sorted(begun, key=begun.__getitem__, reverse=True)[:MAX_RUNS]}
