@@ -88,7 +88,6 @@ def test_rows_that_are_given_are_taken_as_a_file_of_them_would_be(tmp_path: Path
             r"names 'questions', which .*rows\.jsonl:1 does not have; did you mean 'question'",
         ),
         ('{"prompt": "a"}\n', {"options": {"min_word_len": 3}}, r"data\.options are for reasoning_gym"),
-        ('{"prompt": "a"}\n', {"split": "train"}, r"data\.split = 'train' is for directories"),
         ("", {"source": ""}, r"neither data\.source nor data\.sources: give one of them"),
         ("", {"source": "."}, "a directory that save_to_disk did not make; name a file in it"),
     ],

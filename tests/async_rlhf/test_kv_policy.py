@@ -72,7 +72,7 @@ def test_a_model_whose_layers_have_windows_is_refused_by_name(tmp_path: Path) ->
     load(QUICK, {"model": str(model)})
 
 
-def test_no_run_ends_because_the_engine_is_another_policy_and_evaluations_attend_to_everything_unless_asked() -> None:
+def test_no_run_ends_because_the_engine_is_another_policy_and_evaluations_attend_to_everything() -> None:
     def limit(**overrides: Any) -> float:
         config: Config = load(QUICK, overrides)
         return config.engine.mismatch_limit or config.usual_mismatch
@@ -80,7 +80,6 @@ def test_no_run_ends_because_the_engine_is_another_policy_and_evaluations_attend
     assert limit() == 0.01 and limit(**SINK) == math.inf
     assert limit(**SINK, **{"engine.mismatch_limit": 0.5}) == 0.5
     assert evaluating_engine(load(QUICK, SINK)).kv_policy == "full"
-    assert evaluating_engine(load(QUICK, SINK | {"evaluation.full_attention": False})).kv_policy == "chunk_sink"
 
 
 def loaded(**engine: Any) -> Any:
