@@ -18,7 +18,7 @@ from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.cli.app import errors, say
 from async_rlhf.experiments.counterfactual.fresh import fresh_groups
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
-from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, Sums, between, fresh_batches
+from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, between, fresh_batches
 from async_rlhf.experiments.counterfactual.page import (
     ENOUGH,
     Row,
@@ -79,15 +79,28 @@ def main(
         transformers_logging.disable_progress_bar()
         directory = out or runs[0][0].path / "counterfactual"
         directory.mkdir(parents=True, exist_ok=True)
-        rows, shown = list[Row](), Shown()
+        rows, show = list[Row](), _shown()
         for run, own, moments in runs:
             for moment in moments:
-                rows += compare(run, own, moment, losses, num_batches, shown.at)
+                rows += compare(run, own, moment, losses, num_batches, show)
                 write_rows(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
         pooled = over_seeds(rows)
         draw(pooled, directory)
         (directory / "report.md").write_text(render(pooled))
         typer.echo(str(directory / "report.md"))
+
+
+def _shown() -> Report:
+    """How far the work is: a line when something begins, and every 15 seconds."""
+    last_what, last = "", float("-inf")
+
+    def show(what: str, done: int, of: int) -> None:
+        nonlocal last_what, last
+        if what != last_what or time.monotonic() - last >= _LINE_EVERY_S:
+            last_what, last = what, time.monotonic()
+            say(f"{what}: {done}/{of}", err=True)
+
+    return show
 
 
 def batches_for(config: Config, completions: int) -> int:
@@ -122,12 +135,18 @@ def compare(
     for on_policy, names in _by_reference(losses):
         told = partial(report, f"{where}: reference of {names[0]}{' and others' if len(names) > 1 else ''}")
         fresh = gradients.sums(groups, rewards, on_policy, config.groups_per_batch // blocks_a_batch, told)
-        reference = _reference(fresh, where)
+        reference = Reference.of(fresh)
+        if not reference.blocks_BB.any():
+            raise ConfigError(f"{where}: rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
         batches = fresh_batches(reference, blocks_a_batch)
         rows.setdefault("", fresh_row(config.seed, moment, count * config.generation.group_size, reference, batches))
         for name in names:
             stale = gradients.sums(moment.groups, of_stale, losses[name], progress=partial(report, f"{where}: {name}"))
-            _check_groups(stale, where)
+            if (counting := int((stale.counts_K > 0).sum())) < MIN_GROUPS:
+                raise ConfigError(
+                    f"{where}: {counting} groups of the batch are learned from, an interval needs {MIN_GROUPS}; choose another "
+                    "step"
+                )
             estimates[name] = Estimate.of(stale, reference, fresh.sums_KP)
             rows[name] = correction_row(name, rows[""], estimates[name], batches)
     base, *others = losses
@@ -154,20 +173,6 @@ def _by_reference(losses: Mapping[str, LossConfig]) -> list[tuple[LossConfig, li
     return list(found.values())
 
 
-def _reference(fresh: Sums, where: str) -> Reference:
-    reference = Reference.of(fresh)
-    if not reference.blocks_BB.any():
-        raise ConfigError(f"{where}: the rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
-    return reference
-
-
-def _check_groups(stale: Sums, where: str) -> None:
-    if (counting := int((stale.counts_K > 0).sum())) < MIN_GROUPS:
-        raise ConfigError(
-            f"{where}: {counting} groups of the batch are learned from, an interval needs {MIN_GROUPS}; choose another step"
-        )
-
-
 def _check_scores(config: Config, where: str, rewards: Rewards) -> None:
     failed = fmean(reward is None for group in rewards for reward in group)
     if failed > config.rewards.max_failed_ratio:
@@ -175,19 +180,6 @@ def _check_scores(config: Config, where: str, rewards: Rewards) -> None:
             f"{where}: {failed:.0%} of the scores of fresh completions failed, {config.rewards.max_failed_ratio:.0%} are "
             "allowed (rewards.max_failed_ratio)"
         )
-
-
-class Shown:
-    """How far the work is: a line when something begins, and every 15 seconds."""
-
-    def __init__(self) -> None:
-        self._what, self._last = "", float("-inf")
-
-    def at(self, what: str, done: int, of: int) -> None:
-        now = time.monotonic()
-        if what != self._what or now - self._last >= _LINE_EVERY_S:
-            self._what, self._last = what, now
-            say(f"{what}: {done}/{of}", err=True)
 
 
 def _blocks_a_batch(groups_a_batch: int, num_batches: int) -> int:

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.page import plain, table, write_page
-from async_rlhf.experiments.staleness.cells import CellResult, mean, read_cell
+from async_rlhf.experiments.staleness.cells import CellResult, mean, read_run
 from async_rlhf.experiments.staleness.checks import checks_of_each
-from async_rlhf.experiments.staleness.config import Cell
 from async_rlhf.inspect.plot import Curves, picture
 from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
@@ -27,10 +25,7 @@ _LEDGER = ("credited", "trained", "queued", "in_flight", "leased", "stale", "fil
 
 def write(run: RunDir, say: Callable[[str], None], html: Path | None = None) -> list[Path]:
     """What was written, the pages last. Raises ConfigError for a run without a step, OSError."""
-    try:
-        result = read_cell(Cell(run.config(), {}), run.path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    result = read_run(run)
     command, end = shlex.join(["async-rlhf", "report", str(run.path)]), run.end()
     how = "it lives" if run.is_alive() else "it was killed, or its end is not recorded" if end is None else end.reason
 

@@ -78,7 +78,7 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
 def title(results: Sequence[CellResult], sweep: SweepConfig, command: str = "", num_failed: int = 0) -> str:
     """The question, what was run, and the command that made it."""
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
-    budget = sweep.budget or f"{results[0].trained_samples:,} samples trained on per run"
+    budget = f"{results[0].trained_samples:,} samples trained on per run"
     details = f"{sweep.name}: {sweep.grid}; {seeds}, {budget}"
     if num_failed:
         details += f"; cells that failed and are not shown: {num_failed}"

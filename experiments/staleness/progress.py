@@ -53,21 +53,19 @@ class SweepProgress:
     def __init__(self, pace: Pace, say: Callable[[str], None], console: Console | None = None) -> None:
         self.pace, self._plain = pace, say
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self.bars: Progress | None = None
+        texts = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[state]}"))
+        self.bars = Progress(BarColumn(20), MofNCompleteColumn(), *texts, console=self._console, transient=True,
+                             disable=not self._console.is_terminal)  # fmt: skip
 
     def __enter__(self) -> SweepProgress:
-        if self._console.is_terminal:
-            columns = (BarColumn(20), MofNCompleteColumn(), *(TextColumn(text, markup=False) for text in _TEXTS))
-            self.bars = Progress(*columns, console=self._console, transient=True)
-            self.bars.start()
+        self.bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.bars is not None:
-            self.bars.stop()
+        self.bars.stop()
 
     def say(self, text: str) -> None:
-        if self.bars is not None:
+        if self._console.is_terminal:
             self._console.print(printable(text), markup=False)
         else:
             self._plain(printable(text))
@@ -79,30 +77,22 @@ class CellProgress(progress.Progress):
     def __init__(self, head: str, num_steps: int, sweep: SweepProgress) -> None:
         self._head, self._num_steps, self._sweep = head, num_steps, sweep
         self._steps, self._last_line = StepPace(), float("-inf")
-        self._bar = None if sweep.bars is None else sweep.bars.add_task(head, total=num_steps, state="")
+        self._bar = sweep.bars.add_task(head, total=num_steps, state="")
 
     def close(self) -> None:
-        if self._sweep.bars is not None and self._bar is not None:
-            self._sweep.bars.remove_task(self._bar)
+        self._sweep.bars.remove_task(self._bar)
 
     def event(self, text: str) -> None:
         self._sweep.say(f"    {text}" if self._sweep.pace.jobs == 1 else f"    {self._head}: {text}")
 
     def waiting(self, status: dict[str, Any], wanted: int) -> None:
-        self._update(state=beginning(status, wanted)[0])
+        self._sweep.bars.update(self._bar, state=beginning(status, wanted)[0])
 
     def step(self, record: dict[str, Any], max_steps: int | None) -> None:
         now, step = time.monotonic(), record["step"]
         last = self._num_steps if max_steps is None else min(self._num_steps, max_steps)
         left = self._sweep.pace.left(self._steps.left_s(step, last, now))
-        self._update(completed=step, total=last, state=left)
-        if self._bar is None and left and now - self._last_line >= _LINE_EVERY_S:
+        self._sweep.bars.update(self._bar, completed=step, total=last, state=left)
+        if self._sweep.bars.disable and left and now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
             self._sweep.say(f"{self._head}: step {step}/{last}, {left}")
-
-    def _update(self, **shown: Any) -> None:
-        if self._sweep.bars is not None and self._bar is not None:
-            self._sweep.bars.update(self._bar, **shown)
-
-
-_TEXTS = ("{task.description}", "{task.fields[state]}")

@@ -82,7 +82,7 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}."
     left = f" **{missing} of {missing + len(results)} cells have no result yet.**" if missing else ""
-    budget = f" Budget: {sweep.budget}." if sweep.budget else ""
+    budget = f" Budget: {sweep.samples:,} samples trained on per run." if sweep.samples else ""
     parts = [
         f"# {sweep.question}",
         f"    {archive.command}",

@@ -27,9 +27,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -41,8 +40,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, ThreadsOption, alternate
-from async_rlhf.experiments.throughput.trl import MODEL, ROOT, TrlProcess, trl_python
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alternate
+from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.objective.advantages import group_relative
@@ -65,64 +64,43 @@ WIDE = {
 }
 
 
-class Model(StrEnum):
-    """What is trained."""
-
-    TINY = "tiny"
-    WIDE = "wide"
-
-
-class Sharing(StrEnum):
-    """Whether completions share prompts."""
-
-    ALONE = "alone"
-    SHARED = "shared"
-
-
-# Prompts of `shared`, 8 completions each; a step of the wide model takes 50 times as long.
-_PROMPTS = {Model.TINY: 8, Model.WIDE: 2}
-_TURNS = {Model.TINY: 6, Model.WIDE: 3}
-
-Loads = Annotated[list[Sharing] | None, typer.Option("--load", help="Only this load; may be repeated.")]
-Models = Annotated[list[Model] | None, typer.Option("--model", help="Only this model; may be repeated.")]
-UseTrl = Annotated[bool, typer.Option(help="Measure TRL's training part too (installed into .venv-trl on first use).")]
+Model = Literal["tiny", "wide"]
+Sharing = Literal["alone", "shared"]
+# Prompts of `shared`, 8 completions each, and turns; a step of the wide model takes 50 times as long.
+_PROMPTS: dict[Model, int] = {"tiny": 8, "wide": 2}
+_TURNS: dict[Model, int] = {"tiny": 6, "wide": 3}
 
 
 def learner(
-    bench: Bench, model: Models = None, load: Loads = None, threads: ThreadsOption = 1, trl: UseTrl = True
+    bench: Bench,
+    model: Annotated[Model | None, typer.Option(help="Only this model.")] = None,
+    load: Annotated[Sharing | None, typer.Option(help="Only this load.")] = None,
 ) -> Iterator[Row]:
     """Compare a learner step with a bare training loop and with TRL's, in completion tokens a second."""
-    python, missing = None, None
-    try:
-        python = trl_python(ROOT) if trl else None
-    except MissingError as error:
-        missing = error
-    torch.set_num_threads(threads)
-    for each in model or bench.size(list(Model), [Model.TINY]):
-        for name in load or list(Sharing):
+    check_trl()
+    torch.set_num_threads(1)
+    models: tuple[Model, ...] = ("tiny", "wide")
+    loads: tuple[Sharing, ...] = ("alone", "shared")
+    for each in (model,) if model else bench.size(models, models[:1]):
+        for name in (load,) if load else loads:
             with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
-                yield from measure(each, name, python, bench.num_turns(_TURNS[each]), threads, Path(directory))
-    if missing is not None:
-        raise missing
+                yield from measure(each, name, bench.num_turns(_TURNS[each]), Path(directory))
 
 
-def measure(model: Model, load: Sharing, python: Path | None, turns: int, threads: int, directory: Path) -> Iterator[Row]:
+def measure(model: Model, load: Sharing, turns: int, directory: Path) -> Iterator[Row]:
     """All sides in turns; one row for each side beside ours, and one for the share of diagnostics."""
     lengths = long_tailed(_PROMPTS[model], 8)
     path, vocabulary = MODEL, 99
-    if model is Model.WIDE:
+    if model == "wide":
         path, vocabulary = directory / "model", WIDE["vocab_size"]
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(LlamaConfig(**WIDE), trust_remote_code=False).save_pretrained(path)
-    groups = make_groups(lengths.reshape(-1, 1) if load is Sharing.ALONE else lengths, vocabulary)
-    with ExitStack() as stack:
-        sides: dict[str, Side] = {"ours": ours(path, groups, threads), "bare": bare(path, groups)}
-        if python is not None:
-            trl = stack.enter_context(TrlProcess(python, "learner", trl_spec(path, groups, threads, directory), directory))
-            sides["trl"] = lambda: Seconds(**trl.step())
+    groups = make_groups(lengths.reshape(-1, 1) if load == "alone" else lengths, vocabulary)
+    with trl_process("learner", trl_spec(path, groups, directory)) as step:
+        sides: dict[str, Side] = {"ours": ours(path, groups), "bare": bare(path, groups), "trl": lambda: Seconds(**step())}
         seconds = alternate(sides, turns)
     yield from beside(f"{model}, {load}", int(np.sum(lengths)), seconds)
-    whole, diagnostics = diagnostics_seconds(path, groups, threads)
+    whole, diagnostics = diagnostics_seconds(path, groups)
     parts = {"diagnostics": [diagnostics], "step": [whole]}
     yield Row.of(f"{model}, {load}: corrections and diagnostics", parts, "CPU s", at_most=MOST_OVERHEAD)
 
@@ -190,13 +168,13 @@ def timed(step: Callable[[], object]) -> Side:
     return run
 
 
-def ours(model: Path, groups: list[Group], threads: int) -> Side:
-    config = LearnerConfig(learning_rate=LEARNING_RATE, threads=threads)
+def ours(model: Path, groups: list[Group]) -> Side:
+    config = LearnerConfig(learning_rate=LEARNING_RATE, threads=1)
     backend = make_backend(model, config, LossConfig())
     return timed(lambda: backend.step([make_rows(groups, advantages_of(groups), config.row_tokens)], 0))
 
 
-def diagnostics_seconds(model: Path, groups: list[Group], threads: int) -> tuple[float, float]:
+def diagnostics_seconds(model: Path, groups: list[Group]) -> tuple[float, float]:
     """Processor seconds of one step, and of its corrections, token losses, entropy and diagnostics.
 
     Timed where they are called, which other work on the machine disturbs less than a difference of two steps.
@@ -214,7 +192,7 @@ def diagnostics_seconds(model: Path, groups: list[Group], threads: int) -> tuple
 
         return run
 
-    side = ours(model, groups, threads)
+    side = ours(model, groups)
     side()
     functions = (
         "model.logprobs._entropy_",
@@ -284,8 +262,8 @@ def bare(model_dir: Path, groups: list[Group]) -> Side:
     return timed(step)
 
 
-def trl_spec(model: Path, groups: list[Group], threads: int, directory: Path) -> dict[str, Any]:
-    """What `trl_side.run_learner` reads."""
+def trl_spec(model: Path, groups: list[Group], directory: Path) -> dict[str, Any]:
+    """What TRL's side reads."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return {
         "model": str(model),
@@ -296,5 +274,5 @@ def trl_spec(model: Path, groups: list[Group], threads: int, directory: Path) ->
         "advantages": [each or 0.0 for values in advantages_of(groups) for each in values],
         "micro_batch": 8,
         "learning_rate": LEARNING_RATE,
-        "threads": threads,
+        "threads": 1,
     }

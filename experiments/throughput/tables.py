@@ -1,4 +1,8 @@
-"""Tables of the documents, generated from the committed results: `python -m async_rlhf.experiments.throughput.tables`.
+"""Results files, and the tables of the documents that are generated from the committed one:
+`python -m async_rlhf.experiments.throughput.tables`.
+
+A file holds rows, and for each the run that measured it (date, machine, commit, versions). `results.json` beside this file may
+hold rows of several runs: a row keeps its run until a later one replaces it.
 
 `tables.toml` names each table's document, columns and cells; a cell holds places `{PART/LOAD/FIELD}` or
 `{PART/LOAD/FIELD:FORMAT}`, where FIELD is `ratio`, `lowest`, `highest`, `turns`, `goal`, a side or a figure of that row, and
@@ -18,12 +22,32 @@ from typing import Annotated, Any
 import typer
 
 from async_rlhf.experiments import page
-from async_rlhf.experiments.throughput.harness import QUIET, shown
-from async_rlhf.experiments.throughput.results import COMMITTED, merged, save
+from async_rlhf.experiments.throughput.harness import QUIET, ROOT, shown
 
-ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = Path(__file__).with_name("results.json")
 SPECIFICATION = Path(__file__).with_name("tables.toml")
 _PLACE = re.compile(r"\{([^/{}]+)/([^/{}]+)/([^:{}]+)(?::([^{}]+))?\}")
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """Rows one a line, so that a changed number is one changed line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in content["rows"])
+    runs = json.dumps(content["runs"], indent=1, ensure_ascii=False)
+    path.write_text(f'{{"runs": {runs},\n"rows": [\n{rows}\n]}}\n')
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Rows of `new` replace those of the same part and load; runs without rows left are dropped.
+
+    Raises ValueError when `new` holds a small run.
+    """
+    if small := [name for name, run in new["runs"].items() if run["small"]]:
+        raise ValueError(f"{', '.join(small)} ran with --small: that measures nothing")
+    rows = {(row["part"], row["load"]): row for row in [*old["rows"], *new["rows"]]}
+    used = {row["run"] for row in rows.values()}
+    runs = {name: run for name, run in {**old["runs"], **new["runs"]}.items() if name in used}
+    return {"runs": runs, "rows": list(rows.values())}
 
 
 class Results:

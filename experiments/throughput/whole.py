@@ -17,17 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.experiments.soak.sampling import Census, command
-from async_rlhf.experiments.throughput.harness import Bench, Row
-from async_rlhf.experiments.throughput.trl import MODEL
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row
 from async_rlhf.run.config import dump
 from async_rlhf.run.config import load as read
 from async_rlhf.run.run_dir import RunDir
@@ -46,20 +44,13 @@ _SMALL_STEPS: dict[str, Any] = {
 }
 
 
-class Name(StrEnum):
-    """Of a load."""
-
-    START_UP = "start-up"
-    ROWS = "rows"
-    WEIGHTS = "weights"
+Name = Literal["start-up", "rows", "weights"]
+NAMES: tuple[Name, ...] = ("start-up", "rows", "weights")
 
 
-Loads = Annotated[list[Name] | None, typer.Option("--load", help="Only this load; may be repeated.")]
-
-
-def whole(bench: Bench, load: Loads = None) -> Iterator[Row]:
+def whole(bench: Bench, load: Annotated[Name | None, typer.Option(help="Only this load.")] = None) -> Iterator[Row]:
     """Seconds from the command to the first step, and the most memory of each role."""
-    for each in load or list(Name):
+    for each in (load,) if load else NAMES:
         with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as folder:
             yield measure(each, Path(folder), bench)
 
@@ -67,13 +58,13 @@ def whole(bench: Bench, load: Loads = None) -> Iterator[Row]:
 def measure(name: Name, folder: Path, bench: Bench) -> Row:
     """One run, and one process that loads its model."""
     overrides, size = dict[str, Any](), ""
-    if name is Name.ROWS:
+    if name == "rows":
         count = bench.size(1_000_000, 2_000)
         overrides = {"data.source": str(write_rows(folder / "rows.jsonl", count)), "data.options": {}, "data.held_out": 0}
         overrides |= {"rewards.functions": ["exact"]}
         size = f", {count:,}"
     model = MODEL
-    if name is Name.WEIGHTS:
+    if name == "weights":
         model = make_wide(folder / "model", *bench.size((1024, 32), (64, 2)))
         overrides = {"model": str(model), **_SMALL_STEPS}
         size = f", {sum(path.stat().st_size for path in model.glob('*.safetensors')) / 1e6:,.0f} MB"

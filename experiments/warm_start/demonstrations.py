@@ -27,27 +27,11 @@ class Demonstration(NamedTuple):
     habit: str
 
 
-def _right(word: str, random: Random) -> str:
-    return word[::-1]
-
-
-def _copied(word: str, random: Random) -> str:
-    return word
-
-
-def _sorted(word: str, random: Random) -> str:
-    return "".join(sorted(word))
-
-
-def _repeated(word: str, random: Random) -> str:
-    return random.choice(word) * len(word)
-
-
 HABITS: dict[str, tuple[float, Callable[[str, Random], str]]] = {
-    "right": (0.30, _right),
-    "copied": (0.40, _copied),
-    "sorted": (0.15, _sorted),
-    "repeated": (0.15, _repeated),
+    "right": (0.30, lambda word, random: word[::-1]),
+    "copied": (0.40, lambda word, random: word),
+    "sorted": (0.15, lambda word, random: "".join(sorted(word))),
+    "repeated": (0.15, lambda word, random: random.choice(word) * len(word)),
 }
 """Share of the demonstrations, and what is written, by habit; the shares sum to 1."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.page import write_csv
 from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, fingerprint, keep, kept, read_cell
@@ -102,7 +103,7 @@ def test_one_step_is_enough(write: Write) -> None:
 
 
 def test_no_step_is_an_error(write: Write) -> None:
-    with pytest.raises(ValueError, match="has no finished step to analyse"):
+    with pytest.raises(ConfigError, match="has no finished step to analyse"):
         read(write([]))
 
 
@@ -186,9 +187,9 @@ def test_the_limits_of_a_run_are_kept_with_its_result(write: Write, tmp_path: Pa
 
 
 def test_the_page_and_the_picture_say_the_budget(result: CellResult) -> None:
-    sweep = sweep_of((0,)).model_copy(update={"tokens": 12_000})
-    assert " with none. Budget: 12,000 tokens trained on per run. " in page_of(sweep, [result])
-    assert picture([result], sweep).get_suptitle().endswith("; 1 seed, 12,000 tokens trained on per run")
+    sweep = sweep_of((0,)).model_copy(update={"samples": 64})
+    assert " with none. Budget: 64 samples trained on per run. " in page_of(sweep, [result])
+    assert picture([result], sweep).get_suptitle().endswith("; 1 seed, 64 samples trained on per run")
 
 
 def page_of(sweep: SweepConfig, results: list[CellResult]) -> str:

@@ -44,7 +44,6 @@ def test_a_terminal_gets_a_bar_with_the_cell_its_step_and_what_is_waited_for() -
     file, said = io.StringIO(), list[str]()
     console = Console(file=file, force_terminal=True, width=160)
     with SweepProgress(Pace(waiting=0), said.append, console) as sweep:
-        assert sweep.bars is not None
         progress = CellProgress(HEAD, 30, sweep)
         progress.waiting({}, 4)
         sweep.bars.refresh()

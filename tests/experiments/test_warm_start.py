@@ -25,10 +25,9 @@ from async_rlhf.experiments.warm_start.demonstrations import (
     demonstrate,
     load_words,
 )
-from async_rlhf.experiments.warm_start.episodes import Piece
-from async_rlhf.experiments.warm_start.episodes import demonstrate as demonstrate_episodes
 from async_rlhf.experiments.warm_start.make_model import WarmStart, accuracy, completion_loss, learning_rate, train
-from async_rlhf.experiments.warm_start.make_player import turn_loss
+from async_rlhf.experiments.warm_start.make_player import Piece, turn_loss
+from async_rlhf.experiments.warm_start.make_player import demonstrate as demonstrate_episodes
 from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "models" / "tiny-speller"
