@@ -7,7 +7,7 @@ and another would not is in them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from async_rlhf.experiments.statistics import MIN_SEEDS, Difference, holm, paire
 ENOUGH = 4096
 """Fresh completions below which a reference is called too small."""
 FRESH = "fresh batch"
+MEASURES = ("cosine", "norm_ratio", "share")
 
 
 class Interval(NamedTuple):
@@ -108,36 +109,29 @@ def over_seeds(rows: Sequence[Row]) -> list[Row]:
 def _mean(rows: Sequence[Row]) -> Row:
     if len(rows) < MIN_SEEDS:
         raise ValueError(f"{len(rows)} runs have no interval; at least {MIN_SEEDS} are needed")
-    first = rows[0]
 
-    def mean(of: Callable[[Row], float]) -> float:
-        return math.fsum(map(of, rows)) / len(rows)
+    def mean(values: Iterable[float]) -> float:
+        return math.fsum(values) / len(rows)
 
     def differs(values: Sequence[float]) -> Difference:
         if not all(map(math.isfinite, values)):
             return Difference(math.nan, math.nan, math.nan, len(values), None)
         return paired(values, [0.0] * len(values))
 
-    def interval(of: Callable[[Row], Interval]) -> Interval:
-        if first.estimate == FRESH:
-            return Interval(*(mean(lambda row, i=i: of(row)[i]) for i in range(3)))  # type: ignore[misc]
-        found = differs([of(row).value for row in rows])
-        return Interval(found.mean, found.low, found.high)
-
-    biases = [row.bias.mean for row in rows if row.bias is not None]
-    differences = [row.difference.mean for row in rows if row.difference is not None]
+    changed: dict[str, Any] = {name: mean(getattr(row, name) for row in rows) for name in ("staleness", "halves", "ceiling")}
+    for name in MEASURES:
+        intervals = [getattr(row, name) for row in rows]
+        found = differs([each.value for each in intervals])
+        ends = map(mean, zip(*intervals, strict=True)) if rows[0].estimate == FRESH else (found.mean, found.low, found.high)
+        changed[name] = Interval(*ends)
+    for name in ("bias", "difference"):
+        values = [each.mean for row in rows if (each := getattr(row, name)) is not None]
+        changed[name] = differs(values) if values else None
     return replace(
-        first,
-        staleness=mean(lambda row: row.staleness),
+        rows[0],
+        **changed,
         oldest=max(row.oldest for row in rows),
-        halves=mean(lambda row: row.halves),
-        ceiling=mean(lambda row: row.ceiling),
-        cosine=interval(lambda row: row.cosine),
-        norm_ratio=interval(lambda row: row.norm_ratio),
-        share=interval(lambda row: row.share),
-        fresh_below=None if first.fresh_below is None else mean(lambda row: row.fresh_below or 0.0),
-        bias=differs(biases) if biases else None,
-        difference=differs(differences) if differences else None,
+        fresh_below=None if rows[0].fresh_below is None else mean(row.fresh_below or 0.0 for row in rows),
         runs=len(rows),
     )
 
@@ -156,17 +150,15 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
 
 def _flat(row: Row) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for field in fields(row):
-        value = getattr(row, field.name)
-        if isinstance(value, Interval):
-            found |= {field.name: value.value, f"{field.name}_low": value.low, f"{field.name}_high": value.high}
-        elif field.name in ("bias", "difference"):
-            parts = ("mean", "low", "high", "p", "deviation")
-            found |= {f"{field.name}_{part}": getattr(value, part, None) for part in parts}
+    for name, value in ((field.name, getattr(row, field.name)) for field in fields(row)):
+        if name in MEASURES:
+            found |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+        elif name in ("bias", "difference"):
+            found |= {f"{name}_{part}": getattr(value, part, None) for part in ("mean", "low", "high", "p", "deviation")}
         else:
-            found[field.name] = value
-    known = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in known.items()}
+            found[name] = value
+    numbers = {key: value for key, value in found.items() if isinstance(value, float)}
+    return found | {key: None if math.isnan(value) else float(f"{value:.6g}") for key, value in numbers.items()}
 
 
 def command(rows: Sequence[Row]) -> str:
@@ -178,14 +170,12 @@ def command(rows: Sequence[Row]) -> str:
 
 def render(rows: Sequence[Row]) -> str:
     """The page; the picture lies beside it. rows: of `over_seeds`."""
-    steps = list(dict.fromkeys(row.step for row in rows))
-    warning = shortfall(rows[0].completions)
-    runs = rows[0].runs
+    warning, runs = shortfall(rows[0].completions), rows[0].runs
     parts = [
         f"{_TITLE}\n\n    {command(rows)}\n\n{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
         *([f"**Warning: {warning}.**"] if warning else []),
         "![Cosine, norm ratio and share of every correction, by step and by mean staleness](picture.png)",
-        *(_section([row for row in rows if row.step == step]) for step in steps),
+        *(_section([row for row in rows if row.step == step]) for step in dict.fromkeys(row.step for row in rows)),
         "## What is shown",
         "\n".join(f"- {sentence}" for sentence in sentences(rows)),
     ]
@@ -198,11 +188,13 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     same_gradient = alike(rows)
     firsts = [row for row in rows if row in [same[0] for same in same_gradient]]
     asked = [
-        *((row, "cosine", row.base, row.difference) for row in firsts if row.difference is not None),
-        *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts if row.bias is not None),
+        *((row, "cosine", row.base, row.difference) for row in firsts),
+        *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts),
     ]
-    known = [(row, what, base, found) for row, what, base, found in asked if found.p is not None and math.isfinite(found.mean)]
-    adjusted = holm([found.p for _, _, _, found in known if found.p is not None])
+    known = [(row, what, base, found, found.p) for row, what, base, found in asked
+             if found is not None and found.p is not None and math.isfinite(found.mean)]  # fmt: skip
+    adjusted = holm([p for *_, p in known])
+    unit = "groups" if rows[0].runs == 1 else "seeds"
     return [
         *(
             f"Step {first.step}: {', '.join(row.estimate for row in others)} gave the gradient of {first.estimate}."
@@ -210,14 +202,10 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             if others
         ),
         *(
-            worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known), _unit(row))
-            for (row, what, base, found), p in zip(known, adjusted, strict=True)
+            worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known), unit)
+            for (row, what, base, found, _), p in zip(known, adjusted, strict=True)
         ),
     ]
-
-
-def _unit(row: Row) -> str:
-    return "groups" if row.runs == 1 else "seeds"
 
 
 def alike(rows: Sequence[Row]) -> list[list[Row]]:
@@ -225,7 +213,7 @@ def alike(rows: Sequence[Row]) -> list[list[Row]]:
     found: dict[object, list[Row]] = {}
     for row in rows:
         if row.estimate != FRESH:
-            digits = tuple(f"{each.value:.4g}" for each in (row.cosine, row.norm_ratio, row.share))
+            digits = tuple(f"{getattr(row, name).value:.4g}" for name in MEASURES)
             found.setdefault((row.step, digits), []).append(row)
     return list(found.values())
 
@@ -250,7 +238,7 @@ def _section(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         below = "" if row.fresh_below is None else f"{row.fresh_below:.0%}"
-        lines.append([row.estimate, *map(_words, (row.cosine, row.norm_ratio, row.share)), below, f"{row.ceiling:.3f}"])
+        lines.append([row.estimate, *(_words(getattr(row, name)) for name in MEASURES), below, f"{row.ceiling:.3f}"])
     return "\n\n".join(
         [
             f"## Step {first.step}: mean staleness {first.staleness:.2f}, oldest token {first.oldest}",

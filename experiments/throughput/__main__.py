@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,38 +170,21 @@ def measure(part: str, options: list[str], quiet: bool) -> Outcome:
 def describe_run(small: bool) -> dict[str, Any]:
     """Date (UTC), commit (with "+" where files differ from it), machine and versions; what is unknown is null. A small run is
     no measurement."""
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    memory_gib = round(psutil.virtual_memory().total / 2**30, 1)
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
         "small": small,
-        "commit": _commit(),
+        "commit": commit,
         "conditions": None,
-        "machine": {
-            "cores": psutil.cpu_count(),
-            "cpu": _cpu_name(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        },
+        "machine": {"cores": psutil.cpu_count(), "cpu": cpu and cpu[1], "memory_gib": memory_gib},
         "versions": {name: _version(name) for name in _PACKAGES},
         "parts": {},
     }
-
-
-def _commit() -> str | None:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _cpu_name() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _version(name: str) -> str | None:

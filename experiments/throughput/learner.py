@@ -24,17 +24,17 @@ import pkgutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 import typer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from async_rlhf.buffers.composition import Composition
@@ -50,25 +50,22 @@ from async_rlhf.learner.step.controller import make_backend
 GOALS = {"bare": 0.9, "trl": 1.3}
 MOST_OVERHEAD = 0.03
 NUM_PROMPT_TOKENS = 60
-MICRO_BATCH_TOKENS = LearnerConfig().micro_batch_tokens
 # So small that a hundred steps on the same batch leave the model where it was.
-LEARNING_RATE = 1e-9
+CONFIG = LearnerConfig(learning_rate=1e-9, threads=1)
 # Random weights: 39 million parameters, a third of the arithmetic in the output layer.
-WIDE = {
-    "vocab_size": 32_768,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 512,
-}
-
-
+WIDE = {"vocab_size": 32_768, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
+        "max_position_embeddings": 512}  # fmt: skip
 Model = Literal["tiny", "wide"]
 Sharing = Literal["alone", "shared"]
 # Prompts of `shared`, 8 completions each, and turns; a step of the wide model takes 50 times as long.
-_PROMPTS: dict[Model, int] = {"tiny": 8, "wide": 2}
-_TURNS: dict[Model, int] = {"tiny": 6, "wide": 3}
+_SIZES: dict[Model, tuple[int, int]] = {"tiny": (8, 6), "wide": (2, 3)}
+# What is counted as corrections and diagnostics.
+_DIAGNOSTICS = (
+    "model.logprobs._entropy_",
+    "step.controller.objective",
+    "step.report.StepSums.add",
+    "step.report.StepSums.report",
+)
 
 
 def learner(
@@ -79,18 +76,17 @@ def learner(
     """Compare a learner step with a bare training loop and with TRL's, in completion tokens a second."""
     check_trl()
     torch.set_num_threads(1)
-    models: tuple[Model, ...] = ("tiny", "wide")
     loads: tuple[Sharing, ...] = ("alone", "shared")
-    for each in (model,) if model else bench.size(models, models[:1]):
+    for each in (model,) if model else list(_SIZES)[: bench.size(2, 1)]:
         for name in (load,) if load else loads:
             with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
-                yield from measure(each, name, bench.num_turns(_TURNS[each]), Path(directory))
+                yield from measure(each, name, bench, Path(directory))
 
 
-def measure(model: Model, load: Sharing, turns: int, directory: Path) -> Iterator[Row]:
+def measure(model: Model, load: Sharing, bench: Bench, directory: Path) -> Iterator[Row]:
     """All sides in turns; one row for each side beside ours, and one for the share of diagnostics."""
-    lengths = long_tailed(_PROMPTS[model], 8)
-    path, vocabulary = MODEL, 99
+    prompts, turns = _SIZES[model]
+    lengths, path, vocabulary = long_tailed(prompts, 8), MODEL, 99
     if model == "wide":
         path, vocabulary = directory / "model", WIDE["vocab_size"]
         torch.manual_seed(0)
@@ -98,15 +94,19 @@ def measure(model: Model, load: Sharing, turns: int, directory: Path) -> Iterato
     groups = make_groups(lengths.reshape(-1, 1) if load == "alone" else lengths, vocabulary)
     with trl_process("learner", trl_spec(path, groups, directory)) as step:
         sides: dict[str, Side] = {"ours": ours(path, groups), "bare": bare(path, groups), "trl": lambda: Seconds(**step())}
-        seconds = alternate(sides, turns)
-    yield from beside(f"{model}, {load}", int(np.sum(lengths)), seconds)
+        seconds = alternate(sides, bench.num_turns(turns))
+    for name, goal in GOALS.items():
+        pair, tokens = {"ours": seconds["ours"], name: seconds[name]}, int(np.sum(lengths))
+        rate = {side: [tokens / each.wall for each in found] for side, found in pair.items()}
+        cpu = statistics.median(b.cpu / a.cpu for a, b in zip(*pair.values(), strict=True))
+        figures = {"cpu_ratio": cpu, "tokens": tokens}
+        yield Row.of(f"{model}, {load}, beside {name}", rate, "tok/s", at_least=goal, figures=figures)
     whole, diagnostics = diagnostics_seconds(path, groups)
     parts = {"diagnostics": [diagnostics], "step": [whole]}
     yield Row.of(f"{model}, {load}: corrections and diagnostics", parts, "CPU s", at_most=MOST_OVERHEAD)
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """Of one step: by the clock, and of the processor."""
 
     wall: float
@@ -116,14 +116,15 @@ class Seconds:
 Side = Callable[[], Seconds]
 
 
-def beside(load: str, tokens: int, seconds: Mapping[str, Sequence[Seconds]]) -> Iterator[Row]:
-    """A row for each other side; `seconds["ours"][i]` and the others' belong to the same turn."""
-    for name in [each for each in seconds if each != "ours"]:
-        pair = {"ours": seconds["ours"], name: seconds[name]}
-        rate = {side: [tokens / each.wall for each in turns] for side, turns in pair.items()}
-        cpu = statistics.median(b.cpu / a.cpu for a, b in zip(*pair.values(), strict=True))
-        further = {"cpu_ratio": cpu, "tokens": tokens}
-        yield Row.of(f"{load}, beside {name}", rate, "tok/s", at_least=GOALS[name], figures=further)
+def timed(step: Callable[[], object]) -> Side:
+    """Any step of this process, with its seconds."""
+
+    def run() -> Seconds:
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+
+    return run
 
 
 def long_tailed(prompts: int, completions: int) -> np.ndarray:
@@ -157,21 +158,9 @@ def advantages_of(groups: list[Group]) -> list[list[float | None]]:
     return [group_relative(own, scale_by_std=True, std="sample") for own in rewards]
 
 
-def timed(step: Callable[[], object]) -> Side:
-    """Any step of this process, with its seconds."""
-
-    def run() -> Seconds:
-        wall, cpu = time.perf_counter(), time.process_time()
-        step()
-        return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
-
-    return run
-
-
 def ours(model: Path, groups: list[Group]) -> Side:
-    config = LearnerConfig(learning_rate=LEARNING_RATE, threads=1)
-    backend = make_backend(model, config, LossConfig())
-    return timed(lambda: backend.step([make_rows(groups, advantages_of(groups), config.row_tokens)], 0))
+    backend = make_backend(model, CONFIG, LossConfig())
+    return timed(lambda: backend.step([make_rows(groups, advantages_of(groups), CONFIG.row_tokens)], 0))
 
 
 def diagnostics_seconds(model: Path, groups: list[Group]) -> tuple[float, float]:
@@ -194,50 +183,33 @@ def diagnostics_seconds(model: Path, groups: list[Group]) -> tuple[float, float]
 
     side = ours(model, groups)
     side()
-    functions = (
-        "model.logprobs._entropy_",
-        "step.controller.objective",
-        "step.report.StepSums.add",
-        "step.report.StepSums.report",
-    )
     with ExitStack() as stack:
-        for name in (f"async_rlhf.learner.{each}" for each in functions):
+        for name in (f"async_rlhf.learner.{each}" for each in _DIAGNOSTICS):
             stack.enter_context(mock.patch(name, counted(pkgutil.resolve_name(name))))
         whole = side().cpu
     return whole, spent
 
 
-@dataclass(frozen=True)
-class BareBatch:
-    """Right-padded tensors: ids, attention [B, L] int64; loss-bearing [B, L - 1] float32; advantage [B, 1] float32."""
-
-    ids: Tensor
-    attention: Tensor
-    bears_loss: Tensor
-    advantage: Tensor
-
-
-def bare_batches(groups: list[Group]) -> list[BareBatch]:
-    """Completions sorted by length, as many together as the learner's budget of padded tokens allows."""
+def bare_batches(groups: list[Group]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """ids, attention int64 [B, L]; loss-bearing float32 [B, L - 1]; advantages float32 [B, 1]. Completions sorted by length, as
+    many together as the learner's budget of padded tokens allows."""
     whole = [
-        (np.concatenate([group.prompt_ids, rollout.completion_ids]), advantage)
+        (torch.from_numpy(np.concatenate([group.prompt_ids, rollout.completion_ids])).long(), advantage or 0.0)
         for group, values in zip(groups, advantages_of(groups), strict=True)
         for rollout, advantage in zip(group.rollouts, values, strict=True)
     ]
-    parts: list[list[tuple[np.ndarray, float | None]]] = []
-    for ids, advantage in sorted(whole, key=lambda each: -len(each[0])):
-        if not parts or (len(parts[-1]) + 1) * len(parts[-1][0][0]) > MICRO_BATCH_TOKENS:
+    parts: list[list[tuple[Tensor, float]]] = []
+    for each in sorted(whole, key=lambda each: -len(each[0])):
+        if not parts or (len(parts[-1]) + 1) * len(parts[-1][0][0]) > CONFIG.micro_batch_tokens:
             parts.append([])
-        parts[-1].append((ids, advantage))
+        parts[-1].append(each)
     batches = []
     for part in parts:
-        lengths = torch.tensor([len(ids) for ids, _ in part])[:, None]
-        width = int(lengths.max())
-        padded = torch.tensor([[*ids.tolist(), *[0] * (width - len(ids))] for ids, _ in part])
-        place = torch.arange(width)
-        bears_loss = ((place >= NUM_PROMPT_TOKENS) & (place < lengths)).float()[:, 1:]
-        worth = torch.tensor([[advantage or 0.0] for _, advantage in part])
-        batches.append(BareBatch(padded, (place < lengths).long(), bears_loss, worth))
+        ids = pad_sequence([each for each, _ in part], batch_first=True)
+        attention = pad_sequence([torch.ones_like(each) for each, _ in part], batch_first=True)
+        bears_loss = attention[:, 1:].float()
+        bears_loss[:, : NUM_PROMPT_TOKENS - 1] = 0
+        batches.append((ids, attention, bears_loss, torch.tensor([[advantage] for _, advantage in part])))
     return batches
 
 
@@ -245,16 +217,15 @@ def bare(model_dir: Path, groups: list[Group]) -> Side:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         model_dir, local_files_only=True, trust_remote_code=False
     ).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    batches = bare_batches(groups)
-    num_tokens = sum(group.num_tokens for group in groups)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=CONFIG.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    batches, num_tokens = bare_batches(groups), sum(group.num_tokens for group in groups)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            logits = model(input_ids=batch.ids, attention_mask=batch.attention, use_cache=False).logits[:, :-1]
-            logps = torch.log_softmax(logits, -1).gather(-1, batch.ids[:, 1:, None])[..., 0]
-            loss = -(logps * batch.advantage * batch.bears_loss).sum() / num_tokens
+        for ids, attention, bears_loss, advantage in batches:
+            logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
+            logps = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
+            loss = -(logps * advantage * bears_loss).sum() / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -264,15 +235,14 @@ def bare(model_dir: Path, groups: list[Group]) -> Side:
 
 def trl_spec(model: Path, groups: list[Group], directory: Path) -> dict[str, Any]:
     """What TRL's side reads."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     return {
         "model": str(model),
         "tokenizer": str(MODEL),
         "output_dir": str(directory),
         "prompt_ids": [group.prompt_ids.tolist() for group in groups for _ in group.rollouts],
-        "completion_ids": [rollout.completion_ids.tolist() for rollout in rollouts],
+        "completion_ids": [rollout.completion_ids.tolist() for group in groups for rollout in group.rollouts],
         "advantages": [each or 0.0 for values in advantages_of(groups) for each in values],
         "micro_batch": 8,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": CONFIG.learning_rate,
         "threads": 1,
     }

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
@@ -71,6 +71,7 @@ def compare(load: Load, bench: Bench, directory: Path) -> Row:
     """Both in turns without one to warm up: a run starts anew, and its first steps are not in the window."""
     prompts = write_prompts(directory / "prompts.jsonl")
     model = make_endless(MODEL, directory / "endless") if load.name == "full" else MODEL
+    settings = our_config(load, model, prompts, directory)
     lengths: dict[str, list[float]] = {"ours": [], "trl": []}
 
     def side(name: str, steps: Steps, run: Callable[[Path], Recorded]) -> Callable[[], float]:
@@ -78,27 +79,22 @@ def compare(load: Load, bench: Bench, directory: Path) -> Row:
             place = directory / f"{name}-{len(lengths[name])}"
             place.mkdir()
             await_quiet(0.0 if bench.small else _QUIET_LIMIT_S)
-            recorded = run(place)
-            lengths[name].append(mean_length(recorded.tokens, steps, BATCH_SIZE))
-            return window_rate(recorded.ends, steps, BATCH_SIZE)
+            rate, length = in_window(run(place), steps)
+            lengths[name].append(length)
+            return rate
 
         return one
 
-    sides = {
-        "ours": side(
-            "ours", Steps.of_ours(load.max_staleness), lambda place: run_ours(our_config(load, model, prompts, place))
-        ),
+    rates = alternate({
+        "ours": side("ours", Steps.of_ours(load.max_staleness), lambda at: run_ours(our_config(load, model, prompts, at))),
         "trl": side("trl", OF_TRL, lambda place: run_trl(load, model, prompts, place)),
-    }
-    rates = alternate(sides, bench.num_turns(2), warm_up=0)
-    mean = {f"{name}_mean_length": statistics.median(each) for name, each in lengths.items()}
-    settings = our_config(load, model, prompts, directory)
-    mean |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
-    return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=mean)
+    }, bench.num_turns(2), warm_up=0)  # fmt: skip
+    figures = {f"{name}_mean_length": statistics.median(each) for name, each in lengths.items()}
+    figures |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
+    return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=figures)
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(NamedTuple):
     """How many steps a run makes, and which of them are measured.
 
     first: before the window: start-up, compilation, and what was generated while nothing else ran. last: after it.
@@ -113,37 +109,24 @@ class Steps:
         """Leaves out the beginning, and the end in which the actor has no more to do and the learner the machine."""
         return cls(first=max_staleness + 4, measured=max(20, 3 * (max_staleness + 1)), last=max_staleness + 2)
 
-    @property
-    def total(self) -> int:
-        return self.first + self.measured + self.last
-
 
 OF_TRL = Steps(first=3, measured=10)
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """One run: monotonic seconds at which steps ended, and tokens trained on in each."""
 
     ends: Sequence[float]
     tokens: Sequence[int]
 
 
-def window_rate(ends: Sequence[float], steps: Steps, batch_size: int) -> float:
-    """Completions per second from the end of step `first` to the end of step `first + measured`.
-
-    ends: monotonic seconds at which each step ended. Raises ValueError when the run ended inside the window.
-    """
-    until = steps.first + steps.measured
-    if len(ends) < until:
-        raise ValueError(f"the measured window ends with step {until}, the run had {len(ends)} steps")
-    return steps.measured * batch_size / (ends[until - 1] - ends[steps.first - 1])
-
-
-def mean_length(tokens: Sequence[int], steps: Steps, batch_size: int) -> float:
-    """Mean tokens of a completion in the measured window."""
-    measured = tokens[steps.first : steps.first + steps.measured]
-    return sum(measured) / (len(measured) * batch_size)
+def in_window(run: Recorded, steps: Steps) -> tuple[float, float]:
+    """Completions per second from the end of step `first` to the end of step `first + measured`, and their mean length in
+    tokens. Raises ValueError when the run ended inside the window."""
+    until, completions = steps.first + steps.measured, steps.measured * BATCH_SIZE
+    if len(run.ends) < until:
+        raise ValueError(f"the measured window ends with step {until}, the run had {len(run.ends)} steps")
+    return completions / (run.ends[until - 1] - run.ends[steps.first - 1]), sum(run.tokens[steps.first : until]) / completions
 
 
 def make_endless(model: Path, directory: Path) -> Path:
@@ -172,7 +155,7 @@ def our_config(load: Load, model: Path, prompts: Path, output_dir: Path) -> Conf
             "name": "ours",
             "output_dir": str(output_dir),
             "model": str(model),
-            "max_steps": Steps.of_ours(load.max_staleness).total,
+            "max_steps": sum(Steps.of_ours(load.max_staleness)),
             "data": {"source": str(prompts), "held_out": 0},
             "generation": {"group_size": GROUP_SIZE, "max_completion_length": MAX_NEW_TOKENS},
             "engine": {"slots": BATCH_SIZE, "threads": 1},
@@ -208,7 +191,7 @@ def run_trl(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded
         "model": str(model),
         "prompts": str(prompts),
         "output_dir": str(directory / "trl"),
-        "steps": OF_TRL.total,
+        "steps": sum(OF_TRL),
         "group_size": GROUP_SIZE,
         "batch_size": BATCH_SIZE,
         "max_completion_length": MAX_NEW_TOKENS,

@@ -17,12 +17,12 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -64,19 +64,14 @@ class Load:
 def queue(bench: Bench) -> Iterator[Row]:
     """Compare the replay queue with raw pyzmq, in MB/s of groups (10^6 bytes of ids and log-probabilities)."""
     scale = bench.size(1, 64)
-    loads = [
-        Load("2 KB", 2048, "off", 16384 // scale),
-        Load("2 KB", 2048, "interval", 16384 // scale),
-        Load("2 KB", 2048, "group", 16384 // scale),
-        Load("64 KB", 65536, "off", 2048 // scale),
-        Load("64 KB", 65536, "group", 2048 // scale),
-    ]
-    for load in bench.size(loads, loads[2:4]):
+    small, large = (Load("2 KB", 2048, "off", 16384 // scale), Load("64 KB", 65536, "off", 2048 // scale))
+    all_loads = [small, replace(small, fsync="interval"), replace(small, fsync="group"), large, replace(large, fsync="group")]
+    for load in bench.size(all_loads, all_loads[2:4]):
         yield measure(load, bench.num_turns(3))
     waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
     p99 = {"p99_ms": waits[int(0.99 * len(waits))]}
     yield replace(Row.of("put to take at 10,000 rollouts a second", {"wait": waits}, "ms", figures=p99), turns=1)
-    queued = Load("2 KB", 2048, "off", 12512 // (8 * scale) * 8)
+    queued = replace(small, num_groups=12512 // (8 * scale) * 8)
     before, after = memory_at(queued)
     memory = {"queued": [after], "empty": [before]}
     yield Row.of("hub memory", memory, "MiB", counted=True, figures={"rollouts": queued.num_groups * GROUP_SIZE})
@@ -92,18 +87,17 @@ def measure(load: Load, turns: int) -> Row:
         return size / run.seconds
 
     rates = alternate({"queue": through_the_hub, "raw": lambda: size / run_raw(load)}, turns, warm_up=0)
-    per_s, goal = statistics.median(rates["queue"]) * 1e6 / load.rollout_bytes, _GOALS.get((load.name, load.fsync))
-    figures = {"rollouts_per_s": round(per_s), "hub_cpu_s_per_1000": statistics.median(cpu)}
+    per_s = round(statistics.median(rates["queue"]) * 1e6 / load.rollout_bytes)
+    figures, goal = {"rollouts_per_s": per_s, "hub_cpu_s_per_1000": statistics.median(cpu)}, _GOALS.get((load.name, load.fsync))
     return Row.of(f"{load.name} a rollout, fsync {load.fsync}", rates, "MB/s", at_least=goal, figures=figures)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What one run through the hub gave. wait_ms: from put until the batch has come, of groups after the first quarter."""
 
     seconds: float
     hub_cpu_s: float
-    wait_ms: tuple[float, ...]
+    wait_ms: Sequence[float]
 
 
 def a_group(rollout_bytes: int) -> Group:
@@ -168,7 +162,7 @@ def run_queue(load: Load) -> Run:
             learner.trained(step)
             if (step + 1) % COMMIT_EVERY == 0:
                 learner.commit(step + 1)
-        return Run(time.perf_counter() - began, cpu_s(process) - before_s, tuple(wait_ms))
+        return Run(time.perf_counter() - began, cpu_s(process) - before_s, wait_ms)
 
 
 def memory_at(load: Load) -> tuple[float, float]:

@@ -194,7 +194,7 @@ def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(smal
         report(sweep, None, [].append)
 
 
-def test_data_frames_have_a_row_a_run_and_a_row_a_step(sweep: Path, run: RunDir) -> None:
+def test_data_frames_have_a_row_a_run_and_a_row_a_step(sweep: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = results(sweep)
     assert list(frame["queue.max_staleness"]) == [1, 0] * 3 and list(frame["seed"]) == [0, 0, 1, 1, 2, 2]
     assert frame["held_out_reward_end"].dtype == "float64" and frame["held_out_accuracy_end"].isna().all()
@@ -202,9 +202,6 @@ def test_data_frames_have_a_row_a_run_and_a_row_a_step(sweep: Path, run: RunDir)
     assert len(steps) == 6 * 12 and steps["samples"].max() == 1536 and steps["tokens"].max() == 1278
     assert list(curves(run.path)["kl/reference"])[:2] == [0.1, 0.2]
     assert len(results(run.path)) == 1
-
-
-def test_data_frames_without_pandas_say_what_to_install(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[experiments\]'"):
         results(sweep)

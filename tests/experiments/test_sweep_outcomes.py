@@ -65,17 +65,14 @@ def test_the_target_is_nine_tenths_of_what_the_first_setting_learned(result: Cel
 def test_a_target_is_reached_by_the_mean_of_640_completions_and_by_no_single_batch(result: CellResult) -> None:
     assert reached(result, 0.49) == Reached(steps=7, samples=896.0, tokens=350.0, seconds=7.0)
     assert reached(result, 0.81) is None
+    gaps = reached(replace(result, rewards=(None, None, 0.5, 0.7, *(None,) * 6)), 0.59)
+    assert gaps is not None and gaps.steps == 5, "steps without a reward are left out of the mean"
     assert reached(replace(result, rewards=(1.0, *(0.0,) * 9)), 0.5) is None, "four steps are not there to be averaged"
     large = replace(result, trained_samples=6400, curves={"samples": (640.0,) * 10})
     at_once = reached(large, 0.49)
     assert at_once is not None and at_once.steps == 5, "a large batch is enough by itself"
     old = reached(replace(result, curves={}), 0.49)
     assert old is not None and (old.samples, old.tokens) == (896.0, None), "equally many samples a step, tokens unknown"
-
-
-def test_steps_without_a_reward_are_left_out_of_the_mean(result: CellResult) -> None:
-    found = reached(replace(result, rewards=(None, None, 0.5, 0.7, None, None, None, None, None, None)), 0.59)
-    assert found is not None and found.steps == 5
 
 
 def test_areas_are_compared_within_a_seed_and_corrected_together(result: CellResult) -> None:

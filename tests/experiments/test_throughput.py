@@ -20,14 +20,15 @@ from async_rlhf.actors.rewards import resolve
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.experiments.throughput import judges, pipeline
 from async_rlhf.experiments.throughput.harness import MODEL
+from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.learner import bare, bare_batches, diagnostics_seconds, long_tailed, make_groups, ours
 from async_rlhf.experiments.throughput.pipeline import (
     LOADS,
+    Recorded,
     Steps,
+    in_window,
     make_endless,
-    mean_length,
     our_config,
-    window_rate,
     write_prompts,
 )
 from async_rlhf.experiments.throughput.queue import GROUP_SIZE, a_group, put_header
@@ -36,19 +37,20 @@ from tests.conftest import REPOSITORY
 
 @given(st.lists(st.floats(0.01, 10), min_size=6, max_size=20), st.integers(1, 2), st.integers(0, 2))
 def test_the_rate_and_the_mean_length_are_of_the_window_alone(seconds: list[float], first: int, last: int) -> None:
-    steps, ends = Steps(first, len(seconds) - first - last, last), list(accumulate(seconds))
+    steps = Steps(first, len(seconds) - first - last, last)
     inside = seconds[first : first + steps.measured]
-    assert window_rate(ends, steps, 8) == pytest.approx(8 * len(inside) / sum(inside))
-    assert mean_length([999] * first + [16] * len(inside) + [999] * last, steps, 8) == 2.0
+    tokens = [999] * first + [2 * BATCH_SIZE] * len(inside) + [999] * last
+    rate, length = in_window(Recorded([*accumulate(seconds)], tokens), steps)
+    assert rate == pytest.approx(BATCH_SIZE * len(inside) / sum(inside)) and length == 2.0
     with pytest.raises(ValueError, match=rf"ends with step {first + steps.measured}, the run had {first} steps"):
-        window_rate(ends[:first], steps, 8)
+        in_window(Recorded(seconds[:first], tokens), steps)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2, 8])
 def test_no_measured_step_is_one_in_which_the_actor_had_no_more_to_do(max_staleness: int) -> None:
     steps = Steps.of_ours(max_staleness)
     # The credit for the last group can be given this many steps before the run ends, not earlier.
-    assert steps.first + steps.measured <= steps.total - (max_staleness + 1)
+    assert steps.first + steps.measured <= sum(steps) - (max_staleness + 1)
     assert steps.first > max_staleness + 1
     assert steps.measured >= 20
 
@@ -98,7 +100,7 @@ def test_lengths_are_long_tailed_and_always_the_same() -> None:
 
 def test_the_bare_loop_learns_from_the_tokens_that_we_learn_from() -> None:
     groups = make_groups(long_tailed(3, 4), vocabulary=99)
-    borne = sum(int(batch.bears_loss.sum()) for batch in bare_batches(groups))
+    borne = sum(int(bears_loss.sum()) for _, _, bears_loss, _ in bare_batches(groups))
     assert borne == sum(group.num_tokens for group in groups)
 
 
