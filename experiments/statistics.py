@@ -131,18 +131,13 @@ def detectable(deviation: float, count: int, power: float = 0.8) -> float:
     """The smallest true difference that `count` seeds show (at LEVEL, two-sided) with a chance of at least `power`.
 
     deviation: standard deviation of the paired differences. (t_{1 - level / 2} + t_power) deviation / sqrt(n), which is exact
-    up to the difference between a shifted t and a non-central one. Raises ValueError for fewer than two seeds.
+    up to the difference between a shifted t and a non-central one. count: at least 2.
     """
-    if count < 2:
-        raise ValueError(f"{count} seed shows no difference: at least 2 are needed")
     return (t_quantile(1 - LEVEL / 2, count - 1) + t_quantile(power, count - 1)) * deviation / math.sqrt(count)
 
 
 def seeds_needed(deviation: float, difference: float, power: float = 0.8) -> int:
-    """The fewest seeds that show a difference of this size with a chance of at least `power`. Raises ValueError for one that is
-    not positive."""
-    if not difference > 0:
-        raise ValueError(f"no number of seeds shows a difference of {difference}: it must be above 0")
+    """The fewest seeds that show a difference of this size, which is positive, with a chance of at least `power`."""
     # at least so many, for the quantiles of t are above those of the normal distribution
     count = max(2, math.floor(((_NORMAL.inv_cdf(1 - LEVEL / 2) + _NORMAL.inv_cdf(power)) * deviation / difference) ** 2))
     while detectable(deviation, count, power) > difference:
@@ -173,9 +168,8 @@ def worded(what: str, base: str, found: Difference, adjusted: float, comparisons
 
 @cache
 def t_quantile(chance: float, degrees: int) -> float:
-    """Of Student's t; by bisection, to 1e-12. Raises ValueError for a chance that is not between 0 and 1."""
-    if not 0 < chance < 1:
-        raise ValueError(f"there is no quantile at {chance}: it must lie between 0 and 1")
+    """Of Student's t; by bisection, to 1e-12. chance: between 0 and 1."""
+    assert 0 < chance < 1 <= degrees
     if chance < 0.5:
         return -t_quantile(1 - chance, degrees)
     low, high = 0.0, 1.0
@@ -188,10 +182,7 @@ def t_quantile(chance: float, degrees: int) -> float:
 
 
 def t_chance(t: float, degrees: int) -> float:
-    """P(T <= t) of Student's t: the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4. Raises ValueError below 1
-    degree."""
-    if degrees < 1:
-        raise ValueError(f"{degrees} degrees of freedom: at least 1 is needed")
+    """P(T <= t) of Student's t: the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees))
     cosine, odd = math.cos(angle), degrees % 2
     term, total = (cosine, 0.0) if odd else (1.0, 0.0)

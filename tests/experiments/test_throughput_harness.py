@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from async_rlhf.experiments.throughput import __main__ as bench
 from async_rlhf.experiments.throughput.__main__ import PARTS
 from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, alternate, rates
-from async_rlhf.experiments.throughput.tables import COMMITTED, Results, documents, merged, ratio_text
+from async_rlhf.experiments.throughput.tables import COMMITTED, documents, field, merged, render
 
 
 def test_sides_take_turns_in_alternating_order_and_the_first_turn_is_left_out() -> None:
@@ -127,13 +127,12 @@ def row(load: str, run: str, ratio: float | None, **further: Any) -> dict[str, A
     return {"run": run, "part": "engine", "load": load, "ratio": ratio, "sides": {}, "figures": {}, **known, **further}
 
 
-def test_a_cell_shows_the_range_and_turns_where_they_are_known_and_names_a_row_that_is_not_there() -> None:
-    assert ratio_text(row("a", "old", 1.25)) == "1.25"
-    assert ratio_text(row("a", "old", 1.25, lowest=1.0, highest=2.0, turns=5)) == "1.25 (1 to 2, 5 turns)"
-    assert ratio_text(row("a", "old", None, lowest=1.0, highest=2.0)) == "1 to 2"
-    assert ratio_text(row("a", "old", None)) == "unknown"
-    with pytest.raises(KeyError, match="no row of engine for 'a'"):
-        Results({"runs": {}, "rows": []}).cell("{engine/a/ratio}")
+def test_a_cell_shows_the_range_and_turns_where_they_are_known() -> None:
+    for ratio, known, shown in (
+        (1.25, {}, "1.25"), (1.25, {"lowest": 1.0, "highest": 2.0, "turns": 5}, "1.25 (1 to 2, 5 turns)"),
+        (None, {"lowest": 1.0, "highest": 2.0}, "1 to 2"), (None, {}, "unknown"),
+    ):  # fmt: skip
+        assert field(row("a", "old", ratio, **known), "ratio") == shown
 
 
 def test_new_rows_replace_old_ones_a_run_without_rows_is_dropped_and_a_small_run_is_not_taken_over() -> None:
@@ -151,7 +150,10 @@ def test_conditions_name_the_run_and_what_other_programs_used() -> None:
         "conditions": None, "machine": {"cores": 2, "cpu": "A CPU", "memory_gib": 8.0}, "commit": "abc",
         "date": "2026-01-01 00:00", "versions": {"torch": "2", "trl": None},
     }  # fmt: skip
-    results = Results({"runs": {"new": run}, "rows": [row("a", "new", 2.0, foreign=0.3, turns=5)]})
-    assert results.conditions(results.rows_of(["{engine/a/ratio}"])) == (
-        "2 cores (A CPU), 8 GiB, commit abc, 2026-01-01 00:00 UTC, torch 2. Other programs used up to 30% of the cores."
+    content = {"runs": {"new": run}, "rows": [row("a", "new", 2.0, foreign=0.3, turns=5)]}
+    assert render({"columns": ["x"], "rows": [["{engine/a/ratio}"]]}, content).endswith(
+        "| 2 |\n\nConditions: 2 cores (A CPU), 8 GiB, commit abc, 2026-01-01 00:00 UTC, torch 2. Other programs used up to 30% "
+        "of the cores."
     )
+    with pytest.raises(KeyError, match="no row of engine for 'b'"):
+        render({"columns": ["x"], "rows": [["{engine/b/ratio}"]]}, content)

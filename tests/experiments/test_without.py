@@ -61,7 +61,7 @@ def test_it_is_typed(rest: Path) -> None:
 def test_its_command_line_works_and_names_what_is_not_there(rest: Path) -> None:
     code, said = command(rest, "--help")
     assert code == 0 and "train" in said
-    for config in ("quick", "chat"):
+    for config in ("quick", "tools"):
         code, said = command(rest, "check", config)
         assert code == 0, said
     for arguments in (["sweep", "quick"], ["report", "runs"], ["doctor"]):
