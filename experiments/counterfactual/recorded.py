@@ -28,8 +28,6 @@ SHIPPED = Path(__file__).resolve().parent / "corrections.toml"
 # What is optimised, not how it is corrected: the same in the reference and in every correction.
 _OBJECTIVE = ("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "mask_truncated", "dpo_beta")
 _REDUCTION = ("reduction", "fixed_length")
-MIN_GROUPS = 3
-"""Of a batch: with fewer there is no interval worth printing."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +129,6 @@ def _check_kind(config: Config) -> None:
         raise ConfigError(
             f"advantage.kind = {config.advantage.kind!r} needs a critic, whose gradient is none of the policy's; this "
             "experiment is for estimators without one, group_relative or leave_one_out"
-        )
-    if config.groups_per_batch < MIN_GROUPS:
-        raise ConfigError(
-            f"a batch of the run has {config.groups_per_batch} groups, too few for an interval; at least {MIN_GROUPS} are "
-            "needed (learner.batch_size / generation.group_size)"
         )
 
 

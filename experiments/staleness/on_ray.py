@@ -6,8 +6,8 @@ on close    the actors are killed; they end their runs anyway when they have hea
 
 Ray carries JSON and nothing else: the cell there, its progress and at the end its result back. On the node the cell is a run of
 that machine (`sweep.Here`). Its actor takes all CPUs of the node, and all GPUs where cells use any, so cells and the cluster's
-other work wait for each other. Files are not sent: before the first cell every node loads the data, looks at what cells name
-and compares digests. Nodes that join later are not used. Needs the extra `ray`; called by `sweep`.
+other work wait for each other. Files are not sent: before it begins a cell compares digests of what it reads on its node with
+those here. Nodes that join later are not used. Needs the extra `ray`; called by `sweep`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ _LOST_AFTER_S = 30.0
 _TRIES = 3
 """Nodes on which a cell may be lost; then it has failed: perhaps it is the cell that ends them."""
 _LOOK_S = 1.0
-_LOOKING_S = 900.0
 _SAID_AFTER_S = 30.0
 _JOB, _OUTCOME = TypeAdapter(Job), TypeAdapter(Outcome | None)
 
@@ -61,8 +60,8 @@ class CellOnNode(Progress):
     Ray outlives its node's daemon for long.
     """
 
-    def __init__(self, job: str, lost_after_s: float) -> None:
-        self._job, self._lost_after_s = _read(job), lost_after_s
+    def __init__(self, job: str, expected: dict[str, str], lost_after_s: float) -> None:
+        self._job, self._expected, self._lost_after_s = _read(job), expected, lost_after_s
         self._here, self._texts, self._step = Here(), list[str](), 0
         self._heard = time.monotonic()
         threading.Thread(target=self._end_when_alone, daemon=True).start()
@@ -73,7 +72,18 @@ class CellOnNode(Progress):
         run, deadline = RunDir(self._job.cell.config.run_dir), time.monotonic() + 2 * self._lost_after_s
         while run.is_alive() and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        return _OUTCOME.dump_json(self._here.run(self._job, self))
+        problem = self._missing()
+        return _OUTCOME.dump_json(Outcome(None, problem) if problem else self._here.run(self._job, self))
+
+    def _missing(self) -> str:
+        """What this node lacks to run the cell."""
+        try:
+            found = contents([self._job.cell.config])
+        except (AsyncRLHFError, OSError) as error:
+            return str(error)
+        other = ", ".join([name for name, digest in found.items() if self._expected.get(name) != digest][:5])
+        what = "Every node needs this version of async-rlhf, and at the same path every file that the cells name"
+        return f"not the same there as here: {other}. {what} (a shared file system, or copies)" if other else ""
 
     def news(self) -> tuple[list[str], int]:
         """What was said since the last call, and the newest step."""
@@ -100,7 +110,7 @@ class CellOnNode(Progress):
 def nodes(address: str, at_most: int | None, jobs: Sequence[Job]) -> Iterator[Nodes]:
     """The cluster at this address (IP:PORT of its head, or `auto`), joined until the block ends.
 
-    at_most: cells at once. Raises ConfigError where there is no such cluster, or a node of it cannot run the cells.
+    at_most: cells at once. Raises ConfigError where there is no such cluster, or no node of it for a cell.
     """
     if at_most is not None and at_most < 1:
         raise ConfigError(f"--jobs {at_most}: choose 1 or more, or leave it out for one cell a node")
@@ -126,7 +136,7 @@ class Nodes:
         self._nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and self._fits(node["Resources"])}
         if not self._nodes:
             raise ConfigError(f"--ray: no node of the cluster has a {' and a '.join(self._needed)} for a cell")
-        self._look(jobs)
+        self._expected = contents([job.cell.config for job in jobs], is_here=False)
         own = ray.get_runtime_context().get_node_id()  # the last to be used: it runs this command too
         for node in sorted(self._nodes, key=lambda node: (node == own, node)):
             self._free.put(node)
@@ -163,8 +173,8 @@ class Nodes:
 
     def _run_on(self, node: str, job: Job, progress: Progress) -> Outcome | None:
         """Pass on what the cell says, and signals to it, until it has ended. Raises RayError when the node is lost."""
-        options = {**self._claim(node, whole=True), "max_concurrency": 3, "max_restarts": 0}
-        actor = ray.remote(CellOnNode).options(**options).remote(_text(job), _LOST_AFTER_S)
+        options = {**self._claim(node), "max_concurrency": 3, "max_restarts": 0}
+        actor = ray.remote(CellOnNode).options(**options).remote(_text(job), self._expected, _LOST_AFTER_S)
         try:
             progress.event(f"on {self._name(node)}")
             ended, news, told, began, has_begun = actor.run.remote(), actor.news.remote(), 0, time.monotonic(), False
@@ -197,45 +207,15 @@ class Nodes:
     def _fits(self, resources: dict[str, float]) -> bool:
         return all(resources.get(each, 0) >= 1 for each in self._needed)
 
-    def _claim(self, node: str, *, whole: bool) -> dict[str, Any]:
-        """Ray's options of what is to run on this node. Without `whole` it runs beside other work; of a GPU, which Ray hides
-        from what has none, it then has a sliver."""
+    def _claim(self, node: str) -> dict[str, Any]:
+        """Ray's options of what is to have this node alone."""
         there = self._nodes[node]["Resources"]
-        cpus, gpus = (there["CPU"], there.get("GPU", 0.0)) if whole else (0, 0.01)
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        return {"num_cpus": cpus, "num_gpus": gpus if "GPU" in self._needed else 0, "scheduling_strategy": strategy}
+        gpus = there["GPU"] if "GPU" in self._needed else 0
+        return {"num_cpus": there["CPU"], "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def _name(self, node: str) -> str:
         return f"{self._nodes[node]['NodeManagerHostname']} ({node[:8]})"
-
-    def _look(self, jobs: Sequence[Job]) -> None:
-        """Raises ConfigError for what a node lacks."""
-        expected, texts = contents([job.cell.config for job in jobs], is_here=False), [_text(job) for job in jobs]
-        looking = {
-            node: ray.remote(look).options(**self._claim(node, whole=False)).remote(texts, expected) for node in self._nodes
-        }
-        problems = []
-        for node, answer in looking.items():
-            try:
-                problem = ray.get(answer, timeout=_LOOKING_S)
-            except RayError as error:
-                problem = str(error).strip().splitlines()[-1]
-            problems += [f"{self._name(node)}: {problem}"] if problem else []
-        if problems:
-            raise ConfigError(
-                f"--ray: nodes cannot run the cells: {'; '.join(problems)}. Every node needs this version of async-rlhf, and "
-                "at the same path every file that the cells name (a shared file system, or copies); shipped ones it has"
-            )
-
-
-def look(jobs: Sequence[str], expected: dict[str, str]) -> str:
-    """On a node: what it lacks to run these cells."""
-    try:
-        found = contents([_read(job).cell.config for job in jobs])
-    except (AsyncRLHFError, OSError) as error:
-        return str(error)
-    other = [name for name, digest in expected.items() if found.get(name) != digest]
-    return f"not the same as here: {', '.join(other[:5])}" if other else ""
 
 
 def contents(configs: Sequence[Config], *, is_here: bool = True) -> dict[str, str]:

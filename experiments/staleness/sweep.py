@@ -28,7 +28,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
 from async_rlhf.experiments.staleness.archive import Archive, keep_failed, keep_sweep
 from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, finished, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
-from async_rlhf.experiments.staleness.progress import CellProgress, Pace, SweepProgress
+from async_rlhf.experiments.staleness.progress import CellProgress, Pace
 from async_rlhf.experiments.staleness.report import write
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
@@ -202,26 +202,23 @@ class _Running:
     def all(self, jobs: Sequence[Job]) -> dict[str, Outcome | None]:
         """Run them. By their heads how they ended; None where they have not."""
         at_once = self._cells.at_once
-        shown = SweepProgress(Pace(waiting=len(jobs), jobs=at_once), self._say)
-        with on_signals(self._take), shown, ThreadPoolExecutor(at_once) as threads:
-            futures = {job.head: threads.submit(self._run, job, shown) for job in jobs}
+        pace = Pace(waiting=len(jobs), jobs=at_once)
+        with on_signals(self._take), ThreadPoolExecutor(at_once) as threads:
+            futures = {job.head: threads.submit(self._run, job, pace) for job in jobs}
             return {head: _wait(future) for head, future in futures.items()}
 
-    def _run(self, job: Job, shown: SweepProgress) -> Outcome | None:
+    def _run(self, job: Job, pace: Pace) -> Outcome | None:
         """See `all`."""
         if self.signals:
             return None
         state = self._states[job.head]
-        shown.say(f"{job.head}: resumed" if state == "unfinished" else job.head)
-        shown.pace.waiting -= 1
-        began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, shown)
-        try:
-            outcome = self._cells.run(job, progress)
-        finally:
-            progress.close()
+        self._say(f"{job.head}: resumed" if state == "unfinished" else job.head)
+        pace.waiting -= 1
+        began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, pace, self._say)
+        outcome = self._cells.run(job, progress)
         if outcome is not None and not outcome.failure and (result := outcome.result) is not None:
             if state == "new":
-                shown.pace.end(time.monotonic() - began)
+                pace.end(time.monotonic() - began)
             keep(result, job.kept)
             progress.event(_summary(result))
         return outcome

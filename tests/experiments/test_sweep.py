@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import shutil
 import signal
 import sys
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.reports.command import report
-from async_rlhf.experiments.staleness.progress import CellProgress, Pace, SweepProgress
+from async_rlhf.experiments.staleness.progress import CellProgress, Pace
 from async_rlhf.experiments.staleness.sweep import run_sweep
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
@@ -148,28 +146,11 @@ def test_a_sweep_takes_what_is_left_of_a_cell_and_whole_cells_for_those_that_wai
     assert pace.left(20.0) == "0:00:20 left, 0:02:00 for the sweep", "those that run at once share the time"
 
 
-def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_prints_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     said, clock = list[str](), iter([0.0, 2.0, 4.0, 20.0])
     monkeypatch.setattr("async_rlhf.experiments.staleness.progress.time.monotonic", lambda: next(clock))
-    with SweepProgress(Pace(waiting=1), said.append, Console(file=io.StringIO())) as sweep:
-        progress = CellProgress(HEAD, 30, sweep)
-        progress.waiting({}, 4)
-        for step in (1, 2, 3, 11):
-            progress.step({"step": step}, 100)
-        progress.event("actor-0 ended")
+    progress = CellProgress(HEAD, 30, Pace(waiting=1), said.append)
+    for step in (1, 2, 3, 11):
+        progress.step({"step": step}, 100)
+    progress.event("actor-0 ended")
     assert said == [f"{HEAD}: step 2/30, 0:00:56 left", f"{HEAD}: step 11/30, 0:00:38 left", "    actor-0 ended"]
-
-
-def test_a_terminal_gets_a_bar_with_the_cell_its_step_and_what_is_waited_for() -> None:
-    file, said = io.StringIO(), list[str]()
-    console = Console(file=file, force_terminal=True, width=160)
-    with SweepProgress(Pace(waiting=0), said.append, console) as sweep:
-        progress = CellProgress(HEAD, 30, sweep)
-        progress.waiting({}, 4)
-        sweep.bars.refresh()
-        progress.step({"step": 7}, 100)
-        sweep.bars.refresh()
-        progress.close()
-    shown = file.getvalue()
-    assert HEAD in shown and "starting the processes" in shown and "7/30" in shown
-    assert said == []
