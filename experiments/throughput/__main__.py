@@ -33,17 +33,9 @@ from async_rlhf.experiments.throughput.harness import ROOT, Bench, MissingError,
 from async_rlhf.experiments.throughput.tables import save
 from async_rlhf.launch.forked import adopt_orphans
 
-# By name: the module here that has a function of this name, and what it measures; in the order in which they run.
-PARTS = {
-    "engine": ("engine", "generation beside transformers' generate"),
-    "vllm_side": ("engine", "generation beside vLLM"),
-    "queue": ("queue", "the replay queue beside raw ZeroMQ"),
-    "learner": ("learner", "a learner step beside a bare loop and TRL's training part"),
-    "pipeline": ("pipeline", "the whole beside TRL's GRPOTrainer"),
-    "weights": ("weights", "weight transport beside memcpy and raw ZeroMQ"),
-    "publication": ("weights", "what a publication costs learner and generation; what relays spare the hub"),
-    "whole": ("whole", "time to the first step, and memory of each process"),
-}
+# By name, in the order in which they run: the module here that has a function of this name.
+PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "pipeline": "pipeline",
+         "weights": "weights", "publication": "weights", "whole": "whole"}  # fmt: skip
 # Seconds after which a part is ended: several times what it takes on a quiet machine.
 LIMIT_S = 1500.0
 # Exit code of a part whose package is not installed.
@@ -57,7 +49,7 @@ Small = Annotated[bool, typer.Option("--small", help="Small loads, one turn: tha
 
 def load(name: str) -> Part:
     """The part's function."""
-    found: Part = getattr(importlib.import_module(f"async_rlhf.experiments.throughput.{PARTS[name][0]}"), name)
+    found: Part = getattr(importlib.import_module(f"async_rlhf.experiments.throughput.{PARTS[name]}"), name)
     return found
 
 
@@ -94,11 +86,6 @@ class Parts(TyperGroup):
         app = typer.Typer(add_completion=False)
         app.command(cmd_name)(command(cmd_name, load(cmd_name)))
         return typer.main.get_command(app)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The list in `--help`, without an import."""
-        with formatter.section("Parts"):
-            formatter.write_dl([(name, what) for name, (_, what) in PARTS.items()])
 
 
 app = typer.Typer(add_completion=False, cls=Parts, rich_markup_mode=None)

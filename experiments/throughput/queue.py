@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 import psutil
-import zmq
 
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient
@@ -40,7 +39,7 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import SocketLink
-from async_rlhf.experiments.throughput.harness import SPAWN, Bench, Row, alternate, cpu_s, running
+from async_rlhf.experiments.throughput.harness import SPAWN, Bench, Row, alternate, cpu_s, raw_seconds, running
 
 GROUP_SIZE, PRODUCERS = 8, 4
 COMMIT_EVERY = 16
@@ -113,37 +112,11 @@ def a_group(rollout_bytes: int) -> Group:
 
 
 def run_raw(load: Load) -> float:
-    """Seconds from the first message received to the last."""
+    """Seconds of as many messages of the same size."""
     header, arrays = packing.pack_group(a_group(load.rollout_bytes))
     size = sum(map(len, wire.encode(wire.Put(group=header), arrays)))
     with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
-        address, each = f"ipc://{folder}/raw", load.num_groups // PRODUCERS
-        context = zmq.Context()
-        socket = context.socket(zmq.PULL)
-        socket.setsockopt(zmq.RCVTIMEO, int(_LIMIT_S * 1000))
-        socket.bind(address)
-        processes = [SPAWN.Process(target=_push, args=(address, size, each), daemon=True) for _ in range(PRODUCERS)]
-        try:
-            with running(*processes):
-                for _ in range(PRODUCERS):
-                    socket.recv()
-                began = time.perf_counter()
-                for _ in range((each - 1) * PRODUCERS):
-                    socket.recv()
-                return time.perf_counter() - began
-        finally:
-            context.destroy(linger=0)
-
-
-def _push(address: str, size: int, count: int) -> None:
-    context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.connect(address)
-    message = bytes(size)
-    for _ in range(count):
-        socket.send(message)
-    socket.close()
-    context.term()
+        return raw_seconds(f"ipc://{folder}/raw", size, load.num_groups, PRODUCERS)
 
 
 def run_queue(load: Load) -> Run:

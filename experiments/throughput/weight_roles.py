@@ -1,4 +1,4 @@
-"""The other processes of the weights benchmark: a hub, a learner that publishes on command, and raw ZeroMQ. No torch."""
+"""The other processes of the weights benchmark: a hub, and a learner that publishes on command. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from time import monotonic, process_time
 from typing import Any, cast
 
 import numpy as np
-import zmq
 
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.config import QueueConfig, WeightsConfig
@@ -64,15 +63,3 @@ def learner(address: str, transport: str, num_bytes: int, told: Connection) -> N
         copied = monotonic()
         publication.wait()
         told.send((client.fence, began, copied, monotonic(), process_time() - working))
-
-
-def source(address: str, num_bytes: int, frame_bytes: int, told: Connection) -> None:
-    """For each message: pushes so many bytes in frames of that size."""
-    socket = zmq.Context().socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 16)
-    socket.connect(address)
-    data = memoryview(bytes(frame_bytes))
-    while True:
-        told.recv()
-        for _ in range(num_bytes // frame_bytes):
-            socket.send(data)

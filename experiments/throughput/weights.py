@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-import zmq
 from transformers import AutoModelForCausalLM
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
@@ -44,7 +43,19 @@ from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput import weight_roles
-from async_rlhf.experiments.throughput.harness import MODEL, SPAWN, Bench, Row, alternate, cpu_s, rates, running, talking, timed
+from async_rlhf.experiments.throughput.harness import (
+    MODEL,
+    SPAWN,
+    Bench,
+    Row,
+    alternate,
+    cpu_s,
+    rates,
+    raw_seconds,
+    running,
+    talking,
+    timed,
+)
 from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_hub, make_words, weights_config
 from async_rlhf.launch.network import LOOPBACK, free_port
 
@@ -69,8 +80,8 @@ def weights(bench: Bench) -> Iterator[Row]:
     with Fleet.of("ipc", "shared", num_bytes) as fleet:
         yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with Fleet.of("tcp", "chunks", num_bytes) as fleet:
-        raw = iter(raw_seconds(num_bytes, turns + 1))
-        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=lambda: next(raw))
+        raw = partial(raw_seconds, f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", CHUNK_BYTES, num_bytes // CHUNK_BYTES, 1)
+        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=raw)
         with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
@@ -167,26 +178,6 @@ class Fleet:
         self._state = ActorState(0, weights.fence, weights.version, ())
         self._client.beat(self._state, wire.Telemetry())
         return Published(adopted - began, adopted - ended, copied - began, looked_s, adopted - here, spent_s + learner_s)
-
-
-def raw_seconds(num_bytes: int, repeats: int) -> list[float]:
-    """PUSH/PULL of the same bytes in frames as large as a chunk over loopback tcp, without looking at them."""
-    context = zmq.Context()
-    pull = context.socket(zmq.PULL)
-    pull.setsockopt(zmq.RCVHWM, 16)
-    pull.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    address, seconds = f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", []
-    pull.bind(address)
-    with talking(weight_roles.source, address, num_bytes, CHUNK_BYTES) as told:
-        for _ in range(repeats):
-            told.send("push")
-            pull.poll(int(DEADLINE_S * 1000))
-            began = perf_counter()
-            for _ in range(num_bytes // CHUNK_BYTES):
-                pull.recv()
-            seconds.append(perf_counter() - began)
-    context.destroy(linger=0)
-    return seconds
 
 
 def versions(learning_rate: float, steps: int) -> list[WeightSet]:

@@ -14,14 +14,15 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli.app import experiment
-from async_rlhf.experiments.page import to_html
+from async_rlhf.experiments.page import to_html, write_csv
 from async_rlhf.experiments.reports.command import report
 from async_rlhf.experiments.staleness.archive import keep_failed, keep_sweep, read_sweep
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, keep, kept, read_run
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.frames import curves, results
-from async_rlhf.experiments.staleness.report import render
+from async_rlhf.experiments.staleness.report import render, row
 from async_rlhf.run.run_dir import RunDir
+from tests.conftest import REPOSITORY
 from tests.experiments.written import ended_run
 
 COMMAND = "async-rlhf sweep s.toml --set max_steps=12"
@@ -94,16 +95,15 @@ def page_of(directory: Path) -> str:
     return render(read_sweep(directory), None)
 
 
-def test_the_page_says_what_a_target_cost_what_the_seeds_show_and_where_groups_went(sweep: Path) -> None:
-    page = page_of(sweep)
-    cost = page[page.index("## What a target cost") : page.index("## How far")]
-    assert "| queue.max_staleness = 0 | 3 of 3 | 12 ± 0 | 1,536 ± 0 | 1,278 ± 0 | 24.0 ± 0.0 |" in cost
-    assert "| queue.max_staleness = 1 | 1 of 3 | - | - | - | - |" in cost, "no mean over those alone that reached it"
-    power = page[page.index("## What so many seeds can show") :]
-    assert "| queue.max_staleness = 0 | held-out reward, end | 0.010 | 3 |" in power
-    assert "| queue.max_staleness = 0 | area | 0.000 | 3 | 0.000 | - |" in power
-    ends = page[page.index("## What became of the groups") : page.index("## What so many")]
-    assert "| queue.max_staleness = 1 | 144 | 6 | - | - | - | 93 | - |" in ends
+PUBLISHED = [path.parent for path in sorted((REPOSITORY / "experiments").rglob("sweep.json"))]
+
+
+@pytest.mark.parametrize("directory", PUBLISHED, ids=lambda path: path.name)
+def test_a_published_page_and_its_table_are_what_the_kept_results_give(directory: Path, tmp_path: Path) -> None:
+    archive = read_sweep(directory)
+    assert render(archive, "results.png", "trade_offs.png") == (directory / "report.md").read_text()
+    write_csv([row(result) for result in archive.results], tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == (directory / "results.csv").read_text()
 
 
 def test_a_sweep_and_a_run_have_an_accuracy_only_where_a_reward_says_what_is_solved(sweep: Path, run: RunDir) -> None:

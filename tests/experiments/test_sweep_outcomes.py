@@ -228,15 +228,6 @@ def test_as_many_settings_of_one_colour_as_an_experiment_has_corrections_are_tol
     assert [len(axes.get_lines()) for axes in of_reference] == [2] * 6
 
 
-def test_tiny_divergences_are_written_out_and_have_no_factor_beside_the_axis(result: CellResult) -> None:
-    results = [replace(result, held_out_end=HeldOut(0.5, None), kl_behaviour_mean=1e-8 * seed, seed=seed) for seed in (1, 2)]
-    figure = picture(results, SweepConfig(name="s", base="b", seeds=(1, 2), values={"loss.kind": ["a"]}))
-    (axes,) = (axes for axes in figure.axes if "sampling policy" in axes.get_title())
-    figure.draw_without_rendering()
-    assert axes.xaxis.get_offset_text().get_text() == ""
-    assert "1.5e-08" in [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_xticklabels()]
-
-
 def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:
     results = [replace(result, setting=(("loss.kind", kind), ("queue.max_staleness", 16))) for kind in ("a", "b", "c")]
     settings = settings_of(results)
