@@ -112,8 +112,6 @@ class CellResult:
     curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step,
     to 6 digits."""
-    evaluations: tuple[tuple[int, float], ...] = ()
-    """(step, mean greedy reward) of each evaluation of the held-out prompts."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
     budget: Budget | None = None
@@ -211,7 +209,6 @@ def read_run(directory: RunDir, setting: Setting | None = None, swept: Iterable[
         settings=given(config),
         code=_code(directory.path),
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
-        evaluations=_evaluations(directory),
         budget=config.budget if config.budget.may_cut_steps else None,
         ledger={word: count for word, count in ledger.items() if type(count) is int},
     )
@@ -281,12 +278,6 @@ def _curves(metrics: Sequence[dict[str, Any]]) -> dict[str, tuple[float | None, 
     return {
         name: tuple(None if (value := step.get(name)) is None else float(f"{value:.6g}") for step in metrics) for name in known
     }
-
-
-def _evaluations(directory: RunDir) -> tuple[tuple[int, float], ...]:
-    """The last one of each step."""
-    found = {r.get("step"): r.get("mean_reward") for r in directory.read_evaluations()}
-    return tuple(sorted((step, reward) for step, reward in found.items() if type(step) is int and reward is not None))
 
 
 def _held_out(directory: RunDir, label: str) -> HeldOut:

@@ -202,7 +202,7 @@ def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: Ce
     assert titles(results, sweep) == whole, "no run reached the target"
     results[0] = replace(result, reward_last_quarter=0.8)
     assert titles(results, sweep) == [*whole, "Samples to the target of 0.730", "Seconds to the target of 0.730"]
-    bare = [replace(each, curves={}, evaluations=(), kl_behaviour_mean=None, is_ess_mean=None) for each in results]
+    bare = [replace(each, curves={}, kl_behaviour_mean=None, is_ess_mean=None) for each in results]
     assert titles(bare, sweep)[:2] == [whole[0], whole[2]] and len(titles(bare, sweep)) == 4
 
 
