@@ -153,13 +153,13 @@ def compare(
     return [rows[name] for name in (FRESH, *losses)]
 
 
-def check_memory(num_parameters: int, num_blocks: int, available: int) -> None:
-    """Raises ConfigError where the gradients of all blocks have no room beside each other. available: bytes."""
-    needed = 4 * num_parameters * num_blocks
+def check_memory(num_parameters: int, num_batches: int, available: int) -> None:
+    """Raises ConfigError where the gradients of all batches have no room beside each other. available: bytes."""
+    needed = 4 * num_parameters * num_batches
     if needed > available:
         raise ConfigError(
-            f"{num_blocks} gradients of {num_parameters:,} parameters need {written(needed)} at once, {written(available)} are "
-            "free; ask about a run of a smaller model, or one that trains adapters (learner.lora)"
+            f"{num_batches} gradients of {num_parameters:,} parameters need {written(needed)} at once, {written(available)} "
+            "are free; ask about a run of a smaller model, or one that trains adapters (learner.lora)"
         )
 
 

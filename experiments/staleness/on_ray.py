@@ -88,7 +88,8 @@ class CellOnNode(Progress):
     def news(self) -> tuple[list[str], int]:
         """What was said since the last call, and the newest step."""
         self._heard = time.monotonic()
-        said, self._texts = self._texts, []
+        said = self._texts[:]
+        del self._texts[: len(said)]  # what the run's thread says meanwhile stays behind them
         return said, self._step
 
     def interrupt(self) -> None:
