@@ -122,17 +122,6 @@ def test_an_interrupt_drains_the_cell_and_the_sweep_and_the_cell_can_be_resumed(
     assert [row["steps"] for row in table(directory)] == ["300"]
 
 
-def test_a_cell_with_other_settings_ends_the_command_before_anything_runs(
-    sweep: Callable[..., Path], command: Callable[..., Any], tmp_path: Path, small: Any
-) -> None:
-    name = "queue.max_staleness-1_seed-3"
-    RunDir.create(small(name=name, seed=3, output_dir=str(tmp_path / "sweeps" / "tiny"), **{"learner.learning_rate": 0.5}))
-    code, output = command("sweep", str(sweep([0, 1], max_steps=2))).finish()
-    assert code == 3, output
-    assert "is of a run with other settings" in output and "learner.learning_rate: 0.5 -> " in output
-    assert not (tmp_path / "sweeps" / "tiny" / "queue.max_staleness-0_seed-3").exists()
-
-
 HEAD = "cell 2/6: queue.max_staleness = 1, seed = 0"
 
 

@@ -127,9 +127,11 @@ def test_an_interrupt_drains_the_cells_and_says_where_their_runs_are_kept(
 def test_a_node_that_has_another_file_is_given_no_run(
     cluster: Cluster, sweep: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = sweep([3])
-    monkeypatch.setattr(on_ray, "contents", lambda *_, **__: {str(tmp_path / "odd.py"): "another digest"})
-    with pytest.raises(AsyncRLHFError, match=r"1 of 1 cells failed, .*not the same there as here: .*/odd.py. Every node needs"):
+    path, contents, other = sweep([3]), on_ray.contents, {str(tmp_path / "odd.py"): "another digest"}
+    monkeypatch.setattr(on_ray, "contents", lambda *given, **named: contents(*given, **named) | other)
+    with pytest.raises(
+        AsyncRLHFError, match=r"1 of 1 cells failed, .*not the same there as here: \S*/odd.py. Every node needs"
+    ):
         run_sweep(path, (), ray=cluster.address)
     assert not list((tmp_path / "sweeps" / "tiny").glob("queue*"))
 
