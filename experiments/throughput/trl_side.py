@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -146,13 +147,8 @@ def _run_learner(spec: dict[str, Any], connection: Connection) -> None:
 
     def padded(rows: list[list[int]], left: bool) -> tuple[Any, Any]:
         """ids and mask, int64 [B, L]; prompts are padded on the left as TRL pads them, completions on the right."""
-        side = "left" if left else "right"
-        ids, mask = (
-            torch.nn.utils.rnn.pad_sequence([torch.tensor(row) if of_ids else torch.ones(len(row), dtype=torch.long)
-                                             for row in rows], batch_first=True, padding_side=side)
-            for of_ids in (True, False)
-        )  # fmt: skip
-        return ids, mask
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left" if left else "right")
+        return pad([torch.tensor(row) for row in rows]), pad([torch.ones(len(row), dtype=torch.long) for row in rows])
 
     prompt_ids, prompt_mask = padded(spec["prompt_ids"], left=True)
     completion_ids, completion_mask = padded(spec["completion_ids"], left=False)
