@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from markdown_it import MarkdownIt
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.statistics import Comparison, Difference, Estimate
+from async_rlhf.experiments.statistics import Comparison, Mean
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def by_group(groups: Mapping[str, list[T]], columns: Mapping[str, Callable[[list
     return table([[first, *columns], *lines])
 
 
-def number(value: Estimate | None, *, digits: int = 3) -> str:
+def number(value: Mean | None, *, digits: int = 3) -> str:
     """A mean, with its interval, its range, or alone where there is one seed."""
     if value is None:
         return "-"
@@ -71,7 +71,7 @@ def number(value: Estimate | None, *, digits: int = 3) -> str:
     return f"{mean} ({value.low:,.{digits}f} to {value.high:,.{digits}f})"
 
 
-def difference(found: Difference | None) -> str:
+def difference(found: Mean | None) -> str:
     """With its interval."""
     if found is None:
         return "-"

@@ -23,31 +23,8 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds. `half_width` is that of its 95 % t interval, None with fewer than MIN_SEEDS seeds."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-    half_width: float | None
-
-
-def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """Mean, range and interval of what was measured; None when nothing was."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    count, half_width = len(known), None
-    if count >= MIN_SEEDS:
-        by_t = _by_t(np.array(known))
-        half_width = (by_t.high - by_t.low) / 2
-    return Estimate(math.fsum(known) / count, min(known), max(known), count, half_width)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of a mean from 0. low and high: the 95 % interval; p: two-sided, smaller than LEVEL when and only when the interval
+class Mean:
+    """Over seeds. low and high: the 95 % interval; p: two-sided, from 0, smaller than LEVEL when and only when the interval
     leaves 0 out. With fewer than MIN_SEEDS seeds p is None, and low and high are the range of the seeds. deviation: standard
     deviation of what was averaged, nan of a single number."""
 
@@ -58,8 +35,19 @@ class Difference:
     p: float | None
     deviation: float = math.nan
 
+    @property
+    def half_width(self) -> float | None:
+        """Of the interval, where there is one."""
+        return None if self.p is None else (self.high - self.low) / 2
 
-def paired(after: Sequence[float], before: Sequence[float]) -> Difference:
+
+def estimate(values: Iterable[float | None]) -> Mean | None:
+    """Of what was measured; None when nothing was."""
+    known = [value for value in values if value is not None]
+    return paired(known, [0.0] * len(known)) if known else None
+
+
+def paired(after: Sequence[float], before: Sequence[float]) -> Mean:
     """Of the means of two settings, by seed: `after[i]` and `before[i]` have the same seed. Raises ValueError where they
     cannot.
 
@@ -74,7 +62,7 @@ def paired(after: Sequence[float], before: Sequence[float]) -> Difference:
     gaps = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     if len(gaps) < MIN_SEEDS:
         deviation = float(gaps.std(ddof=1)) if len(gaps) > 1 else math.nan
-        return Difference(float(gaps.mean()), float(gaps.min()), float(gaps.max()), len(gaps), None, deviation)
+        return Mean(float(gaps.mean()), float(gaps.min()), float(gaps.max()), len(gaps), None, deviation)
     return _by_t(gaps)
 
 
@@ -82,11 +70,11 @@ def paired(after: Sequence[float], before: Sequence[float]) -> Difference:
 class Comparison:
     """A difference among several. adjusted: its p after Holm over all of them; None where there is no p."""
 
-    found: Difference
+    found: Mean
     adjusted: float | None
 
 
-def adjusted(found: Mapping[str, Difference]) -> dict[str, Comparison]:
+def adjusted(found: Mapping[str, Mean]) -> dict[str, Comparison]:
     """By name, with Holm over all that have a p."""
     judged = {name: each.p for name, each in found.items() if each.p is not None}
     after = dict(zip(judged, holm(list(judged.values())), strict=True))
@@ -145,7 +133,7 @@ def seeds_needed(deviation: float, difference: float, power: float = 0.8) -> int
     return count
 
 
-def worded(what: str, base: str, found: Difference, adjusted: float, comparisons: int, unit: str = "seeds") -> str:
+def worded(what: str, base: str, found: Mean, adjusted: float, comparisons: int, unit: str = "seeds") -> str:
     """The sentence that an interval carries, and no more: `what` against `base`. adjusted: Holm's value over `comparisons`.
     unit: what `found.count` counts."""
     numbers = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
@@ -193,14 +181,11 @@ def t_chance(t: float, degrees: int) -> float:
     return 0.5 + within / 2
 
 
-def t_interval(mean: float, error: float, degrees: int, count: int) -> Difference:
-    """Of a mean with its standard error: the 95 % interval, and p against 0."""
-    half = t_quantile(1 - LEVEL / 2, degrees) * error
+def _by_t(gaps: Array) -> Mean:
+    """The 95 % t interval, and p against 0."""
+    mean, deviation, count = float(gaps.mean()), float(gaps.std(ddof=1)), len(gaps)
+    error = deviation / math.sqrt(count)
+    half = t_quantile(1 - LEVEL / 2, count - 1) * error
     t = abs(mean) / error if error > 0 else (math.inf if mean else 0.0)
-    p = max(0.0, 2 * (1 - t_chance(t, degrees)))  # the sum may round to above 1
-    return Difference(mean, mean - half, mean + half, count, p, error * math.sqrt(count))
-
-
-def _by_t(gaps: Array) -> Difference:
-    error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
-    return t_interval(float(gaps.mean()), error, len(gaps) - 1, len(gaps))
+    p = max(0.0, 2 * (1 - t_chance(t, count - 1)))  # the sum may round to above 1
+    return Mean(mean, mean - half, mean + half, count, p, deviation)

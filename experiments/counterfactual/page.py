@@ -19,7 +19,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.measures import Measures, Reference, ceiling
 from async_rlhf.experiments.counterfactual.recorded import Moment
 from async_rlhf.experiments.page import raw_table, write_csv
-from async_rlhf.experiments.statistics import MIN_SEEDS, Difference, holm, paired, worded
+from async_rlhf.experiments.statistics import MIN_SEEDS, Mean, holm, paired, worded
 
 ENOUGH = 4096
 """Fresh completions below which a reference is called too small."""
@@ -56,9 +56,9 @@ class Row:
     norm_ratio: Interval
     share: Interval
     fresh_below: float | None = None
-    bias: Difference | None = None
+    bias: Mean | None = None
     """Over seeds: of share - 1, from 0."""
-    difference: Difference | None = None
+    difference: Mean | None = None
     """Over seeds: of the cosine from that of the first correction; None for that."""
     runs: int = 1
 
@@ -107,9 +107,9 @@ def _mean(rows: Sequence[Row], base: Sequence[Row]) -> Row:
     def mean(values: Iterable[float]) -> float:
         return math.fsum(values) / len(rows)
 
-    def differs(values: Sequence[float]) -> Difference:
+    def differs(values: Sequence[float]) -> Mean:
         if not all(map(math.isfinite, values)):
-            return Difference(math.nan, math.nan, math.nan, len(values), None)
+            return Mean(math.nan, math.nan, math.nan, len(values), None)
         return paired(values, [0.0] * len(values))
 
     changed: dict[str, Any] = {name: mean(getattr(row, name) for row in rows) for name in ("staleness", "halves", "ceiling")}

@@ -19,7 +19,7 @@ from async_rlhf.experiments.staleness.config import shown
 from async_rlhf.experiments.statistics import (
     Array,
     Comparison,
-    Difference,
+    Mean,
     adjusted,
     detectable,
     estimate,
@@ -94,7 +94,7 @@ def paired_difference(
     results: Sequence[CellResult],
     reference: Sequence[CellResult],
     number: Number = final_reward,
-) -> Difference | None:
+) -> Mean | None:
     """A number of a setting minus that of the reference setting with the same seed (which has the same prompts)."""
     base = {result.seed: number(result) for result in reference}
     both = [(number(result), base.get(result.seed)) for result in results]
@@ -150,7 +150,7 @@ def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_r
     Holm over all of them."""
     groups = {cells[0].setting: cells for cells in by_setting(results).values()}
     first = dict(next(iter(groups)))[axis]
-    found: dict[str, Difference] = {}
+    found: dict[str, Mean] = {}
     for setting, cells in groups.items():
         reference = groups.get(tuple((key, first if key == axis else value) for key, value in setting))
         if reference is None or dict(setting)[axis] == first:
@@ -247,7 +247,7 @@ def path(cell: CellResult, name: str) -> list[Point]:
     return [Point(end, score, kl) for end, score, kl in found if score is not None]
 
 
-def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | None:
+def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Mean] | None:
     """Of one setting and one score in training: the step at which it is highest in the mean of the seeds, and the end minus it.
 
     The step is chosen by the same numbers, so chance alone makes the end a little lower. None with fewer than two points that
@@ -261,7 +261,7 @@ def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | Non
     return peak, paired([curve[steps[-1]] for curve in curves], [curve[peak] for curve in curves])
 
 
-def power(difference: Difference) -> Power | None:
+def power(difference: Mean) -> Power | None:
     """None with a single seed: no difference of any size can then be told from chance."""
     if difference.count < 2 or math.isnan(difference.deviation):
         return None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.experiments.statistics import (
     LEVEL,
-    Difference,
+    Mean,
     detectable,
     estimate,
     holm,
@@ -39,11 +39,11 @@ def test_the_t_distribution_is_that_of_the_tables() -> None:
 def test_three_values_have_a_t_interval_two_have_none_and_none_have_no_estimate() -> None:
     found = estimate([1.0, 2.0, 3.0])
     assert found is not None
-    assert (found.mean, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
+    assert (found.mean, found.count) == (2.0, 3)
     assert found.half_width == pytest.approx(4.30265 / 3**0.5, rel=1e-5)
     two = estimate([1.0, None, 3.0])
     assert two is not None and two.mean == 2.0 and two.half_width is None and estimate([None]) is None
-    assert paired([1.0, 3.0], [0.0, 0.0]) == Difference(2.0, 1.0, 3.0, 2, None, math.sqrt(2))
+    assert paired([1.0, 3.0], [0.0, 0.0]) == Mean(2.0, 1.0, 3.0, 2, None, math.sqrt(2))
     with pytest.raises(ValueError, match="3 and 2 values cannot be paired"):
         paired([1.0, 2.0, 3.0], [1.0, 2.0])
 
@@ -66,7 +66,7 @@ def test_a_paired_interval_holds_its_mean_turns_with_its_sides_and_does_not_see_
         assert found.low <= 0 <= found.high
 
 
-def drawn(noise: str, count: int) -> list[Difference]:
+def drawn(noise: str, count: int) -> list[Mean]:
     """What 4,000 worlds show in which nothing differs."""
     worlds = getattr(np.random.default_rng(1), noise)(size=(4000, count))
     return [paired(world.tolist(), [0.0] * count) for world in worlds]
@@ -109,13 +109,13 @@ def test_power_is_what_it_says_in_simulated_worlds_and_the_seeds_needed_are_the_
 
 
 def test_a_sentence_says_no_more_than_its_interval() -> None:
-    clear, alone, none = (Difference(0.3, 0.1, 0.5, 8, 0.001, 0.3), Difference(-0.3, -0.5, -0.1, 8, 0.03, 0.3),
-                          Difference(0.1, -0.1, 0.3, 8, 0.4, 0.3))  # fmt: skip
+    clear, alone, none = (Mean(0.3, 0.1, 0.5, 8, 0.001, 0.3), Mean(-0.3, -0.5, -0.1, 8, 0.03, 0.3),
+                          Mean(0.1, -0.1, 0.3, 8, 0.4, 0.3))  # fmt: skip
     assert worded("A", "B", clear, 0.01, 10) == "A lies above B: +0.300 (+0.100 to +0.500)."
     assert "lies below 0 when looked at alone, and is not shown" in worded("A", "B", alone, 0.3, 10)
     said = worded("A", "B", none, 1.0, 10)
     assert "no difference shown; differences outside -0.100 to +0.300 are unlikely; 8 seeds show one of 0.346" in said
-    assert "too few for an interval" in worded("A", "B", Difference(1.0, 0.0, 2.0, 2, None), 1.0, 1)
+    assert "too few for an interval" in worded("A", "B", Mean(1.0, 0.0, 2.0, 2, None), 1.0, 1)
 
 
 @given(st.lists(numbers, min_size=1, max_size=12))

@@ -29,7 +29,7 @@ from async_rlhf.experiments.staleness.outcomes import (
 )
 from async_rlhf.experiments.staleness.plot import settings_of
 from async_rlhf.experiments.staleness.trade_offs import picture
-from async_rlhf.experiments.statistics import Difference, detectable, holm, paired
+from async_rlhf.experiments.statistics import Mean, detectable, holm, paired
 from tests.conftest import REPOSITORY
 
 CELLS = REPOSITORY / "experiments" / "staleness" / "rates" / "cells"
@@ -174,12 +174,12 @@ def test_settings_lie_on_one_curve_of_score_over_divergence_or_so_far_from_it(re
 
 
 def test_power_is_what_the_seeds_that_there_are_can_show() -> None:
-    found = power(Difference(0.1, 0.0, 0.2, 5, 0.5, deviation=0.04))
+    found = power(Mean(0.1, 0.0, 0.2, 5, 0.5, deviation=0.04))
     assert found is not None and found.for_half is not None
     assert found.detectable == detectable(0.04, 5)
     assert detectable(0.04, found.for_half) <= found.detectable / 2 < detectable(0.04, found.for_half - 1)
-    assert power(Difference(0.1, 0.1, 0.1, 1, None)) is None, "one seed shows nothing"
-    same = power(Difference(0.1, 0.1, 0.1, 3, 0.0, deviation=0.0))
+    assert power(Mean(0.1, 0.1, 0.1, 1, None)) is None, "one seed shows nothing"
+    same = power(Mean(0.1, 0.1, 0.1, 3, 0.0, deviation=0.0))
     assert same is not None and (same.detectable, same.for_half) == (0.0, None)
 
 
