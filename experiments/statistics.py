@@ -40,6 +40,12 @@ class Mean:
         """Of the interval, where there is one."""
         return None if self.p is None else (self.high - self.low) / 2
 
+    @property
+    def detectable(self) -> float | None:
+        """The smallest that so many seeds show four times in five; None with a single one, by which nothing can be told from
+        chance."""
+        return detectable(self.deviation, self.count) if self.count > 1 and not math.isnan(self.deviation) else None
+
 
 def estimate(values: Iterable[float | None]) -> Mean | None:
     """Of what was measured; None when nothing was."""

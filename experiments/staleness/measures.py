@@ -27,12 +27,11 @@ from async_rlhf.experiments.staleness.outcomes import (
     final_reward,
     log_seconds,
     off_one_curve,
-    power,
     reached,
     scores_apart,
     target,
 )
-from async_rlhf.experiments.statistics import Comparison, estimate
+from async_rlhf.experiments.statistics import Comparison, estimate, seeds_needed
 
 Column = Callable[[list[CellResult]], str]
 # How an attempt to make a group may have ended, in the words of docs/metrics.md.
@@ -97,12 +96,12 @@ def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
 
 def _seen(what: str, found: Mapping[str, Comparison]) -> str:
     """Power, in a sentence; empty where there is a single seed."""
-    powers = [each for comparison in found.values() if (each := power(comparison.found)) is not None]
-    if not powers:
+    known = [(each.found.count, size) for each in found.values() if (size := each.found.detectable) is not None]
+    if not known:
         return ""
-    sizes = [each.detectable for each in powers]
+    sizes = [size for _, size in known]
     return (
-        f"{what}: with {powers[0].seeds} seeds a difference of {median(sizes):.3f} can be seen four times in five, looked at "
+        f"{what}: with {known[0][0]} seeds a difference of {median(sizes):.3f} can be seen four times in five, looked at "
         f"alone (depending on the comparison {min(sizes):.3f} to {max(sizes):.3f})."
     )
 
@@ -240,11 +239,11 @@ def _ended(word: str) -> Column:
 
 def _powers(results: Sequence[CellResult]) -> Iterator[str]:
     outcomes = (("held-out reward, end", compared(results)), ("area", compared(results, area)))
-    found = [(label, what, power(each.found)) for what, by_label in outcomes for label, each in by_label.items()]
+    found = [(label, what, each.found) for what, by_label in outcomes for label, each in by_label.items()]
     if not found:
         return
     yield "## What so many seeds can show"
-    known = [(label, what, each) for label, what, each in found if each is not None]
+    known = [(label, what, each, size) for label, what, each in found if (size := each.detectable) is not None]
     if not known:
         yield "With one seed a setting no difference of any size can be told from chance, and none is."
         return
@@ -253,8 +252,8 @@ def _powers(results: Sequence[CellResult]) -> Iterator[str]:
         "in five (two-sided, 0.05, looked at alone), and how many seeds show half of it."
     )
     rows = [["setting", "outcome", "deviation of the difference", "seeds", "they show", "seeds for half of it"]]
-    rows += [
-        [label, what, f"{each.deviation:.3f}", str(each.seeds), f"{each.detectable:.3f}", str(each.for_half or "-")]
-        for label, what, each in known
-    ]
+    for label, what, each, size in known:
+        # seeds that did not differ at all show any difference
+        for_half = str(seeds_needed(each.deviation, size / 2)) if size else "-"
+        rows.append([label, what, f"{each.deviation:.3f}", str(each.count), f"{size:.3f}", for_half])
     yield table(rows)

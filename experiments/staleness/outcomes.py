@@ -21,12 +21,10 @@ from async_rlhf.experiments.statistics import (
     Comparison,
     Mean,
     adjusted,
-    detectable,
     estimate,
     first_at,
     isotonic,
     paired,
-    seeds_needed,
 )
 
 TARGET_SHARE = 0.9
@@ -57,17 +55,6 @@ class Reached:
     samples: float
     tokens: float | None
     seconds: float
-
-
-@dataclass(frozen=True)
-class Power:
-    """What `seeds` seeds can show, four times in five, of a difference whose deviation over seeds is `deviation`."""
-
-    seeds: int
-    deviation: float
-    detectable: float
-    for_half: int | None
-    """Seeds that show half of it; None where the seeds did not differ at all."""
 
 
 def by_setting(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
@@ -259,11 +246,3 @@ def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Mean] | None:
         return None
     peak = max(steps, key=lambda step: math.fsum(curve[step] for curve in curves))
     return peak, paired([curve[steps[-1]] for curve in curves], [curve[peak] for curve in curves])
-
-
-def power(difference: Mean) -> Power | None:
-    """None with a single seed: no difference of any size can then be told from chance."""
-    if difference.count < 2 or math.isnan(difference.deviation):
-        return None
-    seen = detectable(difference.deviation, difference.count)
-    return Power(difference.count, difference.deviation, seen, seeds_needed(difference.deviation, seen / 2) if seen else None)

@@ -102,6 +102,7 @@ def test_power_is_what_it_says_in_simulated_worlds_and_the_seeds_needed_are_the_
     worlds = np.random.default_rng(0).standard_normal((4000, 8)) + detectable(deviation=1.0, count=8)
     t = worlds.mean(1) / (worlds.std(1, ddof=1) / math.sqrt(8))
     assert (np.abs(t) > t_quantile(1 - LEVEL / 2, 7)).mean() == pytest.approx(0.8, abs=0.03)
+    assert [Mean(0.1, 0.0, 0.2, count, 0.5, 0.0).detectable for count in (1, 2)] == [None, 0.0], "one seed shows nothing"
     for difference in (0.1, 0.5, 2.0):
         count = seeds_needed(1.0, difference)
         assert detectable(1.0, count) <= difference

@@ -22,14 +22,13 @@ from async_rlhf.experiments.staleness.outcomes import (
     log_seconds,
     off_one_curve,
     path,
-    power,
     reached,
     scores_apart,
     target,
 )
 from async_rlhf.experiments.staleness.plot import settings_of
 from async_rlhf.experiments.staleness.trade_offs import picture
-from async_rlhf.experiments.statistics import Mean, detectable, holm, paired
+from async_rlhf.experiments.statistics import holm, paired
 from tests.conftest import REPOSITORY
 
 CELLS = REPOSITORY / "experiments" / "staleness" / "rates" / "cells"
@@ -171,16 +170,6 @@ def test_settings_lie_on_one_curve_of_score_over_divergence_or_so_far_from_it(re
     found = off_one_curve([*together, *apart, falling], "queue.max_staleness", "gold")
     # 0, 0, 1, 0, 2, 0 in the order of their divergence: the best rising curve is 0, 0, 1/2, 1/2, 1, 1
     assert found == pytest.approx({"loss.kind = a": 0.0, "loss.kind = b": math.sqrt(2.5 / 6)})
-
-
-def test_power_is_what_the_seeds_that_there_are_can_show() -> None:
-    found = power(Mean(0.1, 0.0, 0.2, 5, 0.5, deviation=0.04))
-    assert found is not None and found.for_half is not None
-    assert found.detectable == detectable(0.04, 5)
-    assert detectable(0.04, found.for_half) <= found.detectable / 2 < detectable(0.04, found.for_half - 1)
-    assert power(Mean(0.1, 0.1, 0.1, 1, None)) is None, "one seed shows nothing"
-    same = power(Mean(0.1, 0.1, 0.1, 3, 0.0, deviation=0.0))
-    assert same is not None and (same.detectable, same.for_half) == (0.0, None)
 
 
 def titles(results: list[CellResult], sweep: SweepConfig) -> list[str]:
