@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from markdown_it import MarkdownIt
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.statistics import Comparison, Mean
+from async_rlhf.experiments.statistics import Mean
 
 T = TypeVar("T")
 
@@ -78,14 +78,14 @@ def difference(found: Mean | None) -> str:
     return f"{found.mean:+.3f}" if found.count == 1 else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
 
 
-def p_value(found: Comparison) -> str:
+def p_value(found: Mean) -> str:
     """After Holm; a dash where there is none."""
     return "-" if found.adjusted is None else "< 0.001" if found.adjusted < 0.001 else f"{found.adjusted:.3f}"
 
 
-def comparison(found: Comparison | None) -> list[str]:
+def comparison(found: Mean | None) -> list[str]:
     """Two cells: the difference and its p value; empty for what was not compared."""
-    return ["", ""] if found is None else [difference(found.found), p_value(found)]
+    return ["", ""] if found is None else [difference(found), p_value(found)]
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

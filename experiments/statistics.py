@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+Key = TypeVar("Key")
 Array = npt.NDArray[np.float64]
 # Two seeds have an interval of 12.7 standard errors that rests on one difference: it is not worth printing.
 MIN_SEEDS = 3
@@ -34,6 +36,8 @@ class Mean:
     count: int
     p: float | None
     deviation: float = math.nan
+    adjusted: float | None = None
+    """p after Holm over all that it was compared with others in; None where it was not."""
 
     @property
     def half_width(self) -> float | None:
@@ -72,19 +76,11 @@ def paired(after: Sequence[float], before: Sequence[float]) -> Mean:
     return _by_t(gaps)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A difference among several. adjusted: its p after Holm over all of them; None where there is no p."""
-
-    found: Mean
-    adjusted: float | None
-
-
-def adjusted(found: Mapping[str, Mean]) -> dict[str, Comparison]:
-    """By name, with Holm over all that have a p."""
+def adjusted(found: Mapping[Key, Mean]) -> dict[Key, Mean]:
+    """The same, with Holm's p over all that have one."""
     judged = {name: each.p for name, each in found.items() if each.p is not None}
     after = dict(zip(judged, holm(list(judged.values())), strict=True))
-    return {name: Comparison(each, after.get(name)) for name, each in found.items()}
+    return {name: replace(each, adjusted=after.get(name)) for name, each in found.items()}
 
 
 def first_at(x: Array, y: Array, level: float) -> float:
@@ -139,24 +135,23 @@ def seeds_needed(deviation: float, difference: float, power: float = 0.8) -> int
     return count
 
 
-def worded(what: str, base: str, found: Mean, adjusted: float, comparisons: int, unit: str = "seeds") -> str:
-    """The sentence that an interval carries, and no more: `what` against `base`. adjusted: Holm's value over `comparisons`.
-    unit: what `found.count` counts."""
+def worded(what: str, base: str, found: Mean, comparisons: int) -> str:
+    """The sentence that an interval carries, and no more: `what` against `base`; `found.adjusted` is over `comparisons`."""
     numbers = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
     if found.p is None:
-        return f"{what} against {base}: {numbers} is the range of {found.count} {unit}, too few for an interval."
+        return f"{what} against {base}: {numbers} is the range of {found.count} seeds, too few for an interval."
     if found.p < LEVEL:
         side = "above" if found.mean > 0 else "below"
-        if adjusted < LEVEL:
+        if found.adjusted is None or found.adjusted < LEVEL:
             return f"{what} lies {side} {base}: {numbers}."
         return (
             f"{what} against {base}: {numbers} lies {side} 0 when looked at alone, and is not shown: of {comparisons} "
-            f"comparisons one may come out so by chance (Holm: p = {adjusted:.2f})."
+            f"comparisons one may come out so by chance (Holm: p = {found.adjusted:.2f})."
         )
     seen = detectable(found.deviation, found.count)
     return (
         f"{what} against {base}: {numbers}, no difference shown; differences outside {found.low:+.3f} to {found.high:+.3f} are "
-        f"unlikely; {found.count} {unit} show one of {seen:.3f} four times in five."
+        f"unlikely; {found.count} seeds show one of {seen:.3f} four times in five."
     )
 
 

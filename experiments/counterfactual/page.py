@@ -19,7 +19,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.measures import Measures, Reference, ceiling
 from async_rlhf.experiments.counterfactual.recorded import Moment
 from async_rlhf.experiments.page import raw_table, write_csv
-from async_rlhf.experiments.statistics import MIN_SEEDS, Mean, holm, paired, worded
+from async_rlhf.experiments.statistics import MIN_SEEDS, Mean, adjusted, paired, worded
 
 ENOUGH = 4096
 """Fresh completions below which a reference is called too small."""
@@ -202,9 +202,8 @@ def sentences(rows: Sequence[Row]) -> list[str]:
         *((row, "cosine", base, row.difference) for row in firsts),
         *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts),
     ]
-    known = [(row, what, base, found, found.p) for row, what, base, found in asked
-             if found is not None and found.p is not None and math.isfinite(found.mean)]  # fmt: skip
-    adjusted = holm([p for *_, p in known])
+    known = [(row, what, base, found) for row, what, base, found in asked if found is not None and math.isfinite(found.mean)]
+    judged = adjusted(dict(enumerate(found for *_, found in known)))
     return [
         *(
             f"Step {first.step}: {', '.join(row.estimate for row in others)} gave the gradient of {first.estimate}."
@@ -212,8 +211,8 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             if others
         ),
         *(
-            worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known))
-            for (row, what, base, found, _), p in zip(known, adjusted, strict=True)
+            worded(f"Step {row.step}, {row.estimate}: its {what}", base, judged[number], len(judged))
+            for number, (row, what, base, _) in enumerate(known)
         ),
     ]
 

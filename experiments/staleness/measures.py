@@ -31,7 +31,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     scores_apart,
     target,
 )
-from async_rlhf.experiments.statistics import Comparison, estimate, seeds_needed
+from async_rlhf.experiments.statistics import Mean, estimate, seeds_needed
 
 Column = Callable[[list[CellResult]], str]
 # How an attempt to make a group may have ended, in the words of docs/metrics.md.
@@ -94,9 +94,9 @@ def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
         yield " ".join(_seen(what, each) for what, each in found.items() if each)
 
 
-def _seen(what: str, found: Mapping[str, Comparison]) -> str:
+def _seen(what: str, found: Mapping[str, Mean]) -> str:
     """Power, in a sentence; empty where there is a single seed."""
-    known = [(each.found.count, size) for each in found.values() if (size := each.found.detectable) is not None]
+    known = [(each.count, size) for each in found.values() if (size := each.detectable) is not None]
     if not known:
         return ""
     sizes = [size for _, size in known]
@@ -128,7 +128,7 @@ def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
         yield table([["all else equal", *off], *rows])
 
 
-def _side_by_side(results: Sequence[CellResult], found: Mapping[str, Mapping[str, Comparison]]) -> str:
+def _side_by_side(results: Sequence[CellResult], found: Mapping[str, Mapping[str, Mean]]) -> str:
     """found: by outcome, the comparison of each setting."""
     labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
     head = ["setting", *(word for what in found for word in (f"{what}: difference", "p"))]
@@ -148,7 +148,7 @@ def _times(results: Sequence[CellResult]) -> Iterator[str]:
         )
         rows = [["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"]]
         for label, each in longer.items():
-            mean, low, high = (math.exp(log) for log in (each.found.mean, each.found.low, each.found.high))
+            mean, low, high = (math.exp(log) for log in (each.mean, each.low, each.high))
             ratio = f"{mean:.2f} ({low:.2f} to {high:.2f})"
             rows.append([label, ratio, p_value(each), *comparison(sooner.get(label))])
         yield table(rows)
@@ -239,7 +239,7 @@ def _ended(word: str) -> Column:
 
 def _powers(results: Sequence[CellResult]) -> Iterator[str]:
     outcomes = (("held-out reward, end", compared(results)), ("area", compared(results, area)))
-    found = [(label, what, each.found) for what, by_label in outcomes for label, each in by_label.items()]
+    found = [(label, what, each) for what, by_label in outcomes for label, each in by_label.items()]
     if not found:
         return
     yield "## What so many seeds can show"

@@ -18,7 +18,6 @@ from async_rlhf.experiments.staleness.cells import SCORE, CellResult, mean
 from async_rlhf.experiments.staleness.config import shown
 from async_rlhf.experiments.statistics import (
     Array,
-    Comparison,
     Mean,
     adjusted,
     estimate,
@@ -125,14 +124,14 @@ def reached(result: CellResult, value: float) -> Reached | None:
     return None
 
 
-def compared(results: Sequence[CellResult], number: Number = final_reward) -> dict[str, Comparison]:
+def compared(results: Sequence[CellResult], number: Number = final_reward) -> dict[str, Mean]:
     """By setting, all but the reference; those that share no measured seed with it are left out."""
     (_, reference), *others = by_setting(results).items()
     found = {label: paired_difference(cells, reference, number) for label, cells in others}
     return adjusted({label: each for label, each in found.items() if each is not None})
 
 
-def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_reward) -> dict[str, Comparison]:
+def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_reward) -> dict[str, Mean]:
     """By setting: with the one that has the first value of this axis, in the order of the sweep, and all others equal. p after
     Holm over all of them."""
     groups = {cells[0].setting: cells for cells in by_setting(results).values()}

@@ -149,7 +149,7 @@ def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
     found = compared(finished(results))
     judged = {label: each for label, each in found.items() if each.adjusted is not None}
     lines = [
-        f"- {worded(label, base, judged[label].found, judged[label].adjusted or 0.0, len(judged))}"
+        f"- {worded(label, base, judged[label], len(judged))}"
         if label in judged
         else f"- {label} against {base}: too few held-out evaluations to say anything."
         for label in others

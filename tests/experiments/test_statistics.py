@@ -110,13 +110,13 @@ def test_power_is_what_it_says_in_simulated_worlds_and_the_seeds_needed_are_the_
 
 
 def test_a_sentence_says_no_more_than_its_interval() -> None:
-    clear, alone, none = (Mean(0.3, 0.1, 0.5, 8, 0.001, 0.3), Mean(-0.3, -0.5, -0.1, 8, 0.03, 0.3),
-                          Mean(0.1, -0.1, 0.3, 8, 0.4, 0.3))  # fmt: skip
-    assert worded("A", "B", clear, 0.01, 10) == "A lies above B: +0.300 (+0.100 to +0.500)."
-    assert "lies below 0 when looked at alone, and is not shown" in worded("A", "B", alone, 0.3, 10)
-    said = worded("A", "B", none, 1.0, 10)
+    clear, alone, none = (Mean(0.3, 0.1, 0.5, 8, 0.001, 0.3, 0.01), Mean(-0.3, -0.5, -0.1, 8, 0.03, 0.3, 0.3),
+                          Mean(0.1, -0.1, 0.3, 8, 0.4, 0.3, 1.0))  # fmt: skip
+    assert worded("A", "B", clear, 10) == "A lies above B: +0.300 (+0.100 to +0.500)."
+    assert "lies below 0 when looked at alone, and is not shown" in worded("A", "B", alone, 10)
+    said = worded("A", "B", none, 10)
     assert "no difference shown; differences outside -0.100 to +0.300 are unlikely; 8 seeds show one of 0.346" in said
-    assert "too few for an interval" in worded("A", "B", Mean(1.0, 0.0, 2.0, 2, None), 1.0, 1)
+    assert "too few for an interval" in worded("A", "B", Mean(1.0, 0.0, 2.0, 2, None), 1)
 
 
 @given(st.lists(numbers, min_size=1, max_size=12))

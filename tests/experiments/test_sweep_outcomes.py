@@ -84,7 +84,7 @@ def test_areas_are_compared_within_a_seed_and_corrected_together(result: CellRes
     alone = [paired([0.5 + 0.01 * s + gap * (1 + 0.1 * s) for s in range(3)], [0.5 + 0.01 * s for s in range(3)])
              for gap in (0.1, 0.001)]  # fmt: skip
     assert list(found) == ["loss.kind = b", "loss.kind = c"]
-    assert [each.found.mean for each in found.values()] == pytest.approx([0.11, 0.0011])
+    assert [each.mean for each in found.values()] == pytest.approx([0.11, 0.0011])
     assert [each.adjusted for each in found.values()] == pytest.approx(holm([each.p or 0.0 for each in alone]))
     blind = [replace(each, held_out_end=HeldOut(None, None)) for each in results]
     assert compared(blind) == {}, "nothing was measured"
@@ -99,14 +99,14 @@ def test_settings_are_compared_with_the_one_that_differs_in_a_single_key(result:
         for seed in range(3) for kind in ("a", "b") for age in (0, 4, 16)
     ]  # fmt: skip
     by_age = contrasts(results, "queue.max_staleness")
-    assert [(label, round(each.found.mean, 6)) for label, each in by_age.items()] == [
+    assert [(label, round(each.mean, 6)) for label, each in by_age.items()] == [
         ("loss.kind = a, queue.max_staleness = 4", -0.044), ("loss.kind = a, queue.max_staleness = 16", -0.176),
         ("loss.kind = b, queue.max_staleness = 4", 0.0), ("loss.kind = b, queue.max_staleness = 16", 0.0),
     ]  # fmt: skip
     by_kind = contrasts(results, "loss.kind")
-    assert [round(each.found.mean, 6) for each in by_kind.values()] == [0.0, 0.044, 0.176]
-    alone = [each.found.p for each in by_age.values() if each.found.p is not None]
-    assert [each.adjusted for each in by_age.values() if each.found.p is not None] == holm(alone), "one family"
+    assert [round(each.mean, 6) for each in by_kind.values()] == [0.0, 0.044, 0.176]
+    alone = [each.p for each in by_age.values() if each.p is not None]
+    assert [each.adjusted for each in by_age.values() if each.p is not None] == holm(alone), "one family"
 
 
 def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_had_ended(result: CellResult) -> None:
@@ -116,7 +116,7 @@ def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_ha
     assert number(result) == pytest.approx(0.8), "the mean of its last five steps"
     assert [number(slow), number(quick_seed[1])] == pytest.approx([0.3, 0.3]), "after five steps, whatever another seed took"
     longer = contrasts([result, slow], "loss.kind", log_seconds)["loss.kind = b"]
-    assert longer.found.mean == pytest.approx(math.log(2))
+    assert longer.mean == pytest.approx(math.log(2))
 
 
 def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
