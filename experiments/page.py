@@ -102,10 +102,8 @@ def write_page(
     render: Callable[[Mapping[str, str]], str],
     draw: Callable[[], Mapping[str, Any]],
     say: Callable[[str], None],
-    html_file: Path | None = None,
 ) -> list[Path]:
-    """report.md, the same as HTML (report.html, or html_file), and each picture as PNG and SVG. What was written, the pages
-    last.
+    """report.md, the same as HTML (report.html), and each picture as PNG and SVG. What was written, the pages last.
 
     render: the Markdown, of the file names of the pictures by their names; draw: matplotlib figures by name. Without matplotlib
     everything but the pictures. Raises OSError.
@@ -119,7 +117,7 @@ def write_page(
         say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
     drawn = {name: save_picture(figure, directory, name) for name, figure in figures.items()}
     text = render({name: f"{name}.png" for name in drawn})
-    markdown, page = directory / "report.md", html_file or directory / "report.html"
+    markdown, page = directory / "report.md", directory / "report.html"
     markdown.write_text(text, encoding="utf-8")
     page.write_text(to_html(text, {f"{name}.png": each for name, each in drawn.items()}), encoding="utf-8")
     return [*(directory / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")), markdown, page]

@@ -23,7 +23,7 @@ _PARTS = 10
 _LEDGER = ("credited", "trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
 
 
-def write(run: RunDir, say: Callable[[str], None], html: Path | None = None) -> list[Path]:
+def write(run: RunDir, say: Callable[[str], None]) -> list[Path]:
     """What was written, the pages last. Raises ConfigError for a run without a step, OSError."""
     result = read_run(run)
     command, end = shlex.join(["async-rlhf", "report", str(run.path)]), run.end()
@@ -33,7 +33,7 @@ def write(run: RunDir, say: Callable[[str], None], html: Path | None = None) -> 
         curves = Curves(result.cell, run.read_metrics(), run.read_evaluations(), changed_at(run))
         return {"plot": picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")}
 
-    return write_page(run.path, lambda drawn: render(result, command, how, drawn.get("plot")), draw, say, html)
+    return write_page(run.path, lambda drawn: render(result, command, how, drawn.get("plot")), draw, say)
 
 
 def render(result: CellResult, command: str, how: str, drawn: str | None) -> str:

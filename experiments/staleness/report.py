@@ -26,9 +26,8 @@ _PLAIN_COLUMNS = (
 )  # fmt: skip
 
 
-def write(archive: Archive, directory: Path, say: Callable[[str], None], html: Path | None = None) -> list[Path]:
-    """Into the directory, which exists; the page into `html` where it is given. What was written, the pages last. Raises
-    OSError."""
+def write(archive: Archive, directory: Path, say: Callable[[str], None]) -> list[Path]:
+    """Into the directory, which exists. What was written, the pages last. Raises OSError."""
     write_csv([row(result) for result in archive.results], directory / "results.csv")
 
     def draw() -> dict[str, Any]:
@@ -41,7 +40,7 @@ def write(archive: Archive, directory: Path, say: Callable[[str], None], html: P
     def page(drawn: Mapping[str, str]) -> str:
         return render(archive, drawn.get("results"), drawn.get("trade_offs"))
 
-    return [directory / "results.csv", *write_page(directory, page, draw, say, html)]
+    return [directory / "results.csv", *write_page(directory, page, draw, say)]
 
 
 def row(result: CellResult) -> dict[str, Any]:

@@ -134,14 +134,13 @@ def run_sweep(
     again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
     with _cells(ray, jobs, all_jobs) as where:
         alone = keep_sweep(sweep, command, where.at_once)
-        running = _Running(where, states, say)
-        ended = running.all([job for job in mine if states[job.head] != "finished"])
+        ended, signals = _run_all(where, [job for job in mine if states[job.head] != "finished"], states, say)
     left = [head for head, state in states.items() if state != "finished" and ended.get(head) is None]
     failures = {head: outcome for head, outcome in ended.items() if outcome is not None and outcome.failure}
-    if running.signals > 1:
+    if signals > 1:
         raise InterruptedRunError(f"forced to end before the cells had drained; this goes on: {again}")
     if left:
-        drained = "drained: " if running.signals else ""
+        drained = "drained: " if signals else ""
         say(f"{drained}{len(left)} of {len(cells)} cells are left. The same command goes on here: {again}")
         return False
     results = list(_results(all_jobs, failures))
@@ -192,30 +191,26 @@ class Here:
             supervisor.interrupt()
 
 
-class _Running:
-    """The cells that run: a signal reaches them all, and those that begin after it."""
+def _run_all(
+    cells: Cells, jobs: Sequence[Job], states: Mapping[str, State], say: Callable[[str], None]
+) -> tuple[dict[str, Outcome | None], int]:
+    """Run them. By their heads how they ended, None where they have not; and how many signals came, which reach the cells that
+    run and those that begin later."""
+    signals, pace = 0, Pace(waiting=len(jobs), jobs=cells.at_once)
 
-    def __init__(self, cells: Cells, states: Mapping[str, State], say: Callable[[str], None]) -> None:
-        self.signals = 0
-        self._cells, self._states, self._say = cells, states, say
+    def take(*_: object) -> None:
+        nonlocal signals
+        signals += 1
+        cells.interrupt()
 
-    def all(self, jobs: Sequence[Job]) -> dict[str, Outcome | None]:
-        """Run them. By their heads how they ended; None where they have not."""
-        at_once = self._cells.at_once
-        pace = Pace(waiting=len(jobs), jobs=at_once)
-        with on_signals(self._take), ThreadPoolExecutor(at_once) as threads:
-            futures = {job.head: threads.submit(self._run, job, pace) for job in jobs}
-            return {head: _wait(future) for head, future in futures.items()}
-
-    def _run(self, job: Job, pace: Pace) -> Outcome | None:
-        """See `all`."""
-        if self.signals:
+    def run(job: Job) -> Outcome | None:
+        if signals:
             return None
-        state = self._states[job.head]
-        self._say(f"{job.head}: resumed" if state == "unfinished" else job.head)
+        state = states[job.head]
+        say(f"{job.head}: resumed" if state == "unfinished" else job.head)
         pace.waiting -= 1
-        began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, pace, self._say)
-        outcome = self._cells.run(job, progress)
+        began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, pace, say)
+        outcome = cells.run(job, progress)
         if outcome is not None and not outcome.failure and (result := outcome.result) is not None:
             if state == "new":
                 pace.end(time.monotonic() - began)
@@ -223,9 +218,10 @@ class _Running:
             progress.event(_summary(result))
         return outcome
 
-    def _take(self, *_: object) -> None:
-        self.signals += 1
-        self._cells.interrupt()
+    with on_signals(take), ThreadPoolExecutor(cells.at_once) as threads:
+        futures = {job.head: threads.submit(run, job) for job in jobs}
+        ended = {head: _wait(future) for head, future in futures.items()}
+    return ended, signals
 
 
 def _cells(ray: str | None, jobs: int | None, all_jobs: Sequence[Job]) -> AbstractContextManager[Cells]:

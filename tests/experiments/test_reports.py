@@ -74,7 +74,7 @@ def sweep(measured: CellResult, tmp_path: Path) -> Path:
 def test_a_sweep_is_reported_from_its_directory_wherever_that_was_moved(sweep: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     shutil.move(sweep, moved)
-    written = report(moved, None, [].append)
+    written = report(moved, [].append)
     assert {path.name for path in written} == {
         "results.csv", "results.png", "results.svg", "trade_offs.png", "trade_offs.svg", "report.md", "report.html",
     }  # fmt: skip
@@ -115,7 +115,7 @@ def test_a_sweep_and_a_run_have_an_accuracy_only_where_a_reward_says_what_is_sol
     assert "held-out accuracy, end" in page_of(sweep)
     lines = run.read_evaluations()
     run.evaluations.write_text("".join(json.dumps({**line, "rewards": {"exact": 0.0, "brief": 0.8}}) + "\n" for line in lines))
-    report(run.path, None, [].append)
+    report(run.path, [].append)
     page = (run.path / "report.md").read_text()
     assert "accuracy" not in page and "| held-out exact, end | 0.000 |" in page and "| held-out brief, end | 0.800 |" in page
 
@@ -147,7 +147,7 @@ def test_cells_without_a_result_and_cells_that_failed_are_named(sweep: Path) -> 
 
 
 def test_a_run_is_reported_with_its_numbers_curves_and_ages(run: RunDir) -> None:
-    written = report(run.path, None, [].append)
+    written = report(run.path, [].append)
     assert [path.name for path in written] == ["plot.png", "plot.svg", "report.md", "report.html"]
     page = (run.path / "report.md").read_text()
     assert f"    async-rlhf report {run.path}\n" in page
@@ -168,30 +168,27 @@ def test_without_matplotlib_the_pages_are_there_and_say_how_to_get_pictures(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("plot", "trade_offs"):
         monkeypatch.delitem(sys.modules, f"async_rlhf.experiments.staleness.{name}", raising=False)
-    for directory, html in ((sweep, sweep / "page.html"), (run.path, None)):
+    for directory in (sweep, run.path):
         said = list[str]()
-        *_, shown = report(directory, html, said.append)
-        assert shown == (html or directory / "report.html") and (directory / "report.html").exists() == (html is None)
+        *_, shown = report(directory, said.append)
         assert "pip install 'async-rlhf[experiments]'" in said[0]
         assert "<svg" not in shown.read_text() and "![" not in (directory / "report.md").read_text()
 
 
 def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(small: Any, sweep: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no directory of a sweep \(it has no cells/\*\.json\) and of no run"):
-        report(tmp_path, None, [].append)
+        report(tmp_path, [].append)
     with pytest.raises(ConfigError, match="has no finished step"):
-        report(RunDir.create(small(name="stepless")).path, None, [].append)
-    with pytest.raises(ConfigError, match=r"--html .* does not exist"):
-        report(sweep, tmp_path / "no" / "page.html", [].append)
+        report(RunDir.create(small(name="stepless")).path, [].append)
     (sweep / "sweep.json").unlink()
     with pytest.raises(ConfigError, match=r"sweep\.json' is missing, which says what was swept"):
-        report(sweep, None, [].append)
+        report(sweep, [].append)
     (sweep / "sweep.json").write_text('{"command": 1, "sweep": {}}')
     with pytest.raises(DamagedError, match=r"sweep\.json describes no sweep"):
-        report(sweep, None, [].append)
+        report(sweep, [].append)
     (sweep / "cells" / "b1_2.json").write_text("{")
     with pytest.raises(DamagedError, match="is no result of a cell"):
-        report(sweep, None, [].append)
+        report(sweep, [].append)
 
 
 def test_data_frames_have_a_row_a_run_and_a_row_a_step(sweep: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

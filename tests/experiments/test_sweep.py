@@ -54,9 +54,8 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
     page = (directory / "report.md").read_text()
     assert f"    async-rlhf sweep {path} --set max_steps=2\n" in page
     assert "**FAILS**" not in page and "bound 0 is staleness 0 for every token (1 of 1 cell)" in page
-    report(directory, tmp_path / "page.html", said.append)
+    report(directory, said.append)
     assert (directory / "report.md").read_text() == page, "from what is on disk the same page is made again"
-    assert (tmp_path / "page.html").read_text() == (directory / "report.html").read_text()
 
     shutil.rmtree(directory / "queue.max_staleness-0_seed-3")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
