@@ -95,10 +95,7 @@ OVERRIDES = "[sweep.overrides]\n"
 # what stands between the head of a sweep and its values
 ADDED = {
     "unknown key": ("seed = [1]\n", "unknown key 'seed': did you mean 'seeds'"),
-    "swept and overridden": (OVERRIDES + "queue.max_staleness = 1\n", "swept and overridden with 1"),
-    "seed overridden": (OVERRIDES + "seed = 4\n", "'seed' is decided by the sweep; set sweep.seeds"),
     "a cell that would hang": (OVERRIDES + "learner.publish_every = 3\n", "= 0, seed = 0: .*would hang"),
-    "a run of no time": (OVERRIDES + "max_seconds = 0\n", "max_seconds = 0: .*greater than or equal to 1"),
     "no end": (OVERRIDES + "max_steps = 'none'\n", "over the same steps and prompts, and .* has no max_steps"),
     "a spool": ("samples = 64\n" + OVERRIDES + "data = { source = 'spool:x', options = {} }\n", "has data.source = 'spool:"),
 }
@@ -107,12 +104,10 @@ REFUSED = {
     "unknown table": (HEAD + VALUES + "[swep]\n", "unknown key 'swep': did you mean 'sweep'"),
     "no sweep": ("", r"has no table \[sweep\]"),
     "no values": (HEAD, "has no axis; give"),
-    "empty values": (HEAD + "[sweep.values]\n", "has no axis; give"),
     "no seeds": (HEAD.replace("[0, 1]", "[]") + VALUES, r"seeds = \(?\[?\(?"),
     "not TOML": (HEAD + "values", "cannot be read"),
     "a single value": (HEAD + VALUES.replace("[0, 2]", "2"), "'queue.max_staleness' = 2; give a list"),
     "a value twice": (HEAD + VALUES.replace("[0, 2]", "[2, 2]"), "hold one twice"),
-    "a seed twice": (HEAD.replace("[0, 1]", "[3, 3]") + VALUES, "values of 'seeds' = .*hold one twice"),
     "key of a run": (HEAD + VALUES.replace("staleness", "stalenes"), "max_stalenes = 0, seed = 0: unknown key .*did you mean"),
     "one directory for two": (HEAD + '[sweep.values]\n"data.template" = ["{prompt}!", "{prompt}?"]\n', "share the directory"),
     "one run under two names": (
