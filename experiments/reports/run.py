@@ -13,7 +13,7 @@ from typing import Any
 
 from async_rlhf.experiments.page import plain, table, write_page
 from async_rlhf.experiments.staleness.cells import CellResult, mean, read_run
-from async_rlhf.experiments.staleness.checks import checks_of_each
+from async_rlhf.experiments.staleness.checks import checks_of_each, listed
 from async_rlhf.inspect.plot import Curves, picture
 from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
@@ -57,9 +57,7 @@ def render(result: CellResult, command: str, how: str, drawn: str | None) -> str
         table([["age", "tokens", "share"], *_ages(result)]),
         *_groups(result),
         "## Checks",
-        "\n".join(
-            f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks_of_each([result])
-        ),
+        listed(checks_of_each([result])),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -15,7 +15,7 @@ from async_rlhf.experiments.page import by_group, difference, plain, write_csv, 
 from async_rlhf.experiments.staleness import measures
 from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, finished
-from async_rlhf.experiments.staleness.checks import checks
+from async_rlhf.experiments.staleness.checks import checks, listed
 from async_rlhf.experiments.staleness.outcomes import area, by_setting, compared, final_reward, paired_difference
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
 
@@ -88,7 +88,7 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
             * bool(trade_offs)
         ),
         "## Checks",
-        "\n".join(f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks(results)),
+        listed(checks(results)),
         "## What may be concluded, and what not",
         conclusions(results, len(sweep.seeds)),
     ]

@@ -81,16 +81,14 @@ def vllm_side(
                 for name, kind in (("engine", "torch"), ("vLLM", "vllm")):
                     settings = {"kind": kind, "slots": each.batch, "threads": 1, "dtype": dtype, "batch_invariant": False}
                     started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
-                    sides[name] = _settled(timed(partial(run_engine, stack.enter_context(closing(started)), each)))
+                    side = timed(partial(run_engine, stack.enter_context(closing(started)), each))
+                    sides[name] = partial(_settled, side)
                 yield Row.of(each.title(model, dtype), rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
 
 
-def _settled(side: Callable[[], float]) -> Callable[[], float]:
-    def run() -> float:
-        time.sleep(_SETTLE_S)
-        return side()
-
-    return run
+def _settled(side: Callable[[], float]) -> float:
+    time.sleep(_SETTLE_S)
+    return side()
 
 
 @dataclass(frozen=True)
