@@ -115,4 +115,4 @@ ablation: $(DEV)
 	for each in $(TIMED); do $(HERE) $(BIN)/async-rlhf sweep experiments/staleness/$$each/$$each.toml || exit 1; done
 
 clean:
-	rm -rf $(VENV) .venv-* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build
+	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build

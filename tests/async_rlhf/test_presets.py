@@ -16,7 +16,7 @@ from async_rlhf import Score
 from async_rlhf.actors.environments import load as load_environment
 from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.api import TrainResult, train
-from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION
+from async_rlhf.experiments.warm_start.speller import INSTRUCTION
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir

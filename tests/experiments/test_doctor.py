@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.doctor import machine
-from async_rlhf.experiments.doctor.command import doctor
+from async_rlhf.experiments.doctor.command import Fact, doctor, facts
 from async_rlhf.learner.model.policy import Policy
 
 PARTS = ["model families", "16-bit engine", "CUDA graphs", "learner", "run with two ranks"]
@@ -62,6 +61,6 @@ def test_a_missing_and_an_old_package_are_named_with_the_line_that_installs_them
         return "0.1" if name == "peft" else known(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    found = {fact.name: fact for fact in machine.facts()}
-    assert found["[deepspeed]"] == machine.Fact("[deepspeed]", "deepspeed is missing", "pip install 'async-rlhf[deepspeed]'")
+    found = {fact.name: fact for fact in facts()}
+    assert found["[deepspeed]"] == Fact("[deepspeed]", "deepspeed is missing", "pip install 'async-rlhf[deepspeed]'")
     assert found["[lora]"].value.startswith("peft is 0.1, ") and found["packages"].remedy == ""
