@@ -70,10 +70,10 @@ Writer = Callable[[Path], None]
 
 
 class CheckpointWriter:
-    """See the module docstring. With `background` False, `begin` returns when the checkpoint is durable or has failed."""
+    """See the module docstring."""
 
-    def __init__(self, checkpoints: Checkpoints, *, background: bool) -> None:
-        self._checkpoints, self._background = checkpoints, background
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
         self._raised: BaseException | None = None
         self.durable = checkpoints.newest
@@ -92,8 +92,6 @@ class CheckpointWriter:
         self.wait()
         self._thread = threading.Thread(target=self._save, args=(step, write, state), name="checkpoint", daemon=True)
         self._thread.start()
-        if not self._background:
-            self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises DeadlineError, and what no disk can be blamed for."""

@@ -54,24 +54,13 @@ class ArchiveSource:
                 raise RefusedError("not-kept", f"the archive has no batch {step}, it goes on at {batch.step}")
         return "end of the archive"
 
-    def finish(self, step: int) -> None:
-        """Nothing waits for it."""
-
-    def tried(self, suspect: SuspectGroup) -> None:
-        """No group of an archive is suspected."""
-
-    def register(self, step: int, committed: int) -> None:
-        """The next `take` names its step."""
-
-    def trained(self, step: int) -> None:
-        """Steps are not counted."""
-
-    def commit(self, step: int) -> None:
-        """Nothing may be deleted."""
-
     def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
-        """No engine adopts it."""
         return WeightUpload(lambda: None)
+
+    def register(self, *args: object, **named: object) -> None:
+        """Nothing that it is informed of matters to it."""
+
+    finish = tried = trained = commit = register
 
 
 class SourceSession:
@@ -89,16 +78,15 @@ class SourceSession:
         source: BatchSource,
         backend: Controller,
         recording: Recording,
-        *,
         step: int,
         committed: int,
         max_steps: int | None,
+        *,
         exact: bool,
     ) -> None:
         self._source, self._backend, self._recording = source, backend, recording
-        self._max_steps, self._exact = max_steps, exact
+        self._committed, self._max_steps, self._exact = committed, max_steps, exact
         self._registered = False
-        self._committed = committed
         self._text: Sequence[int] = ()  # the newest that was trained on: the canary that engines are compared by
         self._publication: WeightUpload | None = None
         self.published = step
@@ -111,15 +99,14 @@ class SourceSession:
         """The next batch, or why there is none. Groups suspected of having ended learners are tried alone before."""
 
         def next_batch() -> TakenBatch | str:
-            while True:
-                began = time.monotonic()
-                taken = self._source.take(step, target_staleness)
-                self.waited_s = time.monotonic() - began
-                if not isinstance(taken, SuspectGroup):
-                    return taken
+            began = time.monotonic()
+            while isinstance(taken := self._source.take(step, target_staleness), SuspectGroup):
                 _log.warning("step %d: group %d is tried alone, its batch has ended learners", step, taken.number)
                 try_group(taken.group())
                 self._source.tried(taken)
+                began = time.monotonic()
+            self.waited_s = time.monotonic() - began
+            return taken
 
         return self._registered_at(step, next_batch)
 

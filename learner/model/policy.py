@@ -6,6 +6,8 @@ Dropout is off: a policy gradient needs the policy that was sampled from. Waits 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -17,11 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from async_rlhf.buffers.attention import FAMILIES, attention
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias
-from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.learner.model.chunks import chunk_tokens, tokens_within
-from async_rlhf.learner.model.critic import make_critic
+from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, tokens_within
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
-from async_rlhf.learner.parallel.sequence import Share, share_attention
+from async_rlhf.learner.model.sequence import Share, share_attention
 
 # An output layer that is followed by nothing else agrees with the model's own logits to rounding: a share of the largest.
 _SAME_LOGITS = 1e-5
@@ -30,6 +30,27 @@ _LARGE = 1e4
 # What `learner.compile` compiles with, and how many forms of a layer at most.
 _COMPILER = "inductor"
 _MAX_VARIANTS = 64
+
+
+class Critic(nn.Module):
+    """Values float32 [N]: the expected return from each of the N tokens on that are predicted at positions `source_N` of the
+    flattened rows. Its last layer begins at zero, so that the first advantages are those of no critic. trunk: of its own; None
+    reads the policy's last states."""
+
+    def __init__(self, width: int, trunk: nn.Module | None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.value = nn.Linear(width, 1)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+
+    def forward(self, hidden_ND: Tensor, inputs: Mapping[str, Any], source_N: Tensor) -> Tensor:
+        """`hidden_ND` are the policy's states, `inputs` what its trunk was given."""
+        if self.trunk is not None:
+            hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[source_N]
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            values: Tensor = self.value(hidden_ND.float()).squeeze(-1)
+        return values
 
 
 class Policy(nn.Module):
@@ -41,9 +62,11 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.critic = make_critic(config.critic, self.trunk, self.output_layer.weight.shape[1]) if with_critic else None
+        self.critic: Critic | None = None
+        if with_critic and config.critic.kind != "none":
+            own = copy.deepcopy(self.trunk) if config.critic.kind == "model" else None
+            self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
-        self._logits_mib = config.logits_mib
         self.compiled = config.compile
         for setting in ("gradient_checkpointing", "compile"):
             if getattr(config, setting) and not _layers(model):
@@ -126,24 +149,16 @@ class Policy(nn.Module):
             if self._chunked:
                 hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
                 head = self.output_layer
-                rows = chunk_tokens(head.weight.shape[0], self._logits_mib, batch.ids_RL.device.type)
-                remembered = tokens_within(head.weight.shape[0], self._logits_mib) if torch.is_grad_enabled() else 0
-                logp_N, entropy_N = chunked_logprobs(
-                    hidden_ND,
-                    head.weight,
-                    head.bias,
-                    batch.target_N,
-                    batch.temperature_N,
-                    rows,
-                    batch.sampling_masks,
-                    remembered,
-                )
+                rows = chunk_tokens(head.weight.shape[0], batch.ids_RL.device.type)
+                remembered = tokens_within(head.weight.shape[0], LOGITS_MIB) if torch.is_grad_enabled() else 0
+                tokens = batch.target_N, batch.temperature_N, rows, batch.sampling_masks, remembered
+                logp_N, entropy_N = chunked_logprobs(hidden_ND, head.weight, head.bias, *tokens)
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)
                 hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
-                logits_NV = out.logits.flatten(0, 1)[batch.source_N]
-                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, batch.sampling_masks)
-                entropy_N = token_entropy(logits_NV, batch.temperature_N, batch.sampling_masks)
+                logits_NV, masks = out.logits.flatten(0, 1)[batch.source_N], batch.sampling_masks
+                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, masks)
+                entropy_N = token_entropy(logits_NV, batch.temperature_N, masks)
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
         return logp_N, entropy_N, value_N
 

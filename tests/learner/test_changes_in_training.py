@@ -14,7 +14,7 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DivergedError
 from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.changes import Asked, Ledger
-from async_rlhf.learner.loop.settings import TrainerConfig
+from async_rlhf.learner.loop.trainer import TrainerConfig
 from tests.learner.lives import Killed, Live, make_batches
 
 STEPS = 8
@@ -84,11 +84,11 @@ def test_a_target_is_what_the_hub_is_given_within_the_bound(tmp_path: Path, live
 def test_a_policy_beyond_a_limit_ends_the_run_after_so_many_steps_in_a_row_and_the_steps_are_recorded(
     tmp_path: Path, changing: Live
 ) -> None:
-    believing = {"guard": GuardConfig(min_reward=0.9, max_diverged_steps=2)}
-    life = changing(believing=believing)
+    guard = GuardConfig(min_reward=0.9, max_diverged_steps=2)
+    life = changing(guard=guard)
     with pytest.raises(DivergedError, match=r"for 2 steps in a row .* step 2 had reward 0\.\d+ below guard\.min_reward = 0\.9"):
         life.trainer.run()
     assert [record["step"] for record in life.metrics()] == [1, 2] and life.saved() == []
 
     apply(tmp_path / "life", 1, guard__min_reward=0.0)  # the limit is moved, and the run goes on
-    assert changing(believing=believing).ran().trainer.step == STEPS
+    assert changing(guard=guard).ran().trainer.step == STEPS

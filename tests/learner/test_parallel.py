@@ -13,9 +13,8 @@ from torch import nn
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
-from async_rlhf.learner.batch.sampling_mask import SamplingMasks
-from async_rlhf.learner.parallel.sequence import Share
-from async_rlhf.learner.parallel.tensor import autotp_settings, split_dimension
+from async_rlhf.learner.model.sequence import Share
+from async_rlhf.learner.step.deepspeed_machine import autotp_settings, split_dimension
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -23,7 +22,7 @@ def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size:
     rows = make_rows([make_group(n, [3, 1, 6]) for n in range(2)], [[1.0, -1.0, 0.5]] * 2, 512)
     (plain,) = make_micro_batches(rows, Packing(512))
     sizes = torch.arange(plain.num_tokens) % 3
-    batch = replace(plain, sampling_masks=SamplingMasks(sizes, torch.arange(int(sizes.sum()))))
+    batch = replace(plain, sizes_N=sizes, ids_K=torch.arange(int(sizes.sum())))
     assert batch.sampling_masks is not None
     sampling_masks = batch.sampling_masks.chunks(1)
     shares = [Share.of(batch, rank, size) for rank in range(size)]

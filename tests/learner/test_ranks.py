@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from async_rlhf.launch.network import LOOPBACK
 from async_rlhf.learner.batch.micro_batch import Packing, count, partition, partition_rows
 from async_rlhf.learner.batch.rows import make_rows
-from async_rlhf.learner.parallel.ranks import RankLostError, Ranks
+from async_rlhf.learner.step.ranks import RankLostError, Ranks
 from tests.conftest import REPOSITORY, kept_port, wait_for
 
 ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}

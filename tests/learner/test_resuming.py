@@ -98,7 +98,7 @@ def test_before_anything_is_given_up_the_run_can_begin_again(tmp_path: Path) -> 
         (
             5,
             ConfigError,
-            r"given up the groups before step 10, .* steps 10, 15, 20. Start a new run from its model: .*step_000005",
+            r"given up the groups before step 10, .* steps 10, 15, 20. Start a new run: .*step_000005",
         ),
         (
             0,

@@ -16,9 +16,8 @@ from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.gradient_laws.table import CASES, Case
-from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
+from async_rlhf.learner.batch.micro_batch import Packing, SamplingMasks, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
-from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.logprobs import token_logprobs
 from async_rlhf.learner.objective import enumerable as policy

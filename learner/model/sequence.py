@@ -54,7 +54,7 @@ class Share:
             source_N=row_N[index] * width + position_N[index] - rank * width,
             target_N=batch.target_N[index],
             temperature_N=batch.temperature_N[index],
-            sampling_masks=None if batch.sampling_masks is None else batch.sampling_masks.of(index),
+            **({} if batch.sampling_masks is None else batch.sampling_masks.of(index)._asdict()),
         )
         return cls(own, segments, positions, index, batch.num_tokens)
 
