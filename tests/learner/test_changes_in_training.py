@@ -67,16 +67,11 @@ def test_a_learner_that_dies_behind_a_change_ends_with_the_bits_of_one_that_live
     assert changing(name="plain", save_every=3).ran().weights != whole.weights
 
 
-def test_other_checkpoints_are_made_and_kept_from_the_step_of_a_change_on(tmp_path: Path, changing: Live) -> None:
-    apply(tmp_path / "life", 3, checkpoint__save_every=1, checkpoint__keep_last=1)
-    apply(tmp_path / "life", 6, checkpoint__save_every=100, evaluation__every=3)
-    assert changing(save_every=2).ran().saved() == [6, 8]  # 6 is still to be evaluated; 3 was made when nothing was
-
-
-def test_a_target_is_what_the_hub_is_given_within_the_bound(tmp_path: Path, live: Live) -> None:
-    apply(tmp_path / "life", 3, guard__target=0)
-    apply(tmp_path / "life", 6, guard__target=None)
-    life = live(make_batches(STEPS, lag=0), max_steps=STEPS, changed=changed).ran()
+def test_other_checkpoints_and_targets_hold_from_the_step_of_a_change_on(tmp_path: Path, live: Live) -> None:
+    apply(tmp_path / "life", 3, checkpoint__save_every=1, checkpoint__keep_last=1, guard__target=0)
+    apply(tmp_path / "life", 6, checkpoint__save_every=100, evaluation__every=3, guard__target=None)
+    life = live(make_batches(STEPS, lag=0), max_steps=STEPS, changed=changed, save_every=2).ran()
+    assert life.saved() == [6, 8]  # 6 is still to be evaluated; 3 was made when nothing was
     assert life.hub.targets[:STEPS] == [None, None, 0, 0, 0, None, None, None]
     assert [record["staleness/target"] for record in life.metrics()] == [1, 1, 0, 0, 0, 1, 1, 1]
 
