@@ -213,12 +213,9 @@ def padding_batch() -> MicroBatch:
 def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
     """Rows of similar length together, and apart those of one completion, which need no mask and may be far longer."""
     units = by_group(rows) if packing.whole_groups else [[row] for row in rows]
-    # whether completions share a row, the length of the longest row, and how many rows
-    kind = {id(unit): _shape(unit) for unit in units}
     batches: list[list[Row]] = []
     packed, widest, count = False, 0, 0
-    for unit in sorted(units, key=lambda unit: kind[id(unit)][:2], reverse=True):
-        shares, longest, num_rows = kind[id(unit)]
+    for (shares, longest, num_rows), unit in sorted(((_shape(unit), unit) for unit in units), key=_longest_first):
         if not batches or (count + num_rows) * widest > packing.micro_batch_tokens or packed != shares:
             batches.append([])
             packed, widest, count = shares, longest, 0
@@ -227,7 +224,13 @@ def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch
     return [_tensors(batch, packing) for batch in batches]
 
 
+def _longest_first(shaped: tuple[tuple[bool, int, int], list[Row]]) -> tuple[bool, int]:
+    shares, longest, _ = shaped[0]
+    return not shares, -longest
+
+
 def _shape(rows: Sequence[Row]) -> tuple[bool, int, int]:
+    """Whether completions share a row, the length of the longest row, and how many rows."""
     shares = any(len(row.members) > 1 for row in rows)
     lengths = [row.length for row in rows] if shares else [length for row in rows for length in row.lengths]
     return shares, max(lengths), len(lengths)

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch, WeightUpload
+from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch, WeightUpload
 from async_rlhf.buffers.errors import HubRestartedError, NonFiniteError, RefusedError
 from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.queue.recovery import ArchivedBatch, read_batches
@@ -19,24 +19,6 @@ from async_rlhf.learner.step.controller import Controller
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class BatchSource(Protocol):
-    """The trainer's side of the hub; see `LearnerClient` for what each call means."""
-
-    def register(self, step: int, committed: int) -> None: ...
-
-    def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str: ...
-
-    def finish(self, step: int) -> None: ...
-
-    def tried(self, suspect: SuspectGroup) -> None: ...
-
-    def trained(self, step: int) -> None: ...
-
-    def commit(self, step: int) -> None: ...
-
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload: ...
 
 
 class ArchiveSource:
@@ -61,6 +43,9 @@ class ArchiveSource:
         """Nothing that it is informed of matters to it."""
 
     finish = tried = trained = commit = register
+
+
+BatchSource = LearnerClient | ArchiveSource
 
 
 class SourceSession:

@@ -23,7 +23,7 @@ from async_rlhf.buffers.errors import NonFiniteError
 from async_rlhf.buffers.protocol.manifest import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
-from async_rlhf.learner.checkpoint.writer import Snapshot
+from async_rlhf.learner.checkpoint.writer import begin_copy
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model, saved_weights, write_model
@@ -180,11 +180,11 @@ class Machine:
             "critic": {} if critic is None else critic.state_dict(),
         }
         tensors = {f"{part} {name}": tensor for part, named in parts.items() for name, tensor in named.items()}
-        snapshot = Snapshot(tensors, self._memory)
-        self._readers.append(snapshot.wait)
+        wait = begin_copy(tensors, self._memory)
+        self._readers.append(wait)
 
         def write(directory: Path) -> None:
-            copied = snapshot.wait()
+            copied = wait()
             self._write(directory, {part: {n: copied[f"{part} {n}"] for n in named} for part, named in parts.items()})
 
         return write

@@ -97,7 +97,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(key: str) -> Non
 def test_a_key_of_several_sections_is_answered_with_all_and_one_like_none_with_the_section() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'engine.dtype' or 'scoring.reference.dtype' or 'learner.dtype'\?"):
         load(QUICK, {"generation.dtype": "float32"})
-    with pytest.raises(ConfigError, match=r"unknown key 'guard\.xyz': choose one of: enabled, margin, "):
+    with pytest.raises(ConfigError, match=r"unknown key 'guard\.xyz': choose one of: enabled, max_diverged_steps, "):
         load(QUICK, {"guard.xyz": 1})
 
 
