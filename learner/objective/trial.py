@@ -229,8 +229,5 @@ def _expected(config: LossConfig, staleness: int) -> tuple[Tensor, Tensor]:
     """[P] twice: the expected gradient over completions of a policy that is `staleness` steps behind, and the exact one."""
     reward, behaviour = enumerable.rewards(), enumerable.initial()
     current = enumerable.later(behaviour, reward, staleness)
-    weights = enumerable.probabilities(behaviour)
-    inputs = enumerable.inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
-    inputs = replace(inputs, logp_reference_N=enumerable.logprobs(behaviour).flatten())
-    found = (weights[:, None] * enumerable.gradients(inputs, config, current)).sum(0)
+    found = enumerable.expected(config, current, behaviour, reward, staleness)
     return found, enumerable.exact_gradient(current, reward)

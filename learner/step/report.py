@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -90,11 +91,12 @@ def _thinned(values_N: Tensor, most: int = 1 << 20) -> Tensor:
     return values_N[:: -(-len(values_N) // most)]
 
 
-def step_metrics() -> list[str]:
+@cache
+def step_metrics() -> tuple[str, ...]:
     """The names that every step reports; a loss and a critic add their own."""
     own = ("loss", "entropy", "grad_norm", "clip_ratio/region_mean", "is/weight_mean", "is/masked_ratio", "is/clamped_ratio")
     one = torch.zeros(1)
-    return [*own, *measure(StepTokens(one, one, one, one, one.bool(), one), cap=None)]
+    return *own, *measure(StepTokens(one, one, one, one, one.bool(), one), cap=None)
 
 
 @dataclass(frozen=True)
