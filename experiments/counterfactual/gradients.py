@@ -20,8 +20,8 @@ from async_rlhf.learner.loop.trainer import estimated
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.learner.objective.estimation import Rewards
 from async_rlhf.learner.objective.loss import denominator
-from async_rlhf.learner.parallel.ranks import Ranks
 from async_rlhf.learner.step.controller import Controller
+from async_rlhf.learner.step.ranks import Ranks
 from async_rlhf.learner.step.torch_machine import make_machine
 from async_rlhf.run.config import Config
 

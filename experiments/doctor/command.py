@@ -10,9 +10,10 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from packaging.requirements import Requirement
@@ -35,6 +36,10 @@ class Fact:
     remedy: str = ""
 
 
+if TYPE_CHECKING:  # it imports torch
+    from async_rlhf.experiments.doctor.speeds import Speed
+
+
 @dataclass(frozen=True)
 class Finding:
     """Of one check. outcome: `pass`, `fail` or `skip`."""
@@ -45,18 +50,38 @@ class Finding:
     seconds: float
 
 
-def doctor(device: str | None, only: list[str], as_json: bool, echo: Callable[[str], None]) -> bool:
+def doctor(
+    device: str | None, only: list[str], speeds: bool, report: Path | None, as_json: bool, echo: Callable[[str], None]
+) -> bool:
     """Whether no check failed. device: `cpu`, `cuda` or `cuda:N`; None looks at the machine and runs nothing, without torch.
 
-    only: names of checks; all without. Raises ConfigError for a device or a check that is not there.
+    only: names of checks; all without. speeds: measure too (on a CPU with small loads). report: folder for `report.md` and
+    `report.json`, written again after each finding, so that what was found before an interruption is there. Raises ConfigError
+    for a device or a check that is not there.
     """
-    machine = facts()
-    findings = [] if device is None else _checked(device, only, (lambda _: None) if as_json else echo)
-    if as_json:
-        found = {"machine": [asdict(fact) for fact in machine], "checks": [asdict(finding) for finding in findings]}
-        echo(json.dumps({"device": device, **found}, indent=1))
-    else:
-        echo("\n".join(_report(machine, device, findings)))
+    machine, findings = facts(), list[Finding]()
+    measured: list[Speed] = []
+
+    def texts() -> tuple[str, str]:
+        found = {"device": device, "machine": machine, "checks": findings, "speeds": measured}
+        return "\n".join(_report(machine, device, findings, measured)), json.dumps(found, indent=1, default=asdict)
+
+    def write() -> None:
+        if report is not None:
+            report.mkdir(parents=True, exist_ok=True)
+            for name, text in zip(("report.md", "report.json"), texts(), strict=True):
+                (report / name).write_text(text + "\n")
+
+    progress = (lambda _: None) if as_json else echo
+    if device is not None:
+        for finding in _checked(device, only, progress):
+            findings.append(finding)
+            write()
+        for speed in _measured(device, progress) if speeds else ():
+            measured.append(speed)
+            write()
+    write()
+    echo(texts()[as_json])
     return all(finding.outcome != "fail" for finding in findings)
 
 
@@ -113,7 +138,7 @@ def _installed(name: str) -> str | None:
     return None
 
 
-def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> list[Finding]:
+def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> Iterator[Finding]:
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries do not belong into a report
     from async_rlhf.actors.torch_engine.devices import check_device
     from async_rlhf.experiments.doctor.checks import CHECKS, Skipped
@@ -121,7 +146,6 @@ def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> list[
     check_device("--device", device)
     if unknown := [name for name in only if name not in CHECKS]:
         raise ConfigError(f"--only {unknown[0]!r} is no check; {did_you_mean(unknown[0], CHECKS)}")
-    findings = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         for number, name in enumerate(only or CHECKS):
             echo(f"checking {name} ...")
@@ -138,12 +162,23 @@ def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> list[
                 ValueError,
             ) as error:  # a library's too: of a new device
                 outcome, detail = "fail", f"{type(error).__name__}: {error}"
-            findings.append(Finding(name, outcome, detail, round(time.monotonic() - began, 1)))
+            yield Finding(name, outcome, detail, round(time.monotonic() - began, 1))
             echo(f"{outcome}  {name}: {detail}")
-    return findings
 
 
-def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding]) -> Iterable[str]:
+def _measured(device: str, echo: Callable[[str], None]) -> Iterator[Speed]:
+    from async_rlhf.experiments.doctor.speeds import MEASUREMENTS, Place
+
+    with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
+        place = Place(device, Path(directory), small=device == "cpu")
+        for measurement in MEASUREMENTS:
+            echo(f"measuring {measurement.__name__.replace('_', ' ')} ...")
+            for speed in measurement(place):
+                yield speed
+                echo(f"{speed.name}: {speed.value:,.4g} {speed.unit}; {speed.detail}")
+
+
+def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding], measured: list[Speed]) -> Iterable[str]:
     """Markdown."""
     yield from ("", "| machine | found | to do |", "|---|---|---|")
     yield from (f"| {fact.name} | {_cell(fact.value)} | {_cell(fact.remedy)} |" for fact in machine)
@@ -152,6 +187,9 @@ def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding]
         return
     yield from ("", f"| check on {device} | | s | found |", "|---|---|---|---|")
     yield from (f"| {each.check} | {each.outcome} | {each.seconds:.1f} | {_cell(each.detail)} |" for each in findings)
+    if measured:
+        yield from ("", f"| measured on {device} | | |", "|---|---|---|")
+        yield from (f"| {each.name} | {each.value:,.4g} {each.unit} | {_cell(each.detail)} |" for each in measured)
     passed, failed, skipped = (sum(each.outcome == outcome for each in findings) for outcome in ("pass", "fail", "skip"))
     version, torch = map(importlib.metadata.version, ("async-rlhf", "torch"))
     total = sum(each.seconds for each in findings)

@@ -155,7 +155,7 @@ def make_groups(lengths: np.ndarray, vocabulary: int) -> list[Group]:
 
 def advantages_of(groups: list[Group]) -> list[list[float | None]]:
     rewards = [[Composition().reward(rollout.scores) for rollout in group.rollouts] for group in groups]
-    return [group_relative(own, scale_by_std=True, std="sample") for own in rewards]
+    return [group_relative(own, scale_by_std=True) for own in rewards]
 
 
 def ours(model: Path, groups: list[Group]) -> Side:
