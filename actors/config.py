@@ -79,11 +79,9 @@ class KVConfig(Section):
     window: int = Field(default=256, ge=1)
     """Newest tokens, each attending to itself and the `window - 1` before it."""
     representatives: int = Field(default=64, ge=1)
-    """`chunk_sink`: most tokens that stand for chunks; the newest of what lies before the window."""
+    """`chunk_sink`: most tokens that stand for chunks, as the first of each; the newest of what lies before the window."""
     chunk: int = Field(default=16, ge=2)
     """`chunk_sink`: longest chunk in tokens."""
-    representative: Literal["first", "last"] = "first"
-    """`chunk_sink`: the token that represents a chunk."""
     ends: tuple[str, ...] = (".", ",", "?", "!", ";", ":", "\n")
     """`chunk_sink`: what ends a chunk; `[]`: nothing but its length."""
 

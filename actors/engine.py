@@ -85,10 +85,17 @@ class Request:
         return f"{len(self.prompt_ids)} prompt{context} + {self.max_new_tokens} new tokens"
 
 
-def check_requests(requests: Sequence[Request], known: Set[RolloutKey], check: Callable[[Request], None]) -> set[RolloutKey]:
+def check_requests(
+    requests: Sequence[Request],
+    known: Set[RolloutKey],
+    check: Callable[[Request], None] = lambda request: None,
+    vocabulary: int | None = None,
+    max_length: int | None = None,
+) -> set[RolloutKey]:
     """The keys of these and of those known already; raises EngineError for the first request that cannot be served.
 
-    `check` raises it for what is particular to one engine; everything else is refused here.
+    `check` raises it for what is particular to one engine. vocabulary: how many token ids the model has; max_length: tokens of
+    the longest row; None: not known.
     """
     known = set(known)
     for request in requests:
@@ -98,6 +105,17 @@ def check_requests(requests: Sequence[Request], known: Set[RolloutKey], check: C
             raise EngineError(f"{request.key} asks for max_new_tokens = {request.max_new_tokens}; at least 1 is needed")
         if request.seed < 0:
             raise EngineError(f"{request.key} has seed {request.seed}; at least 0 is needed")
+        if max_length is not None and request.most_tokens > max_length:
+            raise EngineError(
+                f"{request.key} needs {request.parts}, the model holds {max_length}; shorten the prompt or lower "
+                "max_completion_length (vLLM: or raise engine.kv_bytes)"
+            )
+        least, most = min(request.prefix_ids), max(request.prefix_ids)
+        if vocabulary is not None and not 0 <= least <= most < vocabulary:
+            raise EngineError(
+                f"{request.key} has token ids {least} to {most}, the model knows 0 to {vocabulary - 1}; use the tokenizer that "
+                "belongs to the model"
+            )
         check(request)
         if request.key in known:
             raise EngineError(f"{request.key} is already submitted; a key names one completion")
@@ -151,7 +169,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests, in order. Those submitted together with equal prompts share one prompt computation.
+        """Queue requests, in order. Those with equal prompts share one prompt computation.
 
         Raises EngineError for an empty prompt or one that cannot fit with its context and completion.
         """

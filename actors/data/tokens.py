@@ -18,15 +18,10 @@ from async_rlhf.actors.prompts import NO_CHAT_TEMPLATE, Row, Template
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 
-Encode = Callable[[Sequence[str], bool], list[list[int]]]
-"""Token ids of texts, with special tokens or without."""
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, Mapping[str, Any]], str]
 """Messages to text, with further variables of the chat template."""
 
-# Encode; the id of the unknown token; the text of a token; a text as the tokenizer sees it: of equal ones the tokens are equal.
-_Read = tuple[Encode, int | None, Callable[[int], Any], Callable[[str], str]]
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _BATCH = 4096
 # What a chat template is given beside variables of its own.
 _RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
@@ -47,18 +42,36 @@ class PromptLengths:
 
 
 class PromptTokenizer:
-    """The tokenizer of a model directory. Raises ConfigError where there is none, or one that cannot be read."""
+    """The `tokenizer.json` of a model directory. Raises ConfigError where there is none, or one that cannot be read."""
 
     def __init__(self, directory: Path) -> None:
-        if not any((directory / name).is_file() for name in _VOCABULARIES):
+        from tokenizers import Tokenizer
+
+        file = directory / "tokenizer.json"
+        if not file.is_file():
             raise ConfigError(
-                f"model = {str(directory)!r} has no tokenizer: none of {', '.join(_VOCABULARIES)} is there; copy the "
-                "tokenizer's files beside the model"
+                f"model = {str(directory)!r} has no tokenizer.json: copy it from where the model came, or have transformers "
+                "make it of older files: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             )
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"model file {str(file)!r} cannot be used: {error}. Copy it again from where it came") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        self._unknown_id = None if unknown is None else self._tokenizer.token_to_id(unknown)
         self._directory = directory
-        read = _fast if (directory / "tokenizer.json").is_file() else _slow
-        self._encode, self._unknown_id, self._token, self.normal = read(directory)
         self._render: Render | None = None
+
+    def normal(self, text: str) -> str:
+        """As the tokenizer sees it: of equal ones the tokens are equal."""
+        normalizer = self._tokenizer.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Token ids, with special tokens or without."""
+        return [each.ids for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
     def text(self, row: Row, template: Template) -> str:
         """What the model reads. Raises ConfigError as `Template.said`, and for messages that the chat template refuses."""
@@ -99,10 +112,10 @@ class PromptTokenizer:
         found = []
         if (end := whole[at + len(plain) :]) and not all(are_chats):
             found.append(
-                f"the tokenizer appends {self._token(end[0])!r} to every prompt: the model reads a text that is over. Give "
-                "chat messages, or take it out of the post_processor of tokenizer.json."
+                f"the tokenizer appends {self._tokenizer.id_to_token(end[0])!r} to every prompt: the model reads a text that "
+                "is over. Give chat messages, or take it out of the post_processor of tokenizer.json."
             )
-        begin = self._token(whole[0]) if at else "\0"
+        begin = str(self._tokenizer.id_to_token(whole[0])) if at else "\0"
         if twice := sum(text.startswith(begin * (1 + chat)) for text, chat in zip(texts, are_chats, strict=False)):
             found.append(f"{twice} prompts begin with {begin!r}, and it is added to them once more; leave it out.")
         return found
@@ -133,40 +146,6 @@ class PromptTokenizer:
 def _most_tokens(text: str) -> int:
     """A token for each byte, and one for a space that some tokenizers put before a text."""
     return 1 + (len(text) if text.isascii() else len(text.encode()))
-
-
-def _fast(directory: Path) -> _Read:
-    from tokenizers import Tokenizer
-
-    file = directory / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"model file {str(file)!r} cannot be used: {error}. Copy it again from where it came") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-
-    def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
-        return [each.ids for each in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
-
-    unknown = getattr(tokenizer.model, "unk_token", None)
-    normal = str if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
-    unknown_id = None if unknown is None else tokenizer.token_to_id(unknown)
-    return encode, unknown_id, tokenizer.id_to_token, normal
-
-
-def _slow(directory: Path) -> _Read:
-    from transformers import AutoTokenizer  # which imports torch: only it can read older files
-
-    try:
-        tokenizer = from_pretrained(AutoTokenizer, directory)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ConfigError(f"model = {str(directory)!r} has a tokenizer that cannot be loaded: {error}") from error
-
-    def encode(texts: Sequence[str], special: bool) -> list[list[int]]:
-        return list(tokenizer(list(texts), add_special_tokens=special)["input_ids"]) if texts else []
-
-    return encode, tokenizer.unk_token_id, tokenizer.convert_ids_to_tokens, str
 
 
 def _renderer(directory: Path) -> Render:

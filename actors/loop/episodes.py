@@ -24,7 +24,7 @@ from async_rlhf.actors.engine import Completion, Engine, Partial, Request, Rollo
 from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
 from async_rlhf.actors.environments.rendering import Rendered, Renderer, as_messages, conversation
-from async_rlhf.actors.loop.transcript import Transcript
+from async_rlhf.actors.loop.transcript import Answer, Transcript
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.errors import EpisodeError
@@ -117,10 +117,6 @@ class _Episode:
     transcript: Transcript = field(default_factory=Transcript)
     failed: Score | None = None
     """Why there is no environment any more."""
-    texts: list[str] = field(default_factory=list)
-    """What the model wrote in each of its turns."""
-    read: list[Content] = field(default_factory=list)
-    scores: list[float | None] = field(default_factory=list)
     steps: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -209,20 +205,19 @@ class Episodes:
 
     def _took(self, turn: Completion) -> Played | None:
         """The model's turn ended."""
-        episode = self._episodes[turn.key]
-        episode.transcript.add_turn(turn)
+        episode, text = self._episodes[turn.key], self._decode(turn.token_ids.tolist())
+        episode.transcript.add_turn(turn, text)
         if self._play is None or episode.failed is not None:
             return self._end(turn.key, episode, turn.finish_reason, episode.failed)
-        episode.texts.append(self._decode(turn.token_ids.tolist()))
-        self._play.pool.reply(turn.key, episode.texts[-1])
+        self._play.pool.reply(turn.key, text)
         return None
 
     def _observed(self, event: Observation[RolloutKey], episode: _Episode) -> Played | None:
         assert self._play is not None
-        if not episode.transcript.turns:
+        transcript = episode.transcript
+        if not transcript.turns:
             self._opened(event.key, episode, event.content)
             return None
-        episode.scores.append(event.score)
         try:
             _, ids, restarts = self._rendered(episode, event.content)
             if not ids:
@@ -230,21 +225,20 @@ class Episodes:
         except EpisodeError as error:
             self._play.pool.discard([event.key])
             return self._end(event.key, episode, "stop", Score(failure=str(error)))
-        room = self._play.max_length - episode.transcript.length - len(ids)
+        room = self._play.max_length - transcript.length - len(ids)
         if room < 1:
             self._play.pool.discard([event.key])
             return self._end(event.key, episode, "context", self._play.at_limit)
-        episode.transcript.add_observation(ids, restarts)
-        episode.read.append(event.content)
+        transcript.add_answer(Answer(event.content, np.array(ids, np.int32), event.score, restarts))
         first = episode.request
-        prompt_ids, context = episode.transcript.row(first.prompt_ids)
+        prompt_ids, context = transcript.row(first.prompt_ids)
         following = replace(
             first,
             prompt_ids=prompt_ids,
             context=context,
             max_new_tokens=min(first.max_new_tokens, room),
             seed=turn_seed(first.seed, len(episode.transcript.turns)),
-            hold=self._play.goes_on(len(episode.transcript.turns)),
+            hold=self._play.goes_on(len(transcript.turns)),
         )
         self._beginning.append(following)
         return None
@@ -252,12 +246,12 @@ class Episodes:
     def _rendered(self, episode: _Episode, content: Content) -> Rendered:
         """What the model is to read, behind its last turn or instead of all before it. Raises EpisodeError."""
         assert self._play is not None and episode.group.prompt is not None
-        prompt, rendering = episode.group.prompt, self._play.rendering
+        prompt, rendering, transcript = episode.group.prompt, self._play.rendering, episode.transcript
         if rendering.splits(prompt):
-            turns = list(zip(episode.texts, [*episode.read, content], strict=True))
-            prompt_ids, context = episode.transcript.row(episode.request.prompt_ids)
-            return rendering.whole(prompt, turns, [*prompt_ids, *context])
-        return rendering.observation(prompt, content, episode.transcript.turns[-1].token_ids.tolist())
+            read = [*(answer.content for answer in transcript.answers), content]
+            prompt_ids, context = transcript.row(episode.request.prompt_ids)
+            return rendering.whole(prompt, list(zip(transcript.texts, read, strict=True)), [*prompt_ids, *context])
+        return rendering.observation(prompt, content, transcript.turns[-1].token_ids.tolist())
 
     def _ended(self, event: Ended[RolloutKey], episode: _Episode) -> Played | None:
         assert self._play is not None
@@ -272,38 +266,36 @@ class Episodes:
         """Its process ended, and the environment with it: the same from the beginning."""
         self._beginning = [request for request in self._beginning if request.key != key]
         self._engine.abort([key])
-        episode.transcript, episode.texts, episode.read, episode.scores, episode.steps = Transcript(), [], [], [], []
+        episode.transcript, episode.steps = Transcript(), []
         self._open(episode.group, [key])
 
     def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played:
         del self._episodes[key]
         if self._play is not None:
             self._over.append(key)  # what is held for a turn that will not come
-        completion = episode.transcript.completion(key, reason)
-        text = self._text(completion, episode.read)
-        turns = tuple(episode.texts) or (text,)  # one without an environment, or of one that has failed before it began
-        read, prompt = episode.read[: len(turns) - 1], episode.group.prompt or ""
+        transcript, prompt = episode.transcript, episode.group.prompt or ""
+        completion, turns = transcript.completion(key, reason), tuple(transcript.texts)
+        read = tuple(answer.content for answer in transcript.answers)
         said = () if self._play is None else conversation(prompt, zip(turns, [*read, None], strict=True))
         return Played(
             completion,
             episode.request.prompt_ids,
-            text,
+            turns[0] if len(turns) == 1 else self._text(completion, transcript.answers),
             turns,
             prompt=episode.group.text,
-            read=tuple(read),
+            read=read,
             messages=said,
             num_prompt=len(as_messages(prompt)),
             is_chat=self._play is not None and self._play.rendering.is_chat(prompt),
             score=score,
-            turn_scores=tuple(episode.scores[: len(turns) - 1]),
+            turn_scores=tuple(answer.score for answer in transcript.answers),
             steps=tuple(episode.steps),
         )
 
-    def _text(self, completion: Completion, read: Sequence[Content]) -> str:
-        """For people: where a row begins anew, the observation there, and not the conversation once more."""
+    def _text(self, completion: Completion, answers: Sequence[Answer]) -> str:
+        """For people: where a row begins anew, the answer there, and not the conversation once more."""
         ids, (first, *anew) = completion.token_ids.tolist(), pieces(completion.spans)
-        between = [span for span in completion.spans if span.version is None]
-        said = [as_text(content) for content, span in zip(read, between, strict=True) if span.restarts]
+        said = [as_text(answer.content) for answer in answers if answer.restarts]
         further = [self._decode(ids[piece.start + piece.num_prompt : piece.stop]) for piece in anew]
         return self._decode(ids[: first.stop]) + "".join(f"\n{one}\n{other}" for one, other in zip(said, further, strict=True))
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
-from async_rlhf.actors.loop.episodes import Episodes, Play
-from async_rlhf.actors.prompts import PLAIN, Row, Template, environment_seed, rollout_seed
-from async_rlhf.actors.scoring.pool import Place, ScoringPool, fields_of
+from async_rlhf.actors.loop.episodes import Episodes, Played
+from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.prompts import Row, environment_seed
+from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.record import Score
@@ -26,48 +27,23 @@ _NUM_SHOWN = 8
 
 @dataclass(frozen=True)
 class Judging:
-    """What is generated for every prompt, and what counts as solved.
+    """What is sampled of every prompt, and what counts as solved.
 
-    group_size: completions of a prompt that are judged together, drawn with `group_sampling`; None: one alone. solved_by: the
-    score that decides what is solved, from `solved_at` on; empty: none. num_sampled: further completions a prompt, drawn with
-    `sampling`; as many as fill groups. Random numbers follow from `seed`, the prompt's place and the member alone, so that two
-    weight sets are given the same. composition: without running statistics, so that a reward means the same at the start and at
-    the end of a run.
+    judged: settings of the completions that are judged together, a greedy one or a group as in training; sampled: of further
+    ones, as many as fill such groups. solved_by: the score that decides what is solved, from `solved_at` on; empty: none.
+    composition: without running statistics, so that a reward means the same at the start and at the end of a run.
     """
 
-    max_completion_length: int
     composition: Composition
-    stop: tuple[str, ...] = ()
-    group_size: int | None = None
-    group_sampling: Sampling = GREEDY
+    judged: Sequence[Sampling] = (GREEDY,)
+    sampled: Sequence[Sampling] = ()
     solved_by: str = ""
     solved_at: float = 1.0
-    num_sampled: int = 0
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-
-    @property
-    def num_judged(self) -> int:
-        """Completions a prompt that all figures but those of `sampled` are of: the first members."""
-        return self.group_size or 1
-
-    def requests(self, number: int, prompt_ids: tuple[int, ...]) -> list[Request]:
-        """Of a prompt the completions that are judged, and behind them the sampled ones."""
-        return [
-            Request(
-                RolloutKey(number, 0, member),
-                prompt_ids,
-                self.max_completion_length,
-                self.group_sampling if member < self.num_judged else self.sampling,
-                rollout_seed(self.seed, number, member),
-                self.stop,
-            )
-            for member in range(self.num_judged + self.num_sampled)
-        ]
 
     def place(self, key: RolloutKey) -> Place:
         """The group that rewards receive: so many members, one behind the other."""
-        return Place((key.group, key.member // self.num_judged), key.member % self.num_judged, self.num_judged)
+        size = len(self.judged)
+        return Place((key.group, key.member // size), key.member % size, size)
 
     def solved(self, scores: Mapping[str, Score]) -> bool | None:
         """None where no score is named, or it has no value."""
@@ -75,113 +51,93 @@ class Judging:
         return None if score is None or score.value is None else score.value >= self.solved_at
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """Means over the completions that could be judged; `failed` counts the others.
+Judged = Mapping[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]]
+"""Of each completion: what it became, all its scores, those of its environment too, and what its judges answered."""
 
-    group_size: completions of each prompt, judged as a group; None: one, greedy. rewards: means of the scores, before weights.
-    accuracy: share of solved ones among those that `solved_by` judged; None where no score is named. samples: of the first
-    prompts the `prompt` as the model saw it, its first `completion` and its `reward` (None: not judged), so that a person can
-    read what became of the model. sampled: what `summary_of_samples` makes of the sampled completions, where there are some.
+
+def judge(
+    engine: Engine,
+    scoring: ScoringPool[RolloutKey],
+    work: Work,
+    begun: Mapping[int, tuple[Row, str, Sequence[Request]]],
+    place: Callable[[RolloutKey], Place],
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    patience_s: float = 120.0,
+) -> Judged:
+    """Generate and score these groups, by their numbers. place: of a completion in what rewards receive. progress: called when
+    completions have been scored: how many, and of how many.
+
+    Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
     """
-
-    mean_reward: float | None
-    accuracy: float | None
-    rewards: Mapping[str, float | None]
-    num_prompts: int
-    failed: int
-    mean_length: float
-    samples: Sequence[Mapping[str, str | float | None]]
-    sampled: Mapping[str, Any] | None = None
-    solved_by: str = ""
-    group_size: int | None = None
-
-
-@dataclass
-class _Judged:
-    """A completion and its scores: those of its environment from the beginning, those of rewards when they have come."""
-
-    text: str
-    num_tokens: int
-    scores: dict[str, Score]
+    count, play = sum(len(requests) for _, _, requests in begun.values()), work.play
+    episodes = Episodes(engine, work.decode, play)
+    episodes.begin((row, environment_seed(work.seed, number), requests) for number, (row, _, requests) in begun.items())
+    ended: dict[RolloutKey, Played] = {}
+    found: dict[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]] = {}
+    last_event = time.monotonic()
+    while len(found) < count:
+        now_ended = episodes.step()
+        for played in now_ended:
+            completion, key = played.completion, played.completion.key
+            ended[key] = played
+            fields = fields_of(begun[key.group][0], played.prompt_ids, completion, played.turns[-1], work.template)
+            scoring.submit(key, fields | played.fields, place(key))
+        if scored := scoring.poll():
+            for each in scored:
+                played = ended.pop(each.key)
+                own = {} if play is None else {play.name: played.score or Score()}
+                found[each.key] = played, {**each.scores, **own}, each
+            progress(len(found), count)
+        if scored or now_ended or engine.num_unfinished:
+            last_event = time.monotonic()
+        elif time.monotonic() - last_event > patience_s:
+            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {count - len(found)} completions")
+        else:
+            time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
+    return found
 
 
 def evaluate(
     engine: Engine,
     scoring: ScoringPool[RolloutKey],
-    rows: Sequence[Row],
-    encode: Callable[[Row], tuple[str, list[int]]],
-    decode: Callable[[Sequence[int]], str],
+    work: Work,
     judging: Judging,
     progress: Callable[[int, int], None] = lambda done, of: None,
-    patience_s: float = 120.0,
-    play: Play | None = None,
-    template: Template = PLAIN,
-) -> EvaluationResult:
-    """Generate and score. progress: called when completions have been scored: how many, and of how many. play: the environment,
-    where episodes have one. template: that `encode` fills.
+) -> dict[str, Any]:
+    """Of the rows of `work`, whose seed is the same for every weight set, so that all are given the same random numbers.
+    progress, raises: as `judge`.
 
-    Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
+    `mean_reward`, `accuracy`, `rewards` (scores by name, before weights) and `mean_length` are means over the completions that
+    could be judged, None over none; `failed` counts the others, of `num_prompts` prompts. accuracy: share of solved ones among
+    those that `solved_by` judged. samples: of the first prompts the `prompt` as the model saw it, its first `completion` and
+    its `reward`, so that a person can read what became of the model. sampled: what `summary_of_samples` makes of the sampled
+    completions, where there are some. group_size: completions of each prompt, judged as a group; None: one, greedy.
     """
-    prompts = [encode(row) for row in rows]
-    requests = [judging.requests(number, tuple(ids)) for number, (_, ids) in enumerate(prompts)]
-    num_requests, num_scored = sum(map(len, requests)), 0
-    episodes = Episodes(engine, decode, play)
-    seeds = (environment_seed(judging.seed, number) for number in range(len(rows)))
-    episodes.begin(zip(rows, seeds, requests, strict=True))
-    judged: dict[RolloutKey, _Judged] = {}
-    last_event = time.monotonic()
-    while num_scored < num_requests:
-        ended = episodes.step()
-        for played in ended:
-            completion, key = played.completion, played.completion.key
-            given = {} if play is None else {play.name: played.score or Score()}
-            judged[key] = _Judged(played.text, len(completion.logprobs), given)
-            fields = fields_of(rows[key.group], played.prompt_ids, completion, played.turns[-1], template)
-            scoring.submit(key, fields | played.fields, judging.place(key))
-        if scored := scoring.poll():
-            for result in scored:
-                judged[result.key].scores = {**result.scores, **judged[result.key].scores}
-            num_scored += len(scored)
-            progress(num_scored, num_requests)
-        if scored or ended or engine.num_unfinished:
-            last_event = time.monotonic()
-        elif time.monotonic() - last_event > patience_s:
-            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {num_requests - num_scored} held-out completions")
-        else:
-            time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
-    return _result(rows, [text for text, _ in prompts], judged, judging)
-
-
-def _result(
-    rows: Sequence[Row], prompts: Sequence[str], judged: Mapping[RolloutKey, _Judged], judging: Judging
-) -> EvaluationResult:
-    """prompts: as the model saw them."""
-    totals = {key: judging.composition.of(rows[key.group].columns).reward(each.scores) for key, each in judged.items()}
-    first = {key: each for key, each in judged.items() if key.member < judging.num_judged}
+    samplings, rows = [*judging.judged, *judging.sampled], work.rows
+    begun = {number: work.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
+    judged = judge(engine, scoring, work, begun, judging.place, progress)
+    scores = {key: own for key, (_, own, _) in judged.items()}
+    totals = {key: judging.composition.of(rows[key.group].columns).reward(own) for key, own in scores.items()}
+    num_judged = len(judging.judged)
+    first = [key for key in judged if key.member < num_judged]
     rewards = [total for key in first if (total := totals[key]) is not None]
-    names = next((list(each.scores) for each in first.values()), [])
-    members = range(judging.num_judged, judging.num_judged + judging.num_sampled)
+    members = range(num_judged, num_judged + len(judging.sampled))
     drawn = [[RolloutKey(number, 0, member) for member in members] for number in range(len(rows))]
-    samples = [(text, RolloutKey(number, 0, 0)) for number, text in enumerate(prompts[:_NUM_SHOWN])]
-    return EvaluationResult(
-        mean_reward=_mean(rewards),
-        accuracy=_mean([judging.solved(each.scores) for each in first.values()]),
-        rewards={name: _mean([each.scores[name].value for each in first.values()]) for name in names},
-        num_prompts=len(rows),
-        failed=len(first) - len(rewards),
-        mean_length=_mean([each.num_tokens for each in first.values()]) or 0.0,
-        samples=[{"prompt": text, "completion": judged[key].text, "reward": totals[key]} for text, key in samples],
-        sampled=summary_of_samples(
-            [totals[key] for keys in drawn for key in keys],
-            [[judging.solved(judged[key].scores) for key in keys] for keys in drawn],
-            judging,
-        )
-        if judging.num_sampled
-        else None,
-        solved_by=judging.solved_by,
-        group_size=judging.group_size,
-    )
+    shown = [(begun[number][1], RolloutKey(number, 0, 0)) for number in range(min(len(rows), _NUM_SHOWN))]
+    results = [totals[key] for keys in drawn for key in keys]
+    solved = [[judging.solved(scores[key]) for key in keys] for keys in drawn]
+    return {
+        "mean_reward": _mean(rewards),
+        "accuracy": _mean([judging.solved(scores[key]) for key in first]),
+        "rewards": {name: _mean([scores[key][name].value for key in first]) for name in (scores[first[0]] if first else ())},
+        "num_prompts": len(rows),
+        "failed": len(first) - len(rewards),
+        "mean_length": _mean([len(judged[key][0].completion.logprobs) for key in first]) or 0.0,
+        "samples": [{"prompt": text, "completion": judged[key][0].text, "reward": totals[key]} for text, key in shown],
+        "sampled": summary_of_samples(results, solved, judging) if judging.sampled else None,
+        "solved_by": judging.solved_by,
+        "group_size": None if judging.judged == (GREEDY,) else num_judged,
+    }
 
 
 def summary_of_samples(
@@ -194,10 +150,11 @@ def summary_of_samples(
     mean of `pass_at` over the prompts of which k could be judged (None: there is no such prompt).
     """
     known = [[each for each in of_prompt if each is not None] for of_prompt in solved]
-    ks = [*(1 << i for i in range((judging.num_sampled - 1).bit_length())), judging.num_sampled]
+    num_samples = len(judging.sampled)
+    ks = [*(1 << i for i in range((num_samples - 1).bit_length())), num_samples]
     return {
-        "num_samples": judging.num_sampled,
-        "temperature": judging.sampling.temperature,
+        "num_samples": num_samples,
+        "temperature": judging.sampled[0].temperature,
         "mean_reward": _mean(rewards),
         "failed": sum(reward is None for reward in rewards),
         "pass_at": {str(k): _mean([pass_at(k, len(each), sum(each)) for each in known if len(each) >= k]) for k in ks},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,26 +27,13 @@ Length = tuple[int, int]
 class Bias:
     """Of lengths of one kind.
 
-    ks: Kolmogorov-Smirnov distance between the lengths dispatched and trained, 0 to 1. mean_ratio: mean length trained
-    over mean length dispatched. correlation: of length with being dropped (point-biserial), 0 where all or none were.
-    alarm: the correlation is positive and no accident.
+    mean_ratio: mean length trained over mean length dispatched. correlation: of length with being dropped (point-biserial), 0
+    where all or none were. alarm: the correlation is positive and no accident.
     """
 
-    ks: float
     mean_ratio: float
     correlation: float
     alarm: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """Of a window of completions. oldest_s: age of the oldest prompt begun and not yet decided."""
-
-    dispatched: int
-    dropped: int
-    tokens: Bias
-    turns: Bias
-    oldest_s: float
 
 
 class LengthBiasMonitor:
@@ -74,37 +61,25 @@ class LengthBiasMonitor:
             self._begun.pop(group, None)
         self._fates += ((length, True) for length in lengths)
 
-    def report(self, now: float) -> Report:
-        """Of the window. Nothing dispatched: no distance, ratio 1."""
+    def report(self, now: float) -> dict[str, float]:
+        """Of the window, as in `wire.Telemetry`, with the age of the oldest prompt begun and not yet decided, in seconds.
+        Nothing dispatched: ratio 1."""
         tokens, turns = np.array([length for length, _ in self._fates], np.float64).reshape(-1, 2).T
         dropped = np.array([fate for _, fate in self._fates], np.bool_)
-        return Report(
-            dispatched=len(dropped),
-            dropped=int(dropped.sum()),
-            tokens=bias(tokens, dropped),
-            turns=bias(turns, dropped),
-            oldest_s=max((now - begun for begun in self._begun.values()), default=0.0),
-        )
+        found = {"oldest_group_age": max((now - begun for begun in self._begun.values()), default=0.0)}
+        for prefix, lengths in (("selection_", tokens), ("selection_turns_", turns)):
+            found |= {prefix + name: float(value) for name, value in asdict(bias(lengths, dropped)).items()}
+        return found
 
 
 def bias(lengths: npt.NDArray[np.float64], dropped: npt.NDArray[np.bool_]) -> Bias:
     """Of completions with these lengths, some of which were dropped."""
     correlation = correlate(lengths, dropped)
     return Bias(
-        ks=ks_distance(lengths, lengths[~dropped]),
         mean_ratio=float(lengths[~dropped].mean() / lengths.mean()) if (~dropped).any() and lengths.any() else 1.0,
         correlation=correlation,
         alarm=correlation > 0 and is_no_accident(correlation, len(lengths)),
     )
-
-
-def ks_distance(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> float:
-    """sup |F - G| of two empirical distributions; 0 when both are empty, 1 when only one is."""
-    if not len(one) or not len(other):
-        return float(len(one) != len(other))
-    places = np.union1d(one, other)
-    shares = [np.searchsorted(np.sort(side), places, side="right") / len(side) for side in (one, other)]
-    return float(np.abs(shares[0] - shares[1]).max())
 
 
 def correlate(values: npt.NDArray[np.float64], marked: npt.NDArray[np.bool_]) -> float:

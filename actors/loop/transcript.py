@@ -8,80 +8,92 @@ sampled ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, RolloutKey
+from async_rlhf.actors.environments import Content
 from async_rlhf.buffers.record import FinishReason, Int32Array, SamplingMask, Span
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Of an environment. content: as it gave it; ids: int32, what the engine reads of it; score: of the turn before it;
+    restarts: as of a `Span`."""
+
+    content: Content
+    ids: Int32Array
+    score: float | None = None
+    restarts: bool = False
+
+
 class Transcript:
-    """Begins and ends with a turn; turns and observations alternate."""
+    """Begins and ends with a turn; turns and answers alternate. texts: of the turns."""
 
     def __init__(self) -> None:
         self.turns: list[Completion] = []
-        self._observations: list[Int32Array] = []
-        self._restarts: list[bool] = []
+        self.texts: list[str] = []
+        self.answers: list[Answer] = []
         self.length = 0
         """T so far."""
 
     @property
     def ids(self) -> Int32Array:
         """int32 [T] so far."""
-        return np.concatenate([np.zeros(0, np.int32), *(ids for turn in self._parts() for ids in turn)])
+        return np.concatenate([np.zeros(0, np.int32), *self._parts(0)])
 
     @property
     def restarted(self) -> bool:
         """Whether the row has begun anew."""
-        return any(self._restarts)
-
-    def row(self, prompt_ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the engine reads on from: the prompt of the row as it stands now, and the tokens behind it. prompt_ids: of the
-        episode."""
-        if not self.restarted:
-            return prompt_ids, tuple(self.ids.tolist())
-        last = len(self._restarts) - 1 - self._restarts[::-1].index(True)
-        prompt, parts = self._observations[last], [ids for part in self._parts()[last + 1 :] for ids in part]
-        return tuple(prompt.tolist()), tuple(id for ids in parts for id in ids.tolist())
+        return any(answer.restarts for answer in self.answers)
 
     @property
     def num_sampled(self) -> int:
         return sum(len(turn.token_ids) for turn in self.turns)
 
-    def add_turn(self, turn: Completion) -> None:
-        assert len(self.turns) == len(self._observations)
+    def row(self, prompt_ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the engine reads on from: the prompt of the row as it stands now, and the tokens behind it. prompt_ids: of the
+        episode."""
+        first = max((number for number, answer in enumerate(self.answers, 1) if answer.restarts), default=0)
+        prompt = tuple(self.answers[first - 1].ids.tolist()) if first else prompt_ids
+        return prompt, tuple(id for ids in self._parts(first) for id in ids.tolist())
+
+    def add_turn(self, turn: Completion, text: str) -> None:
+        assert len(self.turns) == len(self.answers)
         self.turns.append(turn)
+        self.texts.append(text)
         self.length += len(turn.token_ids)
 
-    def add_observation(self, ids: Sequence[int], restarts: bool = False) -> None:
-        """At least one token: what follows is another turn. restarts: as of a `Span`."""
-        assert ids and len(self.turns) == len(self._observations) + 1
-        self._observations.append(np.array(ids, np.int32))
-        self._restarts.append(restarts)
-        self.length += len(ids)
+    def add_answer(self, answer: Answer) -> None:
+        """At least one token: what follows is another turn."""
+        assert len(answer.ids) and len(self.turns) == len(self.answers) + 1
+        self.answers.append(answer)
+        self.length += len(answer.ids)
 
     def completion(self, key: RolloutKey, finish_reason: FinishReason) -> Completion:
         """The whole of it; after a turn."""
-        assert len(self.turns) == len(self._observations) + 1
+        assert len(self.turns) == len(self.answers) + 1
         if len(self.turns) == 1 and self.turns[0].finish_reason == finish_reason:
             return self.turns[0]
-        masks = [turn.sampling_mask for turn in self.turns]
-        known = [mask for mask in masks if mask is not None]
-        spans = [list(turn.spans) for turn in self.turns]
-        for own, ids, restarts in zip(spans, self._observations, self._restarts, strict=False):
-            own.append(Span(None, len(ids), restarts=restarts))
+        masks = [turn.sampling_mask for turn in self.turns if turn.sampling_mask is not None]
+        spans = list(self.turns[0].spans)
+        for answer, turn in zip(self.answers, self.turns[1:], strict=True):
+            spans += (Span(None, len(answer.ids), restarts=answer.restarts), *turn.spans)
         return Completion(
             key=key,
             token_ids=self.ids,
             logprobs=np.concatenate([turn.logprobs for turn in self.turns]),
-            spans=tuple(span for own in spans for span in own),
+            spans=tuple(spans),
             finish_reason=finish_reason,
-            sampling_mask=_joined(known) if len(known) == len(masks) else None,
+            sampling_mask=_joined(masks) if len(masks) == len(self.turns) else None,
         )
 
-    def _parts(self) -> list[tuple[Int32Array, ...]]:
-        after = [(ids,) for ids in self._observations] + [()] * (len(self.turns) - len(self._observations))
-        return [(turn.token_ids, *ids) for turn, ids in zip(self.turns, after, strict=True)]
+    def _parts(self, first: int) -> list[Int32Array]:
+        """Tokens of the turns from number `first` on, and of the answers behind them."""
+        own = [part for turn, answer in zip(self.turns, self.answers, strict=False) for part in (turn.token_ids, answer.ids)]
+        own += [turn.token_ids for turn in self.turns[len(self.answers) :]]
+        return own[2 * first :]
 
 
 def _joined(masks: Sequence[SamplingMask]) -> SamplingMask:

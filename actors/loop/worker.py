@@ -15,78 +15,40 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_rlhf.actors.engine import Engine, Request, RolloutKey
-from async_rlhf.actors.loop.decoding import Decoding, RecordSpan, record_nothing
+from async_rlhf.actors.engine import Engine, RolloutKey
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
-from async_rlhf.actors.prompts import PLAIN, Row, Template, environment_seed, from_json, prompt_number, rollout_seed
+from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
-from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group, Rollout, Score, sampled
-from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.buffers.stages import GENERATION, StageTime, pack, pack_ahead
+from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, pack, pack_ahead
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
 # The longest an idle actor sleeps before it polls by itself; credits and scores wake it at once.
 _IDLE_WAIT_S = 0.2
+# Between two steps the loop receives messages and collects scores: less than this is part of decoding.
+_PAUSE_S = 0.02
 # Room for further groups goes to the hub at most so often while something is being decoded.
 _ROOM_EVERY_S = 0.01
 # What is trained is compared with what was begun once in so many groups.
 _GROUPS_A_REPORT = 16
+_ALARMS = {
+    "selection_alarm": "long completions are dropped more often than short ones",
+    "selection_turns_alarm": "episodes of many turns are dropped more often than those of few",
+}
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a group number means: the same for every actor. rows: empty where they come while the run goes on."""
-
-    seed: int
-    rows: Sequence[Row]
-    encode: Callable[[Row], tuple[str, list[int]]]
-    decode: Callable[[Sequence[int]], str]
-    group_size: int
-    max_completion_length: int
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    template: Template = PLAIN
-    partial_every: int = 0
-    """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
-    refill: Composition | None = None
-    """Where constant groups are to be replaced by others: how rewards are made of scores."""
-
-    play: Play | None = None
-    """The environment, where episodes have one."""
-
-    def requests(
-        self, number: int, attempt: int, row: Row | None = None, place: int | None = None
-    ) -> tuple[Row, str, list[Request]]:
-        """Row, prompt text and requests of group `number`. Seeds do not depend on the attempt: a crash changes nothing.
-
-        row, place (of the row in the first epoch): where the hub gives one; else the row follows from the number.
-        """
-        row = row or self.rows[prompt_number(self.seed, number if place is None else place, len(self.rows))]
-        text, ids = self.encode(row)
-        prompt_ids = tuple(ids)
-        requests = [
-            Request(
-                RolloutKey(number, attempt, member),
-                prompt_ids,
-                self.max_completion_length,
-                self.sampling,
-                rollout_seed(self.seed, number, member),
-                self.stop,
-                self.partial_every,
-            )
-            for member in range(self.group_size)
-        ]
-        return row, text, requests
+RecordSpan = Callable[[str, float, float], None]
+"""(what it was, began, ended): a mark for a trace; seconds since the epoch."""
 
 
 @dataclass
@@ -107,6 +69,36 @@ class _Open:
         return self.sampled + len(self.played) + len(self.rollouts)
 
 
+class Decoding:
+    """When the engine decoded and when it had nothing to do: which hides the time of scoring, and marks on a trace.
+
+    Owns the stretches in which it decoded, as far back as `forget` leaves them.
+    """
+
+    def __init__(self, record: RecordSpan) -> None:
+        self._stretches, self._record = Activity(), record
+        self._until = time.time()
+
+    def stepped(self, began: float) -> None:
+        """The engine has just decoded, since `began`."""
+        if began < self._until:  # the clock was set back: no stretch before that can be compared with what comes
+            self._stretches, self._until = Activity(), began
+        if began - self._until > _PAUSE_S:
+            self._record("idle", self._until, began)
+        else:
+            began = self._until
+        self._until = max(began, time.time())
+        self._stretches.add(began, self._until)
+
+    def overlap(self, began: float, ended: float) -> StageTime:
+        """A stage that ran then, with those of its seconds in which the engine decoded."""
+        ended = max(began, ended)  # the clock may have been set back meanwhile
+        return StageTime(began, ended, self._stretches.covers(began, ended))
+
+    def forget(self, before: float) -> None:
+        self._stretches.forget(before)
+
+
 class Worker:
     """See the module docstring. `run` returns the reason why it ended; raises DeadlineError when the hub is silent."""
 
@@ -119,13 +111,14 @@ class Worker:
         work: Work,
         capacity: int,
         canary_tolerance: float,
-        record: RecordSpan = record_nothing,
+        record: RecordSpan = lambda what, began, ended: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
         self._episodes = Episodes(engine, work.decode, work.play)
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
+        self._group_size = work.generation.group_size
         self._canary_drift = 0.0
         self._mark, self._decoding = record, Decoding(record)
         self._length_bias, self._bias = LengthBiasMonitor(), LengthBiasMonitor().report(0.0)
@@ -173,7 +166,7 @@ class Worker:
         if busy:
             self._decoding.stepped(began)
             for group in self._open.values():
-                if len(group.played) < self._work.group_size:  # what waits for a slot waits for what has one
+                if len(group.played) < self._group_size:  # what waits for a slot waits for what has one
                     group.sampled = self._engine.progress
         return ended
 
@@ -233,7 +226,7 @@ class Worker:
         """Forget these groups, or begin them again: what runs of them stops, what is being scored is not waited for."""
         for number in numbers:
             group = self._open.pop(number)
-            keys = [RolloutKey(number, group.attempt, member) for member in range(self._work.group_size)]
+            keys = [RolloutKey(number, group.attempt, member) for member in range(self._group_size)]
             play = self._work.play
             turns = [1 if play is None else max(1, play.pool.num_turns(key)) for key in keys]
             thrown_away = self._episodes.discard(keys)
@@ -260,7 +253,7 @@ class Worker:
         group.played[key.member] = played, StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
         self._count["tokens_total"] += len(completion.logprobs)
         self._count["completions_total"] += 1
-        place = Place(key[:2], key.member, self._work.group_size)
+        place = Place(key[:2], key.member, self._group_size)
         fields = fields_of(group.row, played.prompt_ids, completion, played.turns[-1], self._work.template)
         self._scoring.submit(key, fields | played.fields, place)
 
@@ -273,7 +266,7 @@ class Worker:
         stages |= self._environment_stage(played)
         timings = pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s)
         group.rollouts[scored.key.member] = rollout_of(played, scored, self._work.play, timings)
-        if len(group.rollouts) == self._work.group_size:
+        if len(group.rollouts) == self._group_size:
             del self._open[number]
             self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
             self._count["groups_total"] += 1
@@ -284,8 +277,8 @@ class Worker:
                     number=number,
                     attempt=group.attempt,
                     prompt_ids=np.array(played.prompt_ids, np.int32),
-                    rollouts=tuple(group.rollouts[member] for member in range(self._work.group_size)),
-                    sampling=self._work.sampling,
+                    rollouts=tuple(group.rollouts[member] for member in range(self._group_size)),
+                    sampling=self._work.generation.sampling,
                     actor=self._name,
                     prompt=played.prompt or group.prompt,
                     columns=group.row.columns,
@@ -307,15 +300,14 @@ class Worker:
         self._length_bias.trained(number, lengths)
         if self._count["groups_total"] % _GROUPS_A_REPORT == 0:
             before, self._bias = self._bias, self._length_bias.report(self._clock())
-            if self._bias.tokens.alarm and not before.tokens.alarm:
-                _log.warning("long completions are dropped more often than short ones: %s", self._bias)
-            if self._bias.turns.alarm and not before.turns.alarm:
-                _log.warning("episodes of many turns are dropped more often than those of few: %s", self._bias)
+            for alarm, what in _ALARMS.items():
+                if self._bias[alarm] > before[alarm]:
+                    _log.warning("%s: %s", what, self._bias)
 
     def _state(self) -> ActorState:
         """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others; of what
         has not begun no more than fills this actor once, for it comes back together."""
-        size = self._work.group_size
+        size = self._group_size
         if self._work.play is None:
             outside = sum(len(group.played) == size for group in self._open.values())
         else:
@@ -348,9 +340,7 @@ class Worker:
         return Telemetry(
             **self._count,
             canary_drift=self._canary_drift,
-            **{f"selection_{name}": float(value) for name, value in asdict(self._bias.tokens).items()},
-            **{f"selection_turns_{name}": float(value) for name, value in asdict(self._bias.turns).items()},
-            oldest_group_age=self._bias.oldest_s,
+            **self._bias,
             scoring=float(self._scoring.num_pending),
             scores_failed_total=float(sum(counter.failed for counter in counters)),
             scores_asked_again_total=float(self._scoring.num_resent),

@@ -96,14 +96,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         seen = []
         for buffers, new in ((self.keys, new_keys), (self.values, new_values)):
             buffer = self._buffer(buffers, layer, new)
-            if chunks.continues is None:
-                buffer[chunks.targets, :, : new.shape[2]] = new[chunks.origins]
-                seen.append(new)
-            else:
-                # Padding is left out: its columns may be another token's, or beyond the buffer.
-                place, origin = chunks.continues.place, chunks.continues.origin
-                buffer[place[0], :, place[1]] = new[origin[0], :, origin[1]]
-                seen.append(buffer[chunks.continues.sources, :, : chunks.length])
+            buffer[chunks.place[0], :, chunks.place[1]] = new[chunks.origin[0], :, chunks.origin[1]]
+            seen.append(new if chunks.sources is None else buffer[chunks.sources, :, : chunks.length])
         return seen[0], seen[1]
 
     def write_tokens(self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Chunks of prefixes as tensors: padded ids and positions, what each token may see, and where its key and value go.
 
-Axes: `K` chunks, `P` longest chunk, `M` rows that get a chunk, `W` tokens written (once for each row), `T` columns seen.
+Axes: `K` chunks, `P` longest chunk, `W` tokens written (once for each row that gets their chunk), `T` columns seen.
 """
 
 from __future__ import annotations
@@ -17,32 +17,20 @@ from async_rlhf.buffers.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Continues:
-    """Where chunks that do not all begin their row are written, and what they attend to.
-
-    place: int64 [W] rows and [W] columns; origin: int64 [W] chunks and [W] tokens in them. sources: int64 [K], the row
-    each chunk reads.
-    """
-
-    place: tuple[torch.Tensor, torch.Tensor]
-    origin: tuple[torch.Tensor, torch.Tensor]
-    sources: torch.Tensor
-
-
-@dataclass(frozen=True)
 class PaddedChunks:
     """ids, positions: int64 [K, P], right padded; a padded position repeats the last. length: columns seen, T.
 
-    targets, origins: int64 [M], the rows to fill and the chunk each of them gets. continues: None when every chunk begins
-    its row, and attention among the new tokens is all there is.
+    place, origin: int64 [2, W], row and column that each token is written into, and its chunk and its place in that. Padding is
+    left out: its columns may be another token's, or beyond the buffer. sources: int64 [K], the row each chunk reads; None where
+    every chunk begins its row, and attention among the new tokens is all there is.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     length: int
-    targets: torch.Tensor
-    origins: torch.Tensor
-    continues: Continues | None
+    place: torch.Tensor
+    origin: torch.Tensor
+    sources: torch.Tensor | None
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], device: torch.device) -> PaddedChunks | None:
@@ -56,37 +44,23 @@ class PaddedChunks:
         positions = starts[:, None] + torch.arange(width).expand(len(chunks), width).minimum(lengths[:, None] - 1)
         targets = torch.tensor([row for chunk in chunks for row in chunk.rows])
         origins = torch.tensor([index for index, chunk in enumerate(chunks) for _ in chunk.rows])
-        continues = None
-        if any(chunk.start for chunk in chunks):
-            continues = _continues(chunks, starts, lengths, targets, origins, device)
+        counts = lengths[origins]
+        tokens = torch.cat([torch.arange(count) for count in counts.tolist()])
+        of_chunk = origins.repeat_interleave(counts)
+        place = torch.stack((targets.repeat_interleave(counts), starts[of_chunk] + tokens))
+        begin = all(chunk.start == 0 for chunk in chunks)
         return cls(
             ids=torch.tensor(ids, device=device),
             positions=positions.to(device),
             length=int((starts + lengths).max()),
-            targets=targets.to(device),
-            origins=origins.to(device),
-            continues=continues,
+            place=place.to(device),
+            origin=torch.stack((of_chunk, tokens)).to(device),
+            sources=None if begin else torch.tensor([chunk.rows[0] for chunk in chunks], device=device),
         )
 
     def mask(self, dtype: torch.dtype, reach: Reach = FULL) -> torch.Tensor:
         """[K, 1, P, T], as `position_mask`. What padding sees means nothing."""
         return position_mask(self.positions, self.length, dtype, reach)
-
-
-def _continues(
-    chunks: Sequence[Chunk],
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    targets: torch.Tensor,
-    origins: torch.Tensor,
-    device: torch.device,
-) -> Continues:
-    counts = lengths[origins]
-    tokens = torch.cat([torch.arange(int(count)) for count in counts])
-    chunk = origins.repeat_interleave(counts)
-    place = (targets.repeat_interleave(counts).to(device), (starts[chunk] + tokens).to(device))
-    sources = torch.tensor([each.rows[0] for each in chunks], device=device)
-    return Continues(place, (chunk.to(device), tokens.to(device)), sources)
 
 
 def attention_of(config: PretrainedConfig) -> Attention:
@@ -114,8 +88,3 @@ def position_mask(positions: torch.Tensor, length: int, dtype: torch.dtype, reac
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where bool `seen` is true, elsewhere the lowest finite number."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
-
-
-def decode_mask(positions: torch.Tensor, length: int, dtype: torch.dtype, reach: Reach = FULL) -> torch.Tensor:
-    """[N, 1, 1, length] for int64 [N], as `position_mask`."""
-    return position_mask(positions[:, None], length, dtype, reach)

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
-from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, ModelForward, Recorder
-from async_rlhf.actors.torch_engine.kept import KeptCache, KeptLlamaForward, KeptModelForward
+from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, Recorder
+from async_rlhf.actors.torch_engine.kept import KeptCache, KeptForward, KeptLlamaForward
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
@@ -85,13 +85,13 @@ class TorchEngine:
         self._forward: Forward
         if kv_policy is not None:
             self._cache = kept = KeptCache(kv_policy, slots, max_places)
-            self._forward = (KeptLlamaForward if can_serve(model) else KeptModelForward)(model, kept)
+            self._forward = (KeptLlamaForward if can_serve(model) else KeptForward)(model, kept)
         elif recorder is not None:
             self._forward = GraphedForward(model, self._cache, slots, recorder)
         elif can_serve(model):
             self._forward = (InvariantLlamaForward if batch_invariant else LlamaForward)(model, self._cache)
         else:
-            self._forward = ModelForward(model, self._cache)
+            self._forward = Forward(model, self._cache)
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
@@ -121,15 +121,10 @@ class TorchEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
-        check_requests(requests, self._scheduler.unfinished_keys(), self._check)
+        check_requests(requests, self._scheduler.unfinished_keys(), self._check, self._vocabulary, self._max_length)
         self._scheduler.submit(requests)
 
     def _check(self, request: Request) -> None:
-        if self._max_length is not None and request.most_tokens > self._max_length:
-            raise EngineError(
-                f"{request.key} needs {request.parts}, the model holds {self._max_length}; "
-                "shorten the prompt or lower max_completion_length"
-            )
         if not self._cache.fits(1, request.most_tokens):
             raise EngineError(
                 f"{request.key} needs room for {request.parts}, engine.kv_bytes has less for a "
@@ -137,12 +132,6 @@ class TorchEngine:
             )
         if request.stop and (self._stopping.decode is None or not all(request.stop)):
             raise EngineError(f"{request.key} has stop strings {request.stop}; none may be empty, and a tokenizer is needed")
-        least, most = min(request.prefix_ids), max(request.prefix_ids)
-        if not 0 <= least <= most < self._vocabulary:
-            raise EngineError(
-                f"{request.key} has token ids {least} to {most}, the model knows "
-                f"0 to {self._vocabulary - 1}; use the tokenizer that belongs to the model"
-            )
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
         rows, num_suspended = self._scheduler.abort(frozenset(keys))
@@ -256,14 +245,15 @@ class TorchEngine:
             self._last[rows] = torch.tensor([admission.last_token for admission in plan.admitted], device=self._device)
             num_rows = self._scheduler.num_rows
             self._cache.reserve(int(self._rows.positions[:num_rows].max()) + 1, num_rows)
+            for admission in plan.admitted:
+                if admission.cache:
+                    self._cache.put_row(admission.row, admission.cache)
         if plan.copies:
             self._cache.copy_rows(
                 [copy.source for copy in plan.copies],
                 [copy.target for copy in plan.copies],
                 max(copy.num_tokens for copy in plan.copies),
             )
-        for restored in plan.restored:
-            self._cache.put_row(restored.row, restored.cache)
 
     def _record_supports(self, kept: torch.Tensor, ready: np.ndarray) -> None:
         """Note which tokens the rows that cut some off have just chosen from; bool [N, V]."""
@@ -286,9 +276,10 @@ class TorchEngine:
         ]
         for (row, _), completion in zip(ended, completions, strict=True):
             if self._scheduler.request(row).hold:
-                cache = self._cache.keep_row(row, int(self._rows.positions[row]))
-                places = None if self.kv_policy is None else self.kv_policy.budget + 1
-                self._scheduler.hold(row, completion.token_ids.tolist(), cache, self._cache.num_places, places)
+                length = int(self._rows.positions[row])
+                places = length if self.kv_policy is None else self.kv_policy.budget + 1
+                cache = self._cache.keep_row(row, length)
+                self._scheduler.hold(row, completion.token_ids.tolist(), cache, places, self._cache.num_places)
         self._scheduler.finish(row for row, _ in ended)
         return completions
 

@@ -16,13 +16,13 @@ Axes: `N` running rows, `B` rows of a recorded shape, `K` chunks, `P` longest ch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
-from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of, decode_mask
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of, position_mask
 from async_rlhf.actors.torch_engine.scheduler import Chunk
 
 LENGTH_STEP = 128
@@ -31,8 +31,14 @@ LENGTH_STEP = 128
 Recorder = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 
 
-class Forward(Protocol):
-    """Computes what the next token of every running row depends on, and keeps the cache."""
+class Forward:
+    """Computes what the next token of every running row depends on, and keeps the cache: here through the model's own code, a
+    padded pass when there are chunks, then a decode pass."""
+
+    def __init__(self, model: PreTrainedModel, cache: RowCache) -> None:
+        self._model: Any = model
+        self._cache = cache
+        self._attention = attention_of(model.config)
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Compute chunks of prefixes, then one token in each row.
@@ -41,26 +47,6 @@ class Forward(Protocol):
         length: columns the longest row occupies, this token included.
         Returns logits [N, V].
         """
-        ...
-
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T, V] of one sequence, int64 [T], by the same weights and the same arithmetic; the cache does not notice."""
-        ...
-
-    def refresh(self) -> None:
-        """The model's parameters were replaced in place."""
-        ...
-
-
-class ModelForward:
-    """`Forward` through the model's own code: a padded pass when there are chunks, then a decode pass."""
-
-    def __init__(self, model: PreTrainedModel, cache: RowCache) -> None:
-        self._model = model
-        self._cache = cache
-        self._attention = attention_of(model.config)
-
-    def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         padded = PaddedChunks.of(chunks, tokens.device)
         if padded is not None:
             self._cache.begin_chunks(padded)
@@ -69,17 +55,19 @@ class ModelForward:
         return self._decode(tokens, positions, length)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T, V] of one sequence, int64 [T], by the same weights and the same arithmetic; the cache does not notice."""
         logits: torch.Tensor = self._model(input_ids=ids[None], use_cache=False).logits
         return logits[0]
 
     def refresh(self) -> None:
-        """Nothing is kept beside them."""
+        """The model's parameters were replaced in place."""
 
     def _decode(self, tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """One token in each row: logits [N, V]."""
         self._cache.begin_tokens(positions, length)
-        masks = self._attention.masks(lambda reach: decode_mask(positions, length, self._model.dtype, reach))
-        return self._pass(tokens[:, None], positions[:, None], masks)
+        at = positions[:, None]
+        masks = self._attention.masks(lambda reach: position_mask(at, length, self._model.dtype, reach))
+        return self._pass(tokens[:, None], at, masks)
 
     def _pass(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
         """Logits [rows, V] at the last position."""
@@ -95,7 +83,7 @@ class ModelForward:
         return logits[:, -1]
 
 
-class GraphedForward(ModelForward):
+class GraphedForward(Forward):
     """`Forward` whose decode pass is replayed. The cache must not be bounded in places: its rows are all there, always."""
 
     def __init__(self, model: PreTrainedModel, cache: RowCache, slots: int, record: Recorder) -> None:

@@ -17,29 +17,17 @@ from async_rlhf.actors.engine import Request, RolloutKey
 
 @dataclass(eq=False)
 class Hold:
-    """ids: all tokens of the row, int [T]; submission, number: as in the scheduler's line.
+    """ids: all tokens of the row, int [T]; number: its place in the order of submission.
 
     version: the oldest weights that computed the cache. cache: keys and values of the first T - 1 tokens (the last one is the
-    first that a continuation computes), empty once they were evicted. num_places: columns of a cache that they fill, None for
-    one a token.
+    first that a continuation computes), empty once they were evicted. num_places: columns of a cache that they fill.
     """
 
     ids: tuple[int, ...]
-    submission: int
     number: int
     version: int
     cache: tuple[Any, ...]
-    num_places: int | None = None
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens that need not be computed again."""
-        return len(self.ids) - 1 if self.cache else 0
-
-    @property
-    def size(self) -> int:
-        """Places that are taken."""
-        return self.num_cached if self.num_places is None else self.num_places * bool(self.cache)
+    num_places: int
 
 
 class Holds:
@@ -51,12 +39,12 @@ class Holds:
     def add(self, request: Request, hold: Hold, room: int) -> None:
         """Hold the end of this request; of the caches, the newest stay that take at most `room` places together."""
         self._held[request.key] = request, hold
-        excess = sum(hold.size for _, hold in self._held.values()) - room
-        for _, each in self._held.values():
-            if excess <= 0:
-                break
-            excess -= each.size
-            each.cache = ()
+        cached = [each for _, each in self._held.values() if each.cache]
+        excess = sum(each.num_places for each in cached) - room
+        for each in cached:
+            if excess > 0:
+                excess -= each.num_places
+                each.cache = ()
 
     def continued_by(self, request: Request) -> Hold | None:
         """What this request continues; it stays held until it is forgotten.

@@ -20,8 +20,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
-from async_rlhf.actors.torch_engine.chunks import Continues, PaddedChunks, additive
-from async_rlhf.actors.torch_engine.forward import ModelForward
+from async_rlhf.actors.torch_engine.chunks import PaddedChunks, additive
+from async_rlhf.actors.torch_engine.forward import Forward
 from async_rlhf.actors.torch_engine.kv_policy import Bools, KeptRows, KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward, Part, Prefixes
 from async_rlhf.actors.torch_engine.scheduler import Chunk
@@ -47,10 +47,12 @@ class KeptCache(RowCache):
             for row in chunk.rows:
                 place.append(np.stack((np.full_like(written.columns, row), written.columns)))
                 origin.append(np.stack((np.full_like(written.tokens, number), written.tokens)))
-        rows, columns = torch.from_numpy(np.concatenate(place, axis=1)).to(device)
-        of_chunks, tokens = torch.from_numpy(np.concatenate(origin, axis=1)).to(device)
-        sources = torch.tensor([chunk.rows[0] for chunk in chunks], device=device)
-        self._chunks = replace(padded, continues=Continues((rows, columns), (of_chunks, tokens), sources))
+        self._chunks = replace(
+            padded,
+            place=torch.from_numpy(np.concatenate(place, axis=1)).to(device),
+            origin=torch.from_numpy(np.concatenate(origin, axis=1)).to(device),
+            sources=torch.tensor([chunk.rows[0] for chunk in chunks], device=device),
+        )
         longest = padded.ids.shape[1]
         self._length = self._width + longest
         seen = np.stack([_padded(written.mask, longest, self._width) for written in taken])
@@ -66,12 +68,11 @@ class KeptCache(RowCache):
         self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor, chunks: PaddedChunks
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store of [K, H, P, D] what stays; returns [K, H, C + P, D] of keys and values to see."""
-        assert chunks.continues is not None, "every chunk has its place"
-        place, origin, seen = chunks.continues.place, chunks.continues.origin, []
+        seen = []
         for buffers, new in ((self.keys, new_keys), (self.values, new_values)):
             buffer = self._buffer(buffers, layer, new)
-            seen.append(torch.cat((buffer[chunks.continues.sources], new), dim=2))
-            buffer[place[0], :, place[1]] = new[origin[0], :, origin[1]]
+            seen.append(torch.cat((buffer[chunks.sources], new), dim=2))
+            buffer[chunks.place[0], :, chunks.place[1]] = new[chunks.origin[0], :, chunks.origin[1]]
         return seen[0], seen[1]
 
     def clear_rows(self, rows: Sequence[int]) -> None:
@@ -98,7 +99,7 @@ class KeptCache(RowCache):
         return self._width
 
 
-class KeptModelForward(ModelForward):
+class KeptForward(Forward):
     """`Forward` through the model's own code, for any family whose layers attend to everything before."""
 
     def __init__(self, model: PreTrainedModel, cache: KeptCache) -> None:
@@ -126,8 +127,7 @@ class KeptLlamaForward(LlamaForward):
         begun = self._kept.begin_kept_chunks(chunks, tokens.device)
         prefixes = None if begun is None else Prefixes(begun[0], additive(begun[1], torch.float32))
         mask = additive(self._kept.begin_kept_tokens(tokens, positions), torch.float32)
-        rows = slice(0, len(tokens))
-        return self._in_one_pass(prefixes, tokens, positions, length, [Part(rows, rows, self._of_heads(mask))])
+        return self._in_one_pass(prefixes, tokens, positions, length, [Part(slice(0, len(tokens)), self._of_heads(mask))])
 
 
 def _padded(mask: Bools, longest: int, num_columns: int) -> Bools:

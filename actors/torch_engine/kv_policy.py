@@ -6,9 +6,9 @@ When the token at position t is computed it attends to, and its row then keeps,
     window            positions t - window + 1 .. t
     representatives   of the positions between: the newest `representatives` that stand for a chunk
 
-A chunk ends with a token of `ends`, or with its `chunk`-th token; its first token stands for it, or its last. Without
-representatives this is StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), with the last ones the bounded form of SepLLM (Chen
-et al. 2024, arXiv 2412.12094); but positions stay as they were in the text, where StreamingLLM counts them within the cache.
+A chunk ends with a token of `ends`, or with its `chunk`-th token; its first token stands for it. Its last (SepLLM, Chen et al.
+2024, arXiv 2412.12094) was measured to be worth less: `experiments/results/kv_policy`. Without representatives this is
+StreamingLLM (Xiao et al. 2023, arXiv 2309.17453); but positions stay those of the text, where that counts them in the cache.
 
 What is kept at t depends on the tokens up to t alone, prompt and completion alike, and never grows beyond `budget`. So a prefix
 that is computed again, in chunks of any size, ends with the same keys and values, and the whole is one pass with a mask
@@ -23,14 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
-Representative = Literal["first", "last"]
 
 # In place of a position: the column is empty. In place of an ordinal: the token stands for no chunk.
 _NONE = -1
@@ -38,13 +37,12 @@ _NONE = -1
 
 @dataclass(frozen=True, eq=False)
 class KVPolicy:
-    """ends: bool [V], the tokens that end a chunk. `representatives = 0`: `ends`, `chunk` and `representative` mean nothing."""
+    """ends: bool [V], the tokens that end a chunk. `representatives = 0`: `ends` and `chunk` mean nothing."""
 
     sinks: int
     window: int
     representatives: int
     chunk: int
-    representative: Representative
     ends: Bools
 
     @property
@@ -56,8 +54,7 @@ class KVPolicy:
         """For one more token in each of N rows whose open chunks have so many: bool [N], whether it stands for its chunk, and
         int64 [N], what the open chunk has then (0: it has ended)."""
         ended = self.ends[ids] | (open_tokens + 1 == self.chunk)
-        stands = open_tokens == 0 if self.representative == "first" else ended
-        return stands, np.where(ended, 0, open_tokens + 1)
+        return open_tokens == 0, np.where(ended, 0, open_tokens + 1)
 
     def visible(self, at: Integers, positions: Integers, ordinals: Integers) -> Bools:
         """bool [..., P, C]: which columns are seen from the tokens at [..., P].

@@ -5,7 +5,7 @@ products with their weights, and with long rows that of reading their caches. He
 v are one product, as are gate and up; both rotations are one; attention over the cache is two batched products, which on
 a CPU beat the fused kernel for single queries and read no further than the longest of a few neighbouring rows
 (`segments`); and the tokens of prefixes travel through the same products as the running rows' tokens. Used only for a
-model that `can_serve` accepts; everything else goes through `ModelForward`.
+model that `can_serve` accepts; everything else goes through the model's own code.
 
 In bfloat16 the products with weights are computed, and keys and values kept; everything else is float32, as where a
 learner autocasts. So float32 equals the model's own code up to rounding, and what is served in bfloat16 is nearer to
@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, position_mask
+from async_rlhf.actors.torch_engine.forward import Forward
 from async_rlhf.actors.torch_engine.scheduler import Chunk
 from async_rlhf.buffers.attention import FULL
 
@@ -73,8 +74,6 @@ class Product:
         return product.float()
 
 
-# Chunks after a turn of at most so many tokens are cheaper together with the rows, with a copy of their keys and values.
-_SHORT = 32
 # Rows are looked at in blocks of so many; what a segment costs beside reading, in rows x columns (measured on two cores).
 BLOCK, COST = 4, 128
 
@@ -138,6 +137,18 @@ class _Layer:
     gate_up: Product
     down: Product
 
+    @classmethod
+    def of(cls, layer: LlamaDecoderLayer) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(
+            norm=layer.input_layernorm.weight.detach().float(),
+            qkv=Product(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+            out=Product(attention.o_proj.weight),
+            post_norm=layer.post_attention_layernorm.weight.detach().float(),
+            gate_up=Product(mlp.gate_proj.weight, mlp.up_proj.weight),
+            down=Product(mlp.down_proj.weight),
+        )
+
 
 @dataclass(frozen=True)
 class Prefixes:
@@ -151,29 +162,24 @@ class Prefixes:
         padded = PaddedChunks.of(chunks, device)
         if padded is None:
             return None
-        return cls(padded, None if padded.continues is None else padded.mask(torch.float32))
+        return cls(padded, None if padded.sources is None else padded.mask(torch.float32))
 
 
 class Part(NamedTuple):
-    """Tokens of the pass that attend together, P of each of B rows of the cache, and the mask [B J, P G, T]."""
+    """Rows whose newest tokens attend together, B of them, and what is added to their scores, [B J, G, T]."""
 
-    tokens: slice
-    rows: slice | torch.Tensor
+    rows: slice
     mask: torch.Tensor
 
 
-class LlamaForward:
+class LlamaForward(Forward):
     """Owns the packed weights (so all weights exist twice) and the table of rotations."""
 
     def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
+        super().__init__(model, cache)
         config = model.config
-        self._model, self._cache = model, cache
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
         self._width = model.model.layers[0].self_attn.head_dim
-        self._grouped, self._scale = (
-            (self._num_key_heads, self._num_heads // self._num_key_heads, self._width),
-            self._width**-0.5,
-        )
         self._epsilon = config.rms_norm_eps
         self._dtype = model.dtype
         self._layers: dict[int, _Layer] = {}
@@ -186,17 +192,19 @@ class LlamaForward:
         model = self._model
         for index, layer in enumerate(model.model.layers):
             # One layer at a time, so that no more than one exists twice.
-            self._layers[index] = _prepare(layer)
+            self._layers[index] = _Layer.of(layer)
         self._embedding = model.model.embed_tokens.weight.detach()
         self._norm = model.model.norm.weight.detach().float()
         self._head = Product(model.lm_head.weight)
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """As in `Forward`, in one pass."""
-        if chunks and all(chunk.sampled and len(chunk.ids) <= _SHORT for chunk in chunks):
-            return self._with_short(chunks, tokens, positions, length)
         self._cache.begin_tokens(positions, length)
-        return self._in_one_pass(Prefixes.of(chunks, tokens.device), tokens, positions, length, self._row_parts(positions))
+        parts = [
+            Part(slice(start, stop), self._of_heads(position_mask(positions[start:stop, None], length, torch.float32, FULL)))
+            for start, stop, length in segments(positions.tolist())
+        ]
+        return self._in_one_pass(Prefixes.of(chunks, tokens.device), tokens, positions, length, parts)
 
     def _in_one_pass(
         self,
@@ -222,23 +230,7 @@ class LlamaForward:
             return torch.cat((of_rows, of_prefixes))
 
         self._extend_rotations(length)
-        return self._pass(ids, at, num_rows, attend)
-
-    def _with_short(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Short chunks after a turn travel like the tokens of rows, each chunk with a copy of its row's keys and values."""
-        rows, width = torch.tensor([chunk.rows[0] for chunk in chunks]), max(len(chunk.ids) for chunk in chunks)
-        # What pads a chunk is its last token, which is then written several times.
-        places = [[min(each, len(chunk.ids) - 1) for each in range(width)] for chunk in chunks]
-        added = torch.tensor([[chunk.start + each for each in own] for chunk, own in zip(chunks, places, strict=True)])
-        ids = torch.tensor([[chunk.ids[each] for each in own] for chunk, own in zip(chunks, places, strict=True)])
-        at = torch.cat((positions, added.flatten()))
-        self._cache.begin_tokens(at, length, torch.cat((torch.arange(len(tokens)), rows.repeat_interleave(width))))
-        parts = self._row_parts(positions)
-        parts.append(Part(slice(len(tokens), len(at)), rows, self._mask(added, int(added.max()) + 1)))
-        self._extend_rotations(length)
-        return self._pass(
-            torch.cat((tokens, ids.flatten())), at, len(tokens), lambda index, q, k, v: self._attend_rows(index, q, k, v, parts)
-        )
+        return self._compute(ids, at, num_rows, attend)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """As in `Forward`."""
@@ -249,9 +241,9 @@ class LlamaForward:
             return attended[0].transpose(0, 1).flatten(1)
 
         self._extend_rotations(len(ids))
-        return self._pass(ids, torch.arange(len(ids)), len(ids), attend)
+        return self._compute(ids, torch.arange(len(ids)), len(ids), attend)
 
-    def _pass(self, ids: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
+    def _compute(self, ids: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
         """Logits of the first tokens of int64 [S]: float32 [num_wanted, V]."""
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(ids, self._embedding).float()
@@ -280,21 +272,10 @@ class LlamaForward:
         qk.mul_(cos).addcmul_(rolled, sin)
         return qk[:, : self._num_heads], qk[:, self._num_heads :].to(self._dtype), v.to(self._dtype)
 
-    def _row_parts(self, positions: torch.Tensor) -> list[Part]:
-        return [
-            Part(slice(start, stop), slice(start, stop), self._mask(positions[start:stop, None], length))
-            for start, stop, length in segments(positions.tolist())
-        ]
-
-    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """[B J, P G, length] for int64 [B, P]: what is added to the scores of every layer."""
-        return self._of_heads(position_mask(positions, length, torch.float32, FULL))
-
     def _of_heads(self, mask: torch.Tensor) -> torch.Tensor:
         """[B, 1, P, T] -> [B J, P G, T]."""
-        rows, _, width, length = mask.shape
         heads, per_key = self._num_key_heads, self._num_heads // self._num_key_heads
-        return mask[:, :, :, None].expand(-1, heads, -1, per_key, -1).reshape(rows * heads, width * per_key, length)
+        return mask[:, :, :, None].expand(-1, heads, -1, per_key, -1).flatten(2, 3).flatten(0, 1)
 
     def _attend_rows(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Part]
@@ -302,14 +283,11 @@ class LlamaForward:
         """New tokens over the caches of their rows: [N, H, D] -> [N, H D]."""
         keys, values = self._cache.write_tokens(index, k, v)
         attended = []
-        for tokens, rows, mask in parts:
+        for rows, mask in parts:
             row_keys, row_values = (part[rows, :, : mask.shape[-1]].flatten(0, 1) for part in (keys, values))
-            # [B, J, P, G, D]: of a head the tokens of a row together.
-            queries = q[tokens].view(len(mask) // self._num_key_heads, -1, *self._grouped).transpose(1, 2)
-            queries_of_heads, row_keys = queries.reshape(len(mask), -1, self._width), self._widened(row_keys)
-            scores = torch.baddbmm(mask, queries_of_heads, row_keys.transpose(1, 2), alpha=self._width**-0.5)
-            answer = torch.bmm(scores.softmax(dim=-1), self._widened(row_values)).view(queries.shape)
-            attended.append(answer.transpose(1, 2).reshape(-1, q.shape[1] * self._width))
+            queries, row_keys = q[rows].reshape(*mask.shape[:2], self._width), self._widened(row_keys)
+            scores = torch.baddbmm(mask, queries, row_keys.transpose(1, 2), alpha=self._width**-0.5)
+            attended.append(torch.bmm(scores.softmax(dim=-1), self._widened(row_values)).view(-1, q.shape[1] * self._width))
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _widened(self, kept: torch.Tensor) -> torch.Tensor:
@@ -341,15 +319,3 @@ class LlamaForward:
         cos, sin = self._model.model.rotary_emb(self._norm, positions)
         sign = torch.ones(self._width).index_fill_(0, torch.arange(self._width // 2), -1.0)
         self._cos, self._sin = cos[0][:, None], (sin[0] * sign)[:, None]
-
-
-def _prepare(layer: LlamaDecoderLayer) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return _Layer(
-        norm=layer.input_layernorm.weight.detach().float(),
-        qkv=Product(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-        out=Product(attention.o_proj.weight),
-        post_norm=layer.post_attention_layernorm.weight.detach().float(),
-        gate_up=Product(mlp.gate_proj.weight, mlp.up_proj.weight),
-        down=Product(mlp.down_proj.weight),
-    )

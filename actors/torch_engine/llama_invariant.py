@@ -22,8 +22,10 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
+from async_rlhf.actors.torch_engine.chunks import position_mask
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_pack, can_serve, segments
 from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.buffers.attention import FULL
 
 # Tokens of a prompt that attend in one product.
 PIECE = 16
@@ -111,7 +113,7 @@ class InvariantLlamaForward(LlamaForward):
             return attended
 
         self._extend_rotations(length)
-        return self._pass(torch.cat(ids), places, max(num_rows, self._min_rows), attend)[:num_rows]
+        return self._compute(torch.cat(ids), places, max(num_rows, self._min_rows), attend)[:num_rows]
 
     def _row_groups(self, positions: Sequence[int]) -> Iterator[_Group]:
         """The newest token of each row, a piece of its own; neighbouring rows attend together, where their caches lie."""
@@ -143,12 +145,8 @@ class InvariantLlamaForward(LlamaForward):
 
     def _piece_mask(self, bases: torch.Tensor, size: int, length: int) -> torch.Tensor:
         """[B J, L G, T]: 0 up to the position of each place, the lowest finite number beyond; bases: int64 [B], of place 0."""
-        columns = self._columns(length)
-        hidden = torch.arange(columns) > (bases[:, None] + torch.arange(size))[:, :, None]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
-        per_key = self._num_heads // self._num_key_heads
-        shape = (len(bases), self._num_key_heads, size, per_key, columns)
-        return mask[:, None, :, None].expand(shape).reshape(-1, size * per_key, columns)
+        at = bases[:, None] + torch.arange(size)
+        return self._of_heads(position_mask(at, self._columns(length), torch.float32, FULL))
 
     def _attend_group(
         self, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor

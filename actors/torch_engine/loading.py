@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers import (
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import OnUpdate
 from async_rlhf.actors.torch_engine.chunks import attention_of
+from async_rlhf.actors.torch_engine.devices import check_device
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import record_on_cuda
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy, ending
@@ -94,7 +96,7 @@ def find_kv_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
                 f"engine.kv.ends = {list(kv.ends)}: no token of the model ends with one of these. Name texts that its tokens "
                 "end with, or set engine.kv.ends = [], which makes chunks of engine.kv.chunk tokens"
             )
-    return KVPolicy(kv.sinks, kv.window, kv.representatives if chunked else 0, kv.chunk, kv.representative, ends)
+    return KVPolicy(kv.sinks, kv.window, kv.representatives if chunked else 0, kv.chunk, ends)
 
 
 def find_tokenizer(model_dir: str) -> PreTrainedTokenizerBase | None:
@@ -134,18 +136,20 @@ def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
             f"engine.cuda_graphs = true with engine.device = {config.device!r} and engine.kv_bytes = {config.kv_bytes}: "
             "it needs a CUDA device, and all slots' memory; set engine.device = 'cuda' and leave engine.kv_bytes out"
         )
+    check_device("engine.device", config.device)
+    # cuDNN makes a plan for each new shape of attention (60 ms on an H200), and here the shape changes from pass to pass.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    dtype = getattr(torch, config.dtype)
+    model = read_model(model_dir, lambda directory: from_pretrained(AutoModelForCausalLM, directory, dtype=dtype))
+    attention_of(model.config)
+    return model.to(config.device).eval()
+
+
+def read_model(model_dir: str, read: Callable[[Path], PreTrainedModel]) -> PreTrainedModel:
+    """What `read` makes of the directory. Raises ConfigError where that holds no causal language model."""
     if not (Path(model_dir) / "config.json").is_file():
         raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
     try:
-        device = torch.device(config.device)
-        torch.empty(0, device=device)
-        # cuDNN makes a plan for each new shape of attention (60 ms on an H200), and here the shape changes from pass to pass.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"engine.device = {config.device!r} cannot be used: {error}; use 'cpu'") from error
-    try:
-        model = from_pretrained(AutoModelForCausalLM, Path(model_dir), dtype=getattr(torch, config.dtype))
+        return read(Path(model_dir))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error
-    attention_of(model.config)
-    return model.to(device).eval()

@@ -6,8 +6,8 @@ the last rows move down into the holes. Requests enter in the order they were su
 room, or because new weights interrupt it) keeps its tokens and its place in that order.
 
 A row whose prefix is not computed yet is *filling*: each plan names which chunks of which prefixes come next, at most
-`prefill_tokens` at a time. Prompts submitted together are computed once, for all rows that want them. A request that
-continues a held one (`held.py`) has its place in line, and gets its keys and values back where they are still there.
+`prefill_tokens` at a time. Equal prompts are computed once by the same weights, for all rows that want them meanwhile. A
+request that continues a held one (`held.py`) has its place in line, and gets its keys and values back where they are there.
 No framework, no clock, no randomness; called by the engine only, and small enough for its laws to be tested by drawing
 random histories.
 """
@@ -48,25 +48,18 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Restored:
-    """What was held of a row is put into `row`: `cache`, the first `num_tokens` positions."""
-
-    row: int
-    cache: tuple[Any, ...]
-    num_tokens: int
-
-
-@dataclass(frozen=True)
 class Admission:
     """A request enters `row`, for the first time or with what it had sampled before it was sent back.
 
-    version: the oldest weights that its prefix is, or was, computed with.
+    version: the oldest weights that its prefix is, or was, computed with. cache: keys and values that
+    were held of the row that it continues.
     """
 
     row: int
     request: Request
     version: int
     progress: Progress | None = None
+    cache: tuple[Any, ...] = ()
 
     @property
     def last_token(self) -> int:
@@ -75,12 +68,11 @@ class Admission:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do before the next token, in this order: moves, admissions, copies and what is restored, chunks.
+    """What to do before the next token, in this order: moves, admissions with what was held of them, copies, chunks.
 
     moves: (source, target) rows of running sequences; no target is a source.
     copies: what a running sibling has already computed.
     admitted: in order of submission.
-    restored: what admitted rows get back.
     filling: rows whose prefix is still incomplete after the chunks; what is sampled there means nothing.
     """
 
@@ -89,7 +81,6 @@ class Plan:
     admitted: tuple[Admission, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     filling: tuple[int, ...] = ()
-    restored: tuple[Restored, ...] = ()
 
 
 _NOTHING = Plan()
@@ -98,8 +89,6 @@ _NOTHING = Plan()
 @dataclass(eq=False)
 class _Entry:
     request: Request
-    submission: int
-    """Requests submitted together carry the same number: only they share a prompt."""
     number: int
     """Place in the order of submission."""
     hold: Hold | None = None
@@ -114,11 +103,6 @@ class _Entry:
         """Everything known on admission; all but the last must be computed before the next token can be sampled."""
         prefix = self.request.prefix_ids
         return prefix if self.progress is None else (*prefix, *self.progress.token_ids.tolist())
-
-    @property
-    def cached(self) -> Hold | None:
-        """What it continues, where keys and values of that are held."""
-        return self.hold if self.hold is not None and self.hold.cache else None
 
 
 @dataclass(eq=False)
@@ -153,7 +137,7 @@ class Scheduler:
         self._unfinished: set[RolloutKey] = set()
         self._fills: list[_Fill] = []
         self._holds = Holds()
-        self._submissions = self._submitted = 0
+        self._submitted = 0
 
     @property
     def num_rows(self) -> int:
@@ -190,11 +174,9 @@ class Scheduler:
         """Put requests at the end of the waiting line, in order; what continues a held one, where that one stood."""
         for request in requests:
             hold = self._holds.continued_by(request)
-            submission, number = (self._submissions, self._submitted) if hold is None else (hold.submission, hold.number)
-            self._wait(_Entry(request, submission, number, hold))
+            self._wait(_Entry(request, self._submitted if hold is None else hold.number, hold))
             self._unfinished.add(request.key)
             self._submitted += 1
-        self._submissions += 1
 
     def finish(self, rows: Iterable[int]) -> None:
         """These rows ended; they are holes until the next plan."""
@@ -203,16 +185,14 @@ class Scheduler:
             self._unfinished.discard(entry.request.key)
             self._free(entry)
 
-    def hold(
-        self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], room: int, num_places: int | None = None
-    ) -> None:
+    def hold(self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], num_places: int, room: int) -> None:
         """This row ended with these tokens, and may be continued; free it afterwards.
 
-        cache: its keys and values, of all tokens but the last, in `num_places` (None: one a token). room: the most places held.
+        cache: its keys and values, of all tokens but the last, in so many places. room: the most places held.
         """
         entry = self._entry(row)
         ids = (*entry.request.prefix_ids, *token_ids)
-        self._holds.add(entry.request, Hold(ids, entry.submission, entry.number, entry.version, cache, num_places), room)
+        self._holds.add(entry.request, Hold(ids, entry.number, entry.version, cache, num_places), room)
 
     def release_caches(self) -> None:
         """What is held is computed again when it is continued."""
@@ -259,10 +239,10 @@ class Scheduler:
         if not holes and not entering and not self._fills:
             return _NOTHING
         moves = self._close_holes(holes, num_running + len(entering))
-        copies, restored, admitted = self._admit(entering, version)
+        copies, admitted = self._admit(entering, version)
         chunks = self._next_chunks() if self._fills else ()
         filling = tuple(sorted(entry.row for fill in self._fills for entry in fill.members))
-        return Plan(moves, copies, admitted, chunks, filling, restored)
+        return Plan(moves, copies, admitted, chunks, filling)
 
     def _take_admissible(
         self, num_rows: int, longest: int, fits: Callable[[int, int], bool] | None, only_begun: bool
@@ -299,27 +279,25 @@ class Scheduler:
         self._rows.extend([None] * (num_rows - len(self._rows)))
         return moves
 
-    def _admit(
-        self, entering: Sequence[_Entry], version: int
-    ) -> tuple[tuple[Copy, ...], tuple[Restored, ...], tuple[Admission, ...]]:
+    def _admit(self, entering: Sequence[_Entry], version: int) -> tuple[tuple[Copy, ...], tuple[Admission, ...]]:
         """Fill the free rows; what is held, or a prompt already computed by these weights, is not computed again."""
         if not entering:
-            return (), (), ()
+            return (), ()
         free = [row for row, entry in enumerate(self._rows) if entry is None]
-        ready = {} if self._evicts or all(entry.cached for entry in entering) else self._ready(version)
-        shared = {_prompt(fill.members[0]): fill for fill in self._fills if _is_of_prompt(fill, version)}
-        copies, restored, admitted = [], [], []
+        ready = {} if self._evicts else self._ready(version)
+        shared = {fill.ids: fill for fill in self._fills if _is_of_prompt(fill, version)}
+        copies, admitted = [], []
         for row, entry in zip(free, entering, strict=True):
-            cached, entry.hold = entry.cached, None
+            hold, entry.hold = entry.hold, None
             self._holds.forget([entry.request.key])
-            self._rows[row], entry.row, entry.version = entry, row, version if cached is None else cached.version
-            admitted.append(Admission(row, entry.request, entry.version, entry.progress))
-            prompt = _prompt(entry)
-            if cached is not None:
-                restored.append(Restored(row, cached.cache, cached.num_cached))
-                self._fills += self._rest(entry, cached.num_cached)
+            held = hold if hold is not None and hold.cache else None
+            self._rows[row], entry.row, entry.version = entry, row, version if held is None else held.version
+            admitted.append(Admission(row, entry.request, entry.version, entry.progress, () if held is None else held.cache))
+            prompt = entry.request.prompt_ids
+            if held is not None:
+                self._fills += self._rest(entry, len(held.ids) - 1)
             elif prompt in ready:
-                num_tokens = len(entry.request.prompt_ids) - 1
+                num_tokens = len(prompt) - 1
                 copies.append(Copy(ready[prompt].row, row, num_tokens))
                 self._fills += self._rest(entry, num_tokens)
             elif prompt in shared:
@@ -328,15 +306,15 @@ class Scheduler:
                     copies.append(Copy(fill.members[0].row, row, fill.done))
                 fill.members.append(entry)
             else:
-                shared[prompt] = _Fill(entry.request.prompt_ids, [entry])
+                shared[prompt] = _Fill(prompt, [entry])
                 self._fills.append(shared[prompt])
-        return tuple(copies), tuple(restored), tuple(admitted)
+        return tuple(copies), tuple(admitted)
 
-    def _ready(self, version: int) -> dict[tuple[int, tuple[int, ...]], _Entry]:
-        """Rows whose prompt has been computed by these weights and may be copied."""
+    def _ready(self, version: int) -> dict[tuple[int, ...], _Entry]:
+        """Rows whose prompt has been computed by these weights and may be copied, by prompt."""
         filling = {id(entry) for fill in self._fills for entry in fill.members}
         running = (entry for entry in self._rows if entry is not None and entry.version == version)
-        return {_prompt(entry): entry for entry in running if id(entry) not in filling}
+        return {entry.request.prompt_ids: entry for entry in running if id(entry) not in filling}
 
     def _rest(self, entry: _Entry, done: int) -> list[_Fill]:
         """The first `done` tokens of this row are computed; its further tokens are its own."""
@@ -378,10 +356,6 @@ class Scheduler:
             if entry in fill.members:
                 fill.members.remove(entry)
         self._fills = [fill for fill in self._fills if fill.members]
-
-
-def _prompt(entry: _Entry) -> tuple[int, tuple[int, ...]]:
-    return entry.submission, entry.request.prompt_ids
 
 
 def _is_of_prompt(fill: _Fill, version: int) -> bool:

@@ -27,7 +27,7 @@ def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base
     Tied parameters appear once, as in `named_parameters`. base: what adapters are added to.
     """
     if adapted_parameters(tensors):
-        check_adapters(model, tensors, base)
+        _check_adapters(model, tensors, base)
         return
     parameters = dict(model.named_parameters())
     missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
@@ -108,7 +108,7 @@ def with_adapter(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.
     return base.float() + b @ a
 
 
-def check_adapters(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None) -> None:
+def _check_adapters(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None) -> None:
     """Raises WeightsError for half an adapter, one of no parameter, one of another shape, and where there is no base."""
     if base is None:
         raise WeightsError("an engine without a model directory cannot take adapters alone; publish merged weights")
@@ -117,16 +117,22 @@ def check_adapters(model: torch.nn.Module, tensors: Mapping[str, RawTensor], bas
     if unknown := sorted((pairs - parameters.keys()) | (tensors.keys() - {name + end for name in pairs for end in (A, B)})):
         raise WeightsError(f"a set of adapters holds {unknown[0]}, which adapts no parameter of this model")
     for name in sorted(pairs):
-        shapes = [tensors[name + end].shape if name + end in tensors else None for end in (B, A)]
-        rows, columns = parameters[name].shape if parameters[name].ndim == 2 else (-1, -1)
-        b, a = (shape if shape is not None and len(shape) == 2 else (-2, -3) for shape in shapes)
-        types = {tensors[name + end].dtype for end in (A, B) if name + end in tensors}
-        if (b[0], a[1]) != (rows, columns) or b[1] != a[0] or types != {"float32"}:
+        shape = tuple(parameters[name].shape)
+        b, a = (tensors.get(name + end) for end in (B, A))
+        if a is None or b is None or not _is_adapter(a, b, shape):
+            got = " x ".join("nothing" if each is None else f"{each.dtype} {each.shape}" for each in (b, a))
             raise WeightsError(
-                f"parameter {name}: got the adapter {shapes[0]} x {shapes[1]} in {', '.join(sorted(types))}, the model has "
-                f"{tuple(parameters[name].shape)} and wants float32; publish adapters of the model the engine was started with"
+                f"parameter {name}: got the adapter {got}, the model has {shape} and wants float32; publish adapters of the "
+                "model the engine was started with"
             )
-        if tuple(base.tensor(name).shape) != (rows, columns):
-            raise WeightsError(
-                f"parameter {name} is {tuple(base.tensor(name).shape)} in the model directory, {rows, columns} here"
-            )
+        if tuple(base.tensor(name).shape) != shape:
+            raise WeightsError(f"parameter {name} is {tuple(base.tensor(name).shape)} in the model directory, {shape} here")
+
+
+def _is_adapter(a: RawTensor, b: RawTensor, shape: tuple[int, ...]) -> bool:
+    return (
+        a.dtype == b.dtype == "float32"
+        and a.shape[1:] == shape[1:]
+        and b.shape == (*shape[:1], *a.shape[:1])
+        and len(shape) == 2
+    )

@@ -1,65 +1,114 @@
 """The real vLLM behind the seam of `actors/engine.py`: decoding runs in vLLM's processes, beside the actor's loop.
 
-    submit -> waiting line -> session (thread) -> vLLM's core -> worker processes
-    step   <- completions  <-        |
+    owns        AsyncLLM and its processes; a thread with an event loop; requests that wait for a place, and what has ended
+    waits for   vLLM's outputs: `step` a moment; every other call has a deadline and a name
+    woken by    vLLM, and calls of the actor's loop
+    on close    vLLM is shut down, its processes end; when the actor is killed they end by themselves (`worker`)
+
+    submit -> waiting line -> vLLM's core -> worker processes
+    step   <- completions  <-      |
     load_weights -> an index of sealed memory -> pause (keep) -> workers map it -> resume
 
-A continuation is a request whose prompt is the whole prefix: what vLLM's own prefix cache still has of it, computed by the
-same weights, is not computed again, so `Request.hold` changes nothing here.
-
-`step()` returns what ended since the last call and waits a moment for the first of it, so that the actor's loop does not
-spin while vLLM decodes.
+Everything of vLLM is touched in that thread only. A place that is freed is filled there at once, so vLLM never waits for the
+actor's loop. A continuation is a request whose prompt is the whole prefix: what vLLM's own prefix cache still has of it,
+computed by the same weights, is not computed again, so `Request.hold` changes nothing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-import torch
+import numpy as np
+from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.torch_engine.weights import Base, check_weights
-from async_rlhf.actors.vllm_engine.session import Session
+from async_rlhf.actors.vllm_engine.outputs import completion_of, read_probe, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import as_index
-from async_rlhf.buffers.errors import ConfigError, EngineError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, EngineError
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+# Loading a large model from a slow disk takes minutes.
+_START_S = 1800.0
+_CALL_S = 120.0
+_CLOSE_S = 20.0
 # How long a call of `step` may wait for a completion: the actor answers the hub this late at most.
 _STEP_WAIT_S = 0.02
 # vLLM raises a temperature below this to it.
 _LEAST_TEMPERATURE = 0.01
 
 
-class VLLMEngine:
-    """`Engine` on vLLM.
+@dataclass
+class _Running:
+    """A request vLLM works on, by its name in vLLM. oldest: the oldest weights its cache may come from.
 
-    Owns: a session. Waits for completions, a moment. Woken by the session. On close: vLLM's processes end.
+    tokens: what vLLM has reported of it; only of a request with `partial_every`.
     """
+
+    name: str
+    oldest: int
+    every: int
+    task: asyncio.Task[int]
+    tokens: Sequence[int] = ()
+
+
+class VLLMEngine:
+    """`Engine` on vLLM. See the module docstring; methods are called from one thread."""
 
     def __init__(
         self,
-        session: Session,
-        model: torch.nn.Module,
+        make: Callable[[], Any],
+        model: PreTrainedModel,
         *,
-        vocabulary: int,
-        max_length: int,
+        slots: int,
+        stop_ids: Sequence[int],
         has_tokenizer: bool,
         base: Base | None = None,
         on_update: OnUpdate = "keep",
         version: int = -1,
     ) -> None:
-        """session: started. model: of the served architecture, for names, shapes and dtypes only (device `meta`).
+        """Start vLLM: `make` gives the AsyncLLM, in the engine's thread.
 
-        base: the weights that adapters are added to, where they come alone. on_update: may be changed between updates.
+        model: of the served architecture, for names, shapes and dtypes only (device `meta`). base: the weights that adapters
+        are added to, where they come alone. on_update: may be changed between updates. Raises ConfigError when vLLM refuses its
+        arguments, EngineError when it does not come up.
         """
-        self._session, self._model, self._base = session, model, base
-        self._vocabulary, self._max_length, self._has_tokenizer = vocabulary, max_length, has_tokenizer
-        self.on_update, self._version = on_update, version
+        self._model, self._base, self._slots, self._stop_ids = model, base, slots, stop_ids
+        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
+        self._has_tokenizer, self.on_update = has_tokenizer, on_update
         self._unfinished: set[RolloutKey] = set()
-        self._taken: list[Completion] = []
-        self._num_answered = 0
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
+        self._num_answered = 0
+        # From here on, what belongs to the loop's thread.
+        self._loop = asyncio.new_event_loop()
+        self._llm: Any = None
+        self._failure: AsyncRLHFError | None = None
+        self._waiting: deque[Request] = deque()
+        self._running: dict[RolloutKey, _Running] = {}
+        self._ended: list[Completion] = []
+        self._news = asyncio.Event()
+        self._admits = True
+        self._version, self._adoptions, self._names = version, 0, 0
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        try:
+            self._max_length = self._call(self._start(make), "vLLM to start", _START_S)
+        except BaseException:  # an interrupt too: vLLM's processes must not outlive a start that was given up
+            self.close()
+            raise
 
     @property
     def version(self) -> int:
@@ -74,83 +123,230 @@ class VLLMEngine:
         return len(self._unfinished)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As in `Engine.submit`; nothing is queued when one of the requests is refused.
-
-        Raises ConfigError for a setting of sampling that the installed vLLM has not.
-        """
-        known = check_requests(requests, self._unfinished, self._check)
-        self._session.submit(requests)
+        """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
+        known = check_requests(requests, self._unfinished, self._check, self._vocabulary, self._max_length)
+        self._call(self._submit(requests), "requests to be taken by vLLM")
         self._unfinished = known
 
     def _check(self, request: Request) -> None:
-        if request.most_tokens > self._max_length:
-            raise EngineError(
-                f"{request.key} needs {request.parts}, vLLM holds {self._max_length}; "
-                "shorten the prompt, lower max_completion_length or raise engine.kv_bytes"
-            )
-        least, most = min(request.prefix_ids), max(request.prefix_ids)
-        if not 0 <= least <= most < self._vocabulary:
-            raise EngineError(
-                f"{request.key} has token ids {least} to {most}, the model knows "
-                f"0 to {self._vocabulary - 1}; use the tokenizer that belongs to the model"
-            )
         if 0 < request.sampling.temperature < _LEAST_TEMPERATURE:
             raise EngineError(
                 f"{request.key} has temperature {request.sampling.temperature}; vLLM takes a temperature of 0 (greedy) or at "
                 f"least {_LEAST_TEMPERATURE}"
-            )
-        for name, value in request.sampling.model_dump(exclude=set(self._session.has.sampling), exclude_defaults=True).items():
-            raise ConfigError(
-                f"generation.{name} = {value}: the installed vLLM has no such setting; leave it out, or use 'torch'"
-            )
-        if request.partial_every and not self._session.has.partials:
-            raise EngineError(
-                f"{request.key} is to be scored while it is written, and this vLLM does not stream (it lacks "
-                "SamplingParams.stream_interval); set stream_tokens = 0 in scoring.stages, or use the torch engine"
             )
         if request.stop and not self._has_tokenizer:
             raise EngineError(f"{request.key} has stop strings, but the model directory has no tokenizer to read text with")
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
         dropped = self._unfinished.intersection(keys)
-        thrown_away = self._session.abort(dropped)
-        self._taken += self._session.take(0)
-        thrown_away += sum(len(completion.token_ids) for completion in self._taken if completion.key in dropped)
-        self._taken = [completion for completion in self._taken if completion.key not in dropped]
         self._unfinished -= dropped
-        return thrown_away
+        return self._call(self._abort(dropped), "vLLM to abort requests") if dropped else 0
 
     def step(self) -> list[Completion]:
-        """What ended since the last call. Raises EngineError when vLLM has died."""
-        if self._coming is not None and not self._session.num_running:
+        """What ended since the last call, or within a moment, so that the actor's loop does not spin while vLLM decodes. Raises
+        EngineError when vLLM has died."""
+        if self._coming is not None and not self._running:
             (version, tensors), self._coming = self._coming, None
-            self._adopt(version, tensors)
-        waits = bool(self._unfinished) and not self._taken
-        ended = self._taken + self._session.take(_STEP_WAIT_S if waits else 0)
-        self._taken = []
+            self._load(version, tensors)
+        ended = self._call(self._take(_STEP_WAIT_S if self._unfinished else 0), "what vLLM has ended")
         self._num_answered += 1
         self._unfinished.difference_update(completion.key for completion in ended)
         return ended
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
-        return self._session.partials(known)
+        """As in `Engine.partials`; reads what vLLM's thread last wrote, and waits for nothing."""
+        return [
+            Partial(key, np.array(tokens, np.int32))
+            for key, each in list(self._running.items())
+            if each.every and len(tokens := each.tokens) - known.get(key, 0) >= each.every
+        ]
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         check_weights(self._model, tensors, self._base)
         self._coming = None
-        if self.on_update == "finish" and self._session.hold():
+        if self.on_update == "finish" and self._call(self._hold(), "vLLM to admit nothing more"):
             self._coming = (version, tensors)
         else:
-            self._adopt(version, tensors)
+            self._load(version, tensors)
 
-    def _adopt(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
+    def _load(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         with as_index(tensors) as path:
-            self._session.adopt(version, path, recompute=self.on_update == "interrupt")
-        self._version = version
+            self._call(self._adopt(version, path), f"vLLM to adopt version {version}")
 
     def probe(self, token_ids: Sequence[int]) -> Float32Array:
-        return self._session.probe(token_ids)
+        return self._call(self._probe(token_ids), "vLLM's log-probabilities of the canary's probe")
 
     def close(self) -> None:
-        """End vLLM and its processes."""
-        self._session.close()
+        """End vLLM, its processes and the thread; harmless when done twice."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._call(self._close(), "vLLM to end", 2 * _CLOSE_S, heed_death=False)
+        except AsyncRLHFError as error:
+            _log.warning("%s", error)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _call(
+        self, work: Coroutine[Any, Any, _Result], what: str, timeout_s: float = _CALL_S, heed_death: bool = True
+    ) -> _Result:
+        """Its result. vLLM leaves calls unanswered when it dies while they wait, hence the look every second."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not future.done() and time.monotonic() < deadline:
+                wait([future], timeout=1.0)
+                if heed_death and not future.done():
+                    self._check_alive()
+            if not future.done():
+                raise DeadlineError(f"waited {timeout_s:.0f} s for {what}")
+        finally:
+            future.cancel()  # nothing where it is done
+        return future.result()
+
+    def _check_alive(self) -> None:
+        """Raises the error that ended vLLM."""
+        if self._failure is None and self._llm is not None and self._llm.errored:
+            self._failure = EngineError("vLLM's processes have ended; the reason is in the log above")
+        if self._failure is not None:
+            raise self._failure
+
+    # -- in the loop's thread --------------------------------------------------------------------------------------------
+
+    async def _start(self, make: Callable[[], Any]) -> int:
+        """The longest sequence it can hold."""
+        try:
+            self._llm = make()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"vLLM refuses the configuration: {error}") from error
+        except (RuntimeError, OSError) as error:
+            raise EngineError(f"vLLM did not start: {error}. The reason is in the log above.") from error
+        await self._label(self._version)
+        return int(self._llm.model_config.max_model_len)
+
+    async def _label(self, version: int) -> None:
+        self._version = version
+        self._adoptions += 1
+        await self._llm.update_weight_version(str(version))
+
+    async def _submit(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._slots and self._admits and self._failure is None:
+            request = self._waiting.popleft()
+            self._names += 1
+            name = str(self._names)
+            task = asyncio.ensure_future(self._generate(request, name))
+            self._running[request.key] = _Running(name, self._version, request.partial_every, task)
+
+    async def _generate(self, request: Request, name: str) -> int:
+        """Run one request to its end; returns its tokens when it was aborted, else 0."""
+        try:
+            final = await self._final(request.prefix_ids, sampling_arguments(request, self._stop_ids), name, request.key)
+            output = final.outputs[0]
+            if output.finish_reason == "abort":
+                return len(output.token_ids)
+            self._ended.append(completion_of(request, output, self._running[request.key].oldest))
+        except AsyncRLHFError as error:
+            self._failure = self._failure or error
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises ends the engine, with its name
+            self._failure = self._failure or EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+        finally:
+            self._news.set()
+            del self._running[request.key]
+            self._admit()
+        return 0
+
+    async def _final(
+        self, token_ids: Sequence[int], arguments: Mapping[str, Any], name: str, key: RolloutKey | None = None
+    ) -> Any:
+        """vLLM's outputs of a request, joined; key: of whose tokens are noted as they come."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # A prefix is reused only among requests of the same weights: two adoptions never share a name, versions may.
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": f"adoption-{self._adoptions}"}
+        kind = RequestOutputKind.DELTA if "stream_interval" in arguments else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**arguments, output_kind=kind)
+        final = None
+        async for output in self._llm.generate(prompt, params, name):
+            if final is None:
+                final = output
+            else:
+                final.add(output, aggregate=True)
+            if key is not None:
+                self._running[key].tokens = final.outputs[0].token_ids
+        assert final is not None, "vLLM ended a request without an output"
+        return final
+
+    async def _take(self, timeout_s: float) -> list[Completion]:
+        """What ended; waits so long for the first."""
+        self._news.clear()
+        if timeout_s and not self._ended and self._failure is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), timeout_s)
+        self._check_alive()
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def _abort(self, keys: set[RolloutKey]) -> int:
+        """Forget these requests, whether they wait, run or have ended; returns their tokens."""
+        self._waiting = deque(request for request in self._waiting if request.key not in keys)
+        running = [self._running[key] for key in keys if key in self._running]
+        if running:
+            await self._llm.abort([each.name for each in running])
+        thrown_away = sum(await asyncio.gather(*(each.task for each in running)))
+        thrown_away += sum(len(each.token_ids) for each in self._ended if each.key in keys)
+        self._ended = [each for each in self._ended if each.key not in keys]
+        return thrown_away
+
+    async def _hold(self) -> int:
+        """Give vLLM nothing more until weights were adopted; returns how many requests still run."""
+        self._admits = False
+        return len(self._running)
+
+    async def _adopt(self, version: int, index: str) -> None:
+        """Generation goes on with the weights of `index`. Raises EngineError when vLLM cannot."""
+        recompute = self.on_update == "interrupt"
+        try:
+            # Without a mode vLLM aborts everything. With its caches cleared it computes the running prefixes again.
+            await self._llm.pause_generation(mode="keep", clear_cache=recompute)
+            await self._llm.collective_rpc("receive_weights", args=(index,))
+            await self._label(version)
+            await self._llm.resume_generation()
+        except Exception as error:
+            self._failure = EngineError(f"vLLM could not adopt version {version}: {type(error).__name__}: {error}")
+            raise self._failure from error
+        if recompute:
+            for each in self._running.values():
+                each.oldest = version
+        self._admits = True
+        self._admit()
+
+    async def _probe(self, token_ids: Sequence[int]) -> Float32Array:
+        self._names += 1
+        arguments = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+        try:
+            final = await self._final(token_ids, arguments, f"probe-{self._names}")
+        except Exception as error:
+            raise EngineError(f"vLLM could not compute a probe: {type(error).__name__}: {error}") from error
+        return read_probe(final.prompt_logprobs, token_ids)
+
+    async def _close(self) -> None:
+        self._admits = False
+        await _cancelled([each.task for each in self._running.values()])
+        if self._llm is not None:
+            self._llm.shutdown(timeout=_CLOSE_S)
+            self._llm = None
+        await _cancelled(asyncio.all_tasks() - {asyncio.current_task()})
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[Any] | None]) -> None:
+    for task in tasks:
+        if task is not None:
+            task.cancel()
+    await asyncio.gather(*filter(None, tasks), return_exceptions=True)

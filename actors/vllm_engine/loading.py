@@ -1,27 +1,30 @@
-"""From a model directory to a running vLLM. Opens files, sets the environment of vLLM's processes, starts them."""
+"""From a model directory and our configuration to a running vLLM: arguments, the environment of its processes, its start."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import OnUpdate
-from async_rlhf.actors.torch_engine.loading import find_stop_ids, find_tokenizer
+from async_rlhf.actors.torch_engine.loading import find_stop_ids, find_tokenizer, read_model
 from async_rlhf.actors.torch_engine.weights import Base
-from async_rlhf.actors.vllm_engine.arguments import engine_arguments, environment, probe
 from async_rlhf.actors.vllm_engine.engine import VLLMEngine
-from async_rlhf.actors.vllm_engine.session import Session
+from async_rlhf.actors.vllm_engine.weights import ACTOR_PID, EXTENSION
 from async_rlhf.buffers.attention import max_length as longest_text
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import LOADING, from_pretrained
 
-_log = logging.getLogger(__name__)
+# Of the extra. vLLM's interfaces move from release to release.
+RELEASE = "0.32."
+# Keys and values where the configuration names no limit: vLLM would take most of a CPU's memory.
+_CPU_KV_BYTES = 1 << 30
 
 
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> VLLMEngine:
@@ -41,24 +44,24 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if not vllm.__version__.startswith(RELEASE):
+        raise ConfigError(
+            f"engine.kind = 'vllm': vLLM {vllm.__version__} is installed, {RELEASE}* is needed; install the extra of that "
+            "name, or use 'torch'"
+        )
     if current_platform.device_type != config.device:
         raise ConfigError(
             f"engine.device = {config.device!r}, but the installed vLLM is built for {current_platform.device_type!r}; "
             "set engine.device to that, and choose among several GPUs with CUDA_VISIBLE_DEVICES"
         )
-    has = probe(AsyncLLM, AsyncEngineArgs, vllm.SamplingParams, vllm.__version__)
-    for lacking in has.lacking:
-        _log.warning("vLLM %s lacks %s", vllm.__version__, lacking)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     context = longest_text(model.config.get_text_config().to_dict()) or 0
     arguments = engine_arguments(model_dir, config, context=context, has_tokenizer=tokenizer is not None, known=known)
-    session = Session(config.slots, sorted(find_stop_ids(model, tokenizer)))
-    max_length = session.start(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), has, version)
     return VLLMEngine(
-        session,
+        lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)),
         model,
-        vocabulary=int(model.get_input_embeddings().num_embeddings),
-        max_length=max_length,
+        slots=config.slots,
+        stop_ids=sorted(find_stop_ids(model, tokenizer)),
         has_tokenizer=tokenizer is not None,
         base=Base(Path(model_dir)),
         on_update=on_update,
@@ -68,14 +71,73 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
 
 def _skeleton(model_dir: str, dtype: str) -> PreTrainedModel:
     """The model without its numbers: names, shapes and dtypes of its parameters, and its configurations."""
-    if not (Path(model_dir) / "config.json").is_file():
-        raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
-    try:
-        config = from_pretrained(AutoConfig, Path(model_dir))
+
+    def made(directory: Path) -> PreTrainedModel:
+        config = from_pretrained(AutoConfig, directory)
         with LOADING, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error
+            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+
+    model = read_model(model_dir, made)
     if (Path(model_dir) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
     return model
+
+
+def engine_arguments(
+    model_dir: str, config: EngineConfig, *, context: int, has_tokenizer: bool, known: Collection[str]
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs; `known` are the names it takes.
+
+    context: longest sequence of the model, 0 where it names none.
+
+    Raises ConfigError for an argument that vLLM does not know or that the configuration sets elsewhere.
+    """
+    on_cpu, asked = config.device == "cpu", config.vllm.arguments
+    tokens_a_step = config.prefill_tokens + config.slots + 1
+    ours: dict[str, Any] = {
+        "model": model_dir,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.vllm.tensor_parallel_size,
+        # A place for the canary's probe, so that it does not wait behind what is being generated.
+        "max_num_seqs": config.slots + 1,
+        "max_num_batched_tokens": tokens_a_step,
+        "kv_cache_memory_bytes": config.kv_bytes or (_CPU_KV_BYTES if on_cpu else None),
+        # Of the distribution really sampled from: after temperature and truncation.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": EXTENSION,
+        "skip_tokenizer_init": not has_tokenizer,
+        "trust_remote_code": False,
+    }
+    defaults: dict[str, Any] = {
+        "max_model_len": -1,  # as long as fits
+        "max_logprobs": -1,
+        "enable_prefix_caching": True,
+        # On a CPU compilation takes longer than most runs gain by it.
+        "enforce_eager": on_cpu,
+        "disable_log_stats": True,
+    }
+    if on_cpu:
+        # On a CPU a request with a seed ends vLLM when its prompt is computed in parts, so each is computed whole.
+        whole = max(tokens_a_step, int(asked.get("max_model_len", context)))
+        ours |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole}
+    for name in asked:
+        if name in ours:
+            raise ConfigError(f"engine.vllm.arguments.{name} is set by other settings (engine, model); remove it")
+        if name not in known:
+            raise ConfigError(f"engine.vllm.arguments.{name}: vLLM has no such argument; {did_you_mean(name, known)}")
+    return {**defaults, **asked, **ours}
+
+
+def environment(config: EngineConfig, enforce_eager: bool, actor_pid: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set before vLLM is imported; what the user has `given` stays, but for the number of threads."""
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Several actors share the machine: binding each one's threads to the first core would stack them on it.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if config.device == "cpu" and enforce_eager:
+        defaults["TORCH_COMPILE_DISABLE"] = "1"  # parts of the sampler compile even so, for 20 s and with a C++ compiler
+    kept = {name: value for name, value in defaults.items() if name not in given}
+    return {**kept, "OMP_NUM_THREADS": str(config.threads), ACTOR_PID: str(actor_pid)}

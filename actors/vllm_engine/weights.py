@@ -18,6 +18,10 @@ import torch
 
 from async_rlhf.buffers.tensors import RawTensor
 
+# The class of `worker` that takes them in there, and the variable that names the process which those processes may not outlive.
+EXTENSION = "async_rlhf.actors.vllm_engine.worker.WeightLoader"
+ACTOR_PID = "ASYNC_RLHF_ACTOR_PID"
+
 
 @contextmanager
 def as_index(tensors: Mapping[str, RawTensor]) -> Iterator[str]:

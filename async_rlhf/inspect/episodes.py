@@ -134,42 +134,30 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     """Episodes of a model, sampled as in training, many at once. Raises ConfigError, EpisodeError, DeadlineError."""
     from transformers import AutoTokenizer
 
-    from async_rlhf.actors.engine import Request, RolloutKey, load_engine
+    from async_rlhf.actors.engine import load_engine
     from async_rlhf.actors.loop.episodes import Episodes
-    from async_rlhf.actors.prompts import encode, rollout_seed
     from async_rlhf.buffers.model_directory import from_pretrained
     from async_rlhf.learner.model.gguf import model_directory
     from async_rlhf.run.processes.environment import environment_of
+    from async_rlhf.run.processes.roles import make_work
 
     rows, _ = rows_of(config, limit)
     config = config.model_copy(update={"model": model_directory(config.model)})
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-    engine, generation = load_engine(config.model, config.served_engine, version=0), config.generation
+    engine = load_engine(config.model, config.served_engine, version=0)
 
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    def request(number: int, row: Row) -> Request:
-        _, ids = encode(row, tokenizer, config.data.row_template)
-        return Request(
-            RolloutKey(number, 0, 0),
-            tuple(ids),
-            generation.max_completion_length,
-            generation.sampling,
-            rollout_seed(config.seed, number, 0),
-            generation.stop,
-        )
-
+    work = make_work(config, rows, tokenizer)
+    begun = [(row, environment_seed(config.seed, n), work.requests(n, 0, row)[2][:1]) for n, row in enumerate(rows)]
     bell = threading.Event()
     try:
         with environment_of(config, tokenizer, bell.set) as play:
-            episodes = Episodes(engine, decode, play)
-            episodes.begin((row, environment_seed(config.seed, n), [request(n, row)]) for n, row in enumerate(rows))
+            episodes = Episodes(engine, work.decode, play)
+            episodes.begin(begun)
             num_left, last_answer = len(rows), time.monotonic()
             while num_left:
                 for played in episodes.step():
                     num_left -= 1
-                    parts = _parts(played, decode, partial(with_specials, tokenizer))
+                    parts = _parts(played, work.decode, partial(with_specials, tokenizer))
                     seconds = [ended - began for began, ended in played.steps]
                     yield Trial(played.completion.key.group, parts, played.completion.finish_reason, played.score, seconds)
                     last_answer = time.monotonic()

@@ -58,11 +58,9 @@ class Telemetry(MessageBase):
     groups_total: Amount = 0.0
     dropped_tokens_total: Amount = 0.0
     canary_drift: Amount = 0.0
-    selection_ks: Amount = 0.0
     selection_mean_ratio: Amount = 0.0
     selection_correlation: Amount = 0.0
     selection_alarm: Amount = 0.0
-    selection_turns_ks: Amount = 0.0
     selection_turns_mean_ratio: Amount = 0.0
     selection_turns_correlation: Amount = 0.0
     selection_turns_alarm: Amount = 0.0

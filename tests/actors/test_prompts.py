@@ -22,13 +22,6 @@ def test_each_epoch_gives_every_row_once(seed: int, epoch: int, num_rows: int) -
     assert sorted(prompt_number(seed, group, num_rows) for group in epoch_groups) == list(range(num_rows))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    def order(seed: int, epoch: int) -> tuple[int, ...]:
-        return tuple(prompt_number(seed, epoch * 50 + position, 50) for position in range(50))
-
-    assert len({order(seed, epoch) for seed in range(10) for epoch in range(10)}) == 100
-
-
 def test_the_order_is_the_one_that_journals_of_earlier_runs_rely_on() -> None:
     assert [prompt_number(0, group, 10) for group in range(10)] == [0, 7, 8, 6, 9, 5, 1, 3, 2, 4]
 
@@ -50,11 +43,6 @@ def test_a_rollout_seed_has_63_bits_and_every_argument_changes_it(seed: int, gro
     }
     assert len(seeds) == 4
     assert all(0 <= value < 1 << 63 for value in seeds)
-
-
-def test_rollout_seeds_of_a_run_do_not_collide() -> None:
-    seeds = {rollout_seed(7, group, member) for group in range(1500) for member in range(8)}
-    assert len(seeds) == 1500 * 8
 
 
 # Tokens
@@ -84,7 +72,7 @@ def test_a_template_that_cannot_be_filled_is_refused(template: str, message: str
 def test_messages_go_through_the_chat_template_with_the_answer_begun() -> None:
     tokenizer = make_tokenizer()
     row = Row([{"role": "user", "content": "Hello"}], {})
-    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
+    with pytest.raises(ConfigError, match=r"the tokenizer has no chat template; give text, without data\.chat"):
         encode(row, tokenizer, Template())
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     text, ids = encode(row, tokenizer, Template())

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Engine, Partial, Request, RolloutKey
+from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import EpisodePool, Lost
+from async_rlhf.actors.environments.pool import Lost
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
-from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.scoring.pool import fields_of
-from async_rlhf.actors.torch_engine.held import Hold, Holds
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
@@ -29,16 +28,7 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model.policy import Policy
 from tests.actors.environments.test_environment_rendering import tokenizer
-from tests.actors.test_episodes import (
-    RIGHT,
-    ROW,
-    Characters,
-    ScriptedEngine,
-    ScriptedPool,
-    Talker,
-    plain_passes,
-    played_with_updates,
-)
+from tests.actors.scripted import RIGHT, ROW, Characters, Scene, Talker, plain_passes, play_of, played_with_updates, text_of
 from tests.actors.torch_models import own_model
 from tests.actors.vllm_model import save_model
 
@@ -55,95 +45,65 @@ class Anew(Characters):
         return shown._replace(restarts=str(turns[-1][1]).startswith("!"))
 
 
-class PartialEngine(ScriptedEngine):
-    def partials(self, known: Any) -> list[Partial]:
-        return [Partial(key, np.array([9], np.int32)) for key in self.requests]
-
-
-class Scene:
-    def __init__(self, max_length: int = 20) -> None:
-        self.engine, self.pool, self.rendering = PartialEngine(), ScriptedPool(), Anew()
-        pool, rendering = cast(EpisodePool[RolloutKey], self.pool), cast(Renderer, self.rendering)
-        play = Play("game", pool, rendering, 6, max_length, Score(0.0))
-        self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), self.decode, play)
-        self.key = RolloutKey(3, 0, 0)
-        self.episodes.begin([(ROW, 42, [Request(self.key, (7, 8), 5, Sampling(), seed=100)])])
-        self.pool.says(self.key, "go")
-        self.episodes.step()
-
-    @staticmethod
-    def decode(ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
-
-    def turn(self, text: str, answer: str, version: int = 0) -> list[Played]:
-        self.engine.end(self.key, list(map(ord, text)), version)
-        self.episodes.step()
-        self.pool.says(self.key, answer, score=0.5)
-        return self.episodes.step()
-
-
 def of(text: str) -> tuple[int, ...]:
     return tuple(map(ord, text))
 
 
 def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_all() -> None:
-    scene = Scene()
+    scene = Scene(1, rendering=(rendering := Anew()))
+    scene.all_hear()
+    (key,) = scene.keys
     scene.turn("a", "xy", version=4)
     assert [len(shown.token_ids) for shown, _ in scene.episodes.partials({})] == [4]
     assert scene.turn("b", "!all", version=5) == []
     request = scene.engine.submitted[-1]
     assert (request.prompt_ids, request.context) == (of("!all"), ()) and request.hold
     assert (request.seed, request.max_new_tokens) == (turn_seed(100, 2), 5)
-    assert scene.rendering.asked == ([("a", "xy"), ("b", "!all")], [*of("goaxyb")])
+    assert rendering.asked == ([("a", "xy"), ("b", "!all")], [*of("goaxyb")])
     assert scene.episodes.partials({}) == [], "what is read ahead goes on from what was read"
     scene.turn("c", "z", version=6)
     assert (scene.engine.submitted[-1].prompt_ids, scene.engine.submitted[-1].context) == (of("!all"), of("cz"))
-    assert scene.rendering.asked[1] == [*of("!allc")]
-    scene.engine.end(scene.key, of("d"), 7)
-    scene.episodes.step()
-    scene.pool.ends(scene.key)
-    (played,) = scene.episodes.step()
+    assert rendering.asked[1] == [*of("!allc")]
+    scene.engine.end(key, of("d"), 7)
+    scene.poll()
+    scene.pool.ends(key)
+    (played,) = scene.poll()
     completion = played.completion
-    assert scene.decode(completion.token_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
+    assert text_of(completion.token_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
     anew = Span(None, 4, restarts=True)
     assert completion.spans == (Span(4, 1), Span(None, 2), Span(5, 1), anew, Span(6, 1), Span(None, 1), Span(7, 1))
     assert played.text == "axyb\n!all\nczd" and played.turns == ("a", "b", "c", "d") and played.turn_scores == (0.5,) * 3
     assert [message["content"] for message in played.messages] == ["go", "a", "xy", "b", "!all", "c", "z", "d"]
     assert fields_of(ROW, played.prompt_ids, completion, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
-    parts = _parts(played, scene.decode, lambda ids: [])
+    parts = _parts(played, text_of, lambda ids: [])
     assert parts[4] == Part("environment", "!all", anew=4) and [part.content for part in parts[5:]] == ["c", "z", "d"]
     assert "  reads   '!all'   (in the whole conversation: 4 tokens)" in lines(Shown(0, parts, "stop", RIGHT))
 
 
 def test_all_that_a_row_begins_anew_with_counts_into_the_length_of_the_episode() -> None:
     for answer, room in (("!four", 1), ("!fives", 0)):
-        scene = Scene(max_length=8)
+        scene = Scene(1, max_length=8, rendering=Anew())
+        scene.all_hear()
         ended = scene.turn("ab", answer)
         if room:
             assert ended == [] and scene.engine.submitted[-1].max_new_tokens == room
         else:
             (full,) = ended
             assert (full.completion.finish_reason, full.score, full.text) == ("context", Score(0.0), "ab")
-            assert scene.engine.held == set() and scene.key not in scene.pool.live
+            assert scene.engine.held == set() and scene.keys[0] not in scene.pool.live
 
 
 def test_one_that_lost_its_process_after_its_row_began_anew_begins_as_it_began() -> None:
-    scene = Scene()
+    scene = Scene(1, rendering=Anew())
+    scene.all_hear()
+    (key,) = scene.keys
     scene.turn("a", "!all")
-    scene.pool.events.append(Lost(scene.key))
-    scene.episodes.step()
-    scene.pool.says(scene.key, "go")
-    scene.episodes.step()
+    scene.pool.events.append(Lost(key))
+    scene.poll()
+    scene.pool.says(key, "go")
+    scene.poll()
     assert scene.engine.submitted[-1] == scene.engine.submitted[0]
     assert [len(shown.token_ids) for shown, _ in scene.episodes.partials({})] == [1]
-
-
-def test_a_row_that_begins_anew_keeps_its_place_in_line_and_nothing_that_is_held() -> None:
-    holds, key = Holds(), RolloutKey(0, 0, 0)
-    first = Request(key, (1, 2), 4, Sampling(), seed=0, hold=True)
-    holds.add(first, Hold((1, 2, 3), submission=5, number=6, version=0, cache=("of three",)), room=100)
-    anew = holds.continued_by(Request(key, (1, 2, 3), 4, Sampling(), seed=1))
-    assert anew is not None and (anew.submission, anew.number, anew.num_cached) == (5, 6, 0)
 
 
 # Turns before the user's last message are put in brackets; a tool's answer is none.
@@ -165,7 +125,7 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     engine = load_engine(directory, EngineConfig(slots=4), on_update=on_update, version=0)
     renderer = Renderer(made, chat=True, render="split")
     renderer.check()
-    play = Play("talk", cast(EpisodePool[RolloutKey], Talker(ANSWERS)), renderer, 20, 400, Score(0.0))
+    play = play_of(Talker(ANSWERS), renderer, 20, 400)
     episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), play)
     keys = [RolloutKey(0, 0, member) for member in range(6)]
     own = [Request(key, (7, 8), 3 + key.member, Sampling(temperature=TEMPERATURE), seed=key.member) for key in keys]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.loading import find_max_places, load_engine
+from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
@@ -65,6 +73,7 @@ def test_two_runs_with_the_same_submissions_are_equal_to_the_last_bit(model: Pre
 
 
 def test_new_weights_are_adopted_between_two_tokens_and_stamp_what_they_sample(model: PreTrainedModel) -> None:
+    assert TorchEngine(model, slots=4).version == -1
     engine, request = TorchEngine(model, slots=4, version=3), make_request(1, num_new=9)
     engine.submit([request])
     for _ in range(4):
@@ -73,11 +82,117 @@ def test_new_weights_are_adopted_between_two_tokens_and_stamp_what_they_sample(m
     assert finished(engine)[request.key].spans == (Span(3, 4), Span(7, 5, cache_version=3))
 
 
-def test_an_engine_that_was_given_no_weights_says_so() -> None:
-    assert TorchEngine(families.model("llama"), slots=2).version == -1
-
-
 def test_the_longest_sequence_that_fits_is_served(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, slots=4, max_length=MAX_LENGTH)
     requests = [make_request(n, num_prompt=p, num_new=MAX_LENGTH - p) for n, p in enumerate((1, 100, MAX_LENGTH - 1))]
     assert_plain(model, requests, finished(engine, requests))
+
+
+# From a directory
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    families.model("llama", vocab_size=16, max_position_embeddings=32).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_a_saved_model_is_served_with_its_version_its_limit_and_all_its_end_tokens(saved: str) -> None:
+    requests = [Request(RolloutKey(0, 0, number), (1, 5), 30, Sampling(), number) for number in range(32)]
+    engine = load_engine(saved, EngineConfig(slots=8), version=4)
+    assert engine.version == 4
+    done = finished(engine, requests).values()
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    assert all((c.token_ids[-1] == 2) == (c.finish_reason == "stop") for c in done)
+    with pytest.raises(EngineError, match="the model holds 32"):
+        engine.submit([replace(requests[0], max_new_tokens=31)])
+    settings = Path(saved) / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": list(range(1, 16))}))
+    done = finished(load_engine(saved, EngineConfig(slots=4)), requests[:4]).values()
+    assert all(set(c.token_ids[:-1].tolist()) <= {0} and c.token_ids[-1] != 0 for c in done)
+
+
+@pytest.mark.parametrize(
+    ("settings", "described", "message"),
+    [
+        ({}, "", r"no config\.json"),
+        ({}, '{"model_type": "no-such-architecture"}', "no causal language model"),
+        ({"device": "warp:9"}, "{}", r"engine\.device = 'warp:9' is no torch device"),
+        ({"device": "cuda:99"}, "{}", r"engine\.device = 'cuda:99'"),
+        ({"cuda_graphs": True}, "{}", r"engine\.cuda_graphs = true with engine\.device = 'cpu'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(settings: dict[str, Any], described: str, message: str, tmp_path: Path) -> None:
+    if described:
+        (tmp_path / "config.json").write_text(described)
+    with pytest.raises(ConfigError, match=message):
+        load_engine(str(tmp_path), EngineConfig(**settings))
+
+
+# Where memory is counted
+
+
+def long_requests(count: int) -> list[Request]:
+    """In groups of four with prompts of 20 tokens; completions of 10 to 80."""
+    lengths = np.random.default_rng(0).integers(10, 81, count).tolist()
+    return [replace(make_request(n // 4, 20, lengths[n]), key=RolloutKey(n // 4, 0, n % 4), seed=n) for n in range(count)]
+
+
+def test_with_little_memory_the_same_is_sampled_within_its_bound_and_the_earliest_is_never_sent_back(
+    model: PreTrainedModel,
+) -> None:
+    requests = long_requests(16)
+    assert 20 + max(request.max_new_tokens for request in requests) > 180 / 2, "only one of them fits at its full length"
+    plenty = finished(TorchEngine(model, slots=16, max_length=256), requests)
+    for max_places in (400, 180):
+        engine = TorchEngine(model, slots=16, max_length=256, max_places=max_places, prefill_tokens=16)
+        done: dict[RolloutKey, Completion] = {}
+        engine.submit(requests)
+        for _ in range(sum(request.max_new_tokens + 2 for request in requests)):
+            done.update({completion.key: completion for completion in engine.step()})
+            assert max((len(keys) * keys.shape[2] for keys in engine._cache.keys), default=0) <= max_places
+        assert engine.num_suspended > 0 and len(done) == len(requests), "there is always progress"
+        for request in requests:
+            assert done[request.key].token_ids.tolist() == plenty[request.key].token_ids.tolist()
+            np.testing.assert_allclose(done[request.key].logprobs, plenty[request.key].logprobs, atol=1e-4)
+            assert done[request.key].spans == plenty[request.key].spans, "one version, one span, however often sent back"
+
+
+def test_aborting_counts_also_the_tokens_of_those_sent_back_and_what_can_never_fit_is_refused(model: PreTrainedModel) -> None:
+    requests = [replace(request, max_new_tokens=40) for request in long_requests(8)]
+    engine = TorchEngine(model, slots=8, max_length=256, max_places=300)
+    engine.submit(requests)
+    sampled = 0
+    while not engine.num_suspended:
+        assert engine.step() == []
+        sampled += engine._scheduler.num_rows
+    assert engine._scheduler.num_rows < 8
+    assert engine.abort([request.key for request in requests]) == sampled
+    assert engine.num_unfinished == 0
+    with pytest.raises(EngineError, match=r"room for 20 prompt \+ 290 new tokens, engine.kv_bytes has less"):
+        TorchEngine(model, slots=8, max_places=64).submit([replace(requests[0], max_new_tokens=290)])
+
+
+def test_bytes_are_counted_as_the_model_stores_them_and_bound_the_cache(model: PreTrainedModel, tmp_path: Path) -> None:
+    heads = 2 if model.config.model_type == "llama" else 4
+    a_token = 2 * 4 * heads * 8 * 4  # keys and values, layers, heads, width, bytes of a float32
+    assert find_max_places(model, 10 * a_token + 3) == 10
+    with pytest.raises(ConfigError, match=f"engine.kv_bytes = 5 holds no token: keys and values of one take {a_token} bytes"):
+        find_max_places(model, 5)
+    model.save_pretrained(tmp_path)
+    engine = load_engine(str(tmp_path), EngineConfig(slots=16, kv_bytes=200_000, prefill_tokens=64))
+    finished(engine, long_requests(8))
+    assert 0 < engine.cache_bytes <= 200_000
+
+
+def test_a_counted_cache_gives_up_columns_for_rows_and_keeps_what_it_holds() -> None:
+    cache = RowCache(slots=8, max_places=128)
+    cache.reserve(60, 2)
+    cache.begin_tokens(torch.tensor([3, 3]), 60)
+    keys, _ = cache.write_tokens(0, torch.ones(2, 1, 4), torch.ones(2, 1, 4))
+    assert keys.shape == (2, 1, 60, 4) and cache.keys[0].shape == (2, 1, 64, 4)
+    cache.begin_tokens(torch.tensor([4, 4, 4, 4]), 20)
+    keys, _ = cache.write_tokens(0, torch.full((4, 1, 4), 2.0), torch.ones(4, 1, 4))
+    assert cache.keys[0].shape == (4, 1, 32, 4)
+    assert keys[:, 0, 3, 0].tolist() == [1, 1, 0, 0] and keys[:, 0, 4, 0].tolist() == [2, 2, 2, 2]
+    assert cache.fits(8, 16) and cache.fits(2, 64) and not cache.fits(8, 17) and not cache.fits(3, 60)

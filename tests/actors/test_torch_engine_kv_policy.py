@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.actors.torch_engine.kv_policy import KeptRows, KVPolicy, Representative
+from async_rlhf.actors.torch_engine.kv_policy import KeptRows, KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward
-from async_rlhf.actors.torch_engine.scheduler import Plan
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.torch_models import finished, own_model
 from tests.actors.vllm_model import raw_weights
@@ -34,15 +33,12 @@ Done = dict[RolloutKey, Completion]
 ENDS = np.isin(np.arange(VOCABULARY), range(3, VOCABULARY, 6))
 
 
-def policy(
-    sinks: int = 2, window: int = 5, representatives: int = 3, chunk: int = 6, representative: Representative = "first"
-) -> KVPolicy:
-    return KVPolicy(sinks, window, representatives, chunk, representative, ENDS)
+def policy(sinks: int = 2, window: int = 5, representatives: int = 3, chunk: int = 6) -> KVPolicy:
+    return KVPolicy(sinks, window, representatives, chunk, ENDS)
 
 
 POLICIES = {
     "first": policy(),
-    "last": policy(representative="last"),
     "window": policy(representatives=0),
     "no sinks": policy(sinks=0, window=1, representatives=4),
 }
@@ -67,11 +63,7 @@ def representatives_of(ids: Sequence[int], each: KVPolicy) -> list[int]:
         chunks[-1].append(position)
         if ENDS[token] or len(chunks[-1]) == each.chunk:
             chunks.append([])
-    if each.representative == "last":
-        found = [chunk[-1] for chunk in chunks if chunk and (ENDS[ids[chunk[-1]]] or len(chunk) == each.chunk)]
-    else:
-        found = [chunk[0] for chunk in chunks if chunk]
-    return [position for position in found if position >= each.sinks]
+    return [chunk[0] for chunk in chunks if chunk and chunk[0] >= each.sinks]
 
 
 def kept_at(t: int, ids: Sequence[int], each: KVPolicy) -> set[int]:
@@ -111,7 +103,6 @@ def assert_masked(model: PreTrainedModel, each: KVPolicy, asked: Sequence[Reques
         window=st.integers(1, 8),
         representatives=st.integers(0, 5),
         chunk=st.integers(2, 9),
-        representative=st.sampled_from(("first", "last")),
     ),
     ids=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60),
     cuts=st.lists(st.integers(1, 20), min_size=1, max_size=6),
@@ -148,27 +139,6 @@ def test_what_is_sampled_is_what_a_masked_pass_over_the_row_says(name: str, kind
     assert_masked(model, each, requests, finished(engine, requests))
 
 
-def test_with_room_for_all_tokens_it_is_full_attention() -> None:
-    model, requests = make_model("llama"), make_requests()
-    full, kept = (
-        finished(TorchEngine(model, slots=3, max_length=MAX_LENGTH, kv_policy=each), requests)
-        for each in (None, policy(window=MAX_LENGTH))
-    )
-    for key, completion in full.items():
-        assert kept[key].token_ids.tolist() == completion.token_ids.tolist()
-        np.testing.assert_allclose(kept[key].logprobs, completion.logprobs, atol=1e-5)
-
-
-def with_an_update(name: str, on_update: OnUpdate, newer: PreTrainedModel, requests: Sequence[Request]) -> Done:
-    """Half of the requests, some steps, the rest of them and new weights."""
-    sizes = {"slots": 3, "max_length": MAX_LENGTH, "prefill_tokens": 16}
-    engine = TorchEngine(make_model(name), version=0, on_update=on_update, kv_policy=POLICIES["first"], **sizes)
-    engine.submit(requests[: len(requests) // 2])
-    before = [completion for _ in range(25) for completion in engine.step()]
-    engine.load_weights(1, raw_weights(newer))
-    return finished(engine, requests[len(requests) // 2 :], before)
-
-
 CROSSED = {"keep": ((0, None), (1, 0)), "interrupt": ((0, None), (1, None)), "finish": ((0, None),)}
 
 
@@ -177,7 +147,12 @@ CROSSED = {"keep": ((0, None), (1, 0)), "interrupt": ((0, None), (1, None)), "fi
 )
 def test_new_weights_begin_with_what_the_policy_keeps_of_a_prefix(name: str, on_update: OnUpdate) -> None:
     models, requests = [make_model(name), make_model(name, seed=1)], make_requests()
-    done = with_an_update(name, on_update, models[1], requests)
+    sizes = {"slots": 3, "max_length": MAX_LENGTH, "prefill_tokens": 16}
+    engine = TorchEngine(make_model(name), version=0, on_update=on_update, kv_policy=POLICIES["first"], **sizes)
+    engine.submit(requests[: len(requests) // 2])
+    before = [completion for _ in range(25) for completion in engine.step()]
+    engine.load_weights(1, raw_weights(models[1]))
+    done = finished(engine, requests[len(requests) // 2 :], before)
     seen = Counter[tuple[tuple[int | None, int | None], ...]]()
     for request in requests:
         completion, begin = done[request.key], 0
@@ -190,47 +165,32 @@ def test_new_weights_begin_with_what_the_policy_keeps_of_a_prefix(name: str, on_
     assert seen.keys() - {((0, None),)} == {CROSSED[on_update], ((1, None),)} - {((0, None),)}, seen
 
 
-@pytest.mark.parametrize("on_update", ["keep", "interrupt"])
-def test_same_weights_adopted_again_change_nothing(on_update: OnUpdate) -> None:
-    """Although `interrupt` computes every prefix again."""
-    model, requests = make_model("llama"), make_requests()
-    assert_masked(model, POLICIES["first"], requests, with_an_update("llama", on_update, model, requests))
-
-
 @pytest.mark.parametrize("name", ("llama", "gpt2"))
 def test_a_turn_goes_on_from_what_was_kept_of_the_one_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, each = make_model(name), POLICIES["last"]
+    model, each = make_model(name), POLICIES["first"]
     engine = TorchEngine(model, slots=2, max_length=MAX_LENGTH, prefill_tokens=16, kv_policy=each)
     first, other = replace(make_requests()[2], hold=True), make_requests()[4]
     turn = finished(engine, [first, other])[first.key]
     second = replace(first, context=(*turn.token_ids.tolist(), *range(20)), max_new_tokens=30, hold=False)
     computed: list[int] = []
-    plan = engine._scheduler.plan
-
-    def watched(*args: Any, **kwargs: Any) -> Plan:
-        found = plan(*args, **kwargs)
-        computed.extend(chunk.start for chunk in found.chunks if chunk.sampled)
-        return found
-
-    monkeypatch.setattr(engine._scheduler, "plan", watched)
+    forward = type(engine._forward).__call__
+    monkeypatch.setattr(
+        type(engine._forward),
+        "__call__",
+        lambda self, new, *more: (computed.extend(c.start for c in new if c.sampled), forward(self, new, *more))[1],
+    )
     done = finished(engine, [replace(other, seed=77), second])
     assert min(computed) == len(first.prompt_ids) + len(turn.token_ids) - 1, "nothing before is computed again"
     assert_masked(model, each, [second], done)
 
 
-def test_memory_does_not_grow_with_length() -> None:
-    model, each = make_model("llama"), policy(sinks=2, window=16, representatives=6)
-    sizes = {}
-    for length in (24, 10 * each.window, 300):
+def test_a_row_takes_its_budget_however_long_it_is_and_where_memory_is_counted() -> None:
+    model, each, requests = make_model("llama"), POLICIES["first"], make_requests()
+    a_row = 2 * 4 * 2 * (each.budget + 1) * 8 * 4  # keys and values, layers, heads, tokens, width, bytes of a float32
+    for length in (24, 300):
         engine = TorchEngine(model, slots=2, max_length=MAX_LENGTH, prefill_tokens=16, kv_policy=each)
         finished(engine, [Request(RolloutKey(0, 0, 0), tuple(range(10)), length - 10, Sampling(), 0)])
-        sizes[length] = engine.cache_bytes
-    layers, heads, width, tokens = 4, 2, 8, each.budget + 1
-    assert set(sizes.values()) == {2 * layers * 2 * heads * tokens * width * 4}, "keys and values of two rows, float32"
-
-
-def test_where_memory_is_counted_a_row_takes_its_budget() -> None:
-    model, each, requests = make_model("llama"), POLICIES["first"], make_requests()
+        assert engine.cache_bytes == 2 * a_row
     engine = TorchEngine(model, slots=6, max_length=MAX_LENGTH, max_places=2 * (each.budget + 1), kv_policy=each)
     engine.submit(requests)
     done: Done = {}

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from async_rlhf.actors.torch_engine import llama
 from async_rlhf.actors.torch_engine.cache import RowCache
-from async_rlhf.actors.torch_engine.forward import Forward, ModelForward
-from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
+from async_rlhf.actors.torch_engine.forward import Forward
+from async_rlhf.actors.torch_engine.llama import BLOCK, COST, LlamaForward, can_serve, segments
 from async_rlhf.actors.torch_engine.scheduler import Chunk
 
 SMALL: dict[str, Any] = {
@@ -40,6 +42,14 @@ SERVED: dict[str, dict[str, Any]] = {
     "one-key-head": {"num_key_value_heads": 1, "head_dim": 12},
     "tied": {"tie_word_embeddings": True},
     "llama3-rotation": {"rope_parameters": LLAMA3_ROTATION},
+}
+NOT_SERVED = {
+    "attention bias": LlamaConfig(**SMALL, attention_bias=True),
+    "MLP bias": LlamaConfig(**SMALL, mlp_bias=True),
+    "activation": LlamaConfig(**SMALL, hidden_act="gelu"),
+    "rotation": LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+    "family": Qwen2Config(**SMALL),
+    "type of numbers": LlamaConfig(**SMALL, dtype="float16"),
 }
 
 
@@ -86,22 +96,18 @@ def walk(forward: Forward, steps: int = 70) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SERVED)
 @torch.inference_mode()
-def test_logits_of_many_rows_and_of_one_sequence_beside_them_are_those_of_the_models_own_code(name: str) -> None:
+def test_logits_are_those_of_the_models_own_code_and_in_bfloat16_nearer_to_float32(name: str) -> None:
+    """Of many rows, and of one sequence beside them."""
     model = make_model(LlamaConfig(**SMALL | SERVED[name]))
     assert can_serve(model)
     forward, ids = LlamaForward(model, RowCache(4)), torch.randint(0, 30, (90,), generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(forward.logits(ids), model(input_ids=ids[None]).logits[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(walk(forward), walk(ModelForward(model, RowCache(4))), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_in_bfloat16_logits_are_nearer_to_float32_than_those_of_the_models_own_code(name: str) -> None:
-    half = make_model(LlamaConfig(**SMALL | SERVED[name])).bfloat16()
+    torch.testing.assert_close(walk(forward), walk(Forward(model, RowCache(4))), atol=1e-5, rtol=1e-5)
+    half = model.bfloat16()
     assert can_serve(half)
-    exact = walk(ModelForward(copy.deepcopy(half).float(), RowCache(4)))
-    own, ours = (walk(forward(half, RowCache(4))).float() - exact for forward in (ModelForward, LlamaForward))
-    assert 0 < ours.abs().mean() < own.abs().mean()
-    assert ours.abs().max() < 0.02 * exact.abs().max()
+    exact = walk(Forward(copy.deepcopy(half).float(), RowCache(4)))
+    own, ours = (walk(each(half, RowCache(4))).float() - exact for each in (Forward, LlamaForward))
+    assert 0 < ours.abs().mean() < own.abs().mean() and ours.abs().max() < 0.02 * exact.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,19 +119,20 @@ def test_where_weights_cannot_be_packed_the_logits_are_the_same(dtype: torch.dty
     torch.testing.assert_close(plain, packed, atol=1e-5 if dtype == torch.float32 else 0.1, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        LlamaConfig(**SMALL, attention_bias=True),
-        LlamaConfig(**SMALL, mlp_bias=True),
-        LlamaConfig(**SMALL, hidden_act="gelu"),
-        LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
-        Qwen2Config(**SMALL),
-    ],
-)
-def test_whatever_differs_from_plain_llama_is_left_to_the_models_own_code(config: Any) -> None:
-    assert not can_serve(make_model(config))
+@pytest.mark.parametrize("what", NOT_SERVED)
+def test_whatever_differs_from_plain_llama_is_left_to_the_models_own_code(what: str) -> None:
+    assert not can_serve(AutoModelForCausalLM.from_config(NOT_SERVED[what], dtype=NOT_SERVED[what].dtype))
 
 
-def test_other_number_types_are_left_to_the_models_own_code() -> None:
-    assert not can_serve(make_model(LlamaConfig(**SMALL)).to(torch.float16))
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=70))
+def test_every_row_is_in_one_segment_that_reaches_its_token_and_all_cost_no_more_than_blocks_apart(
+    positions: list[int],
+) -> None:
+    found = segments(positions)
+    assert [row for segment in found for row in range(segment.start, segment.stop)] == list(range(len(positions)))
+    for start, stop, length in found:
+        assert length == max(positions[start:stop]) + 1
+    blocks = [positions[start : start + BLOCK] for start in range(0, len(positions), BLOCK)]
+    apart = sum(len(block) * (max(block) + 1) + COST for block in blocks)
+    assert sum((stop - start) * length + COST for start, stop, length in found) <= apart
+    assert segments([40] * 64) == [(0, 64, 41)] and segments([900, *[40] * 63]) == [(0, 4, 901), (4, 64, 41)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -54,11 +55,10 @@ class Table:
             before = [] if admission.progress is None else admission.progress.token_ids.tolist()
             assert self.sampled.setdefault(admission.request.key.group, []) == before, "what was sampled is still there"
             self.rows[row], self.cached[row], self.version[row] = admission.request, [], version
-        assert not {copy.target for copy in plan.copies} & {restored.row for restored in plan.restored}
-        for restored in plan.restored:
-            assert restored.row in admitted and len(restored.cache) == restored.num_tokens
-            self.cached[restored.row] = list(restored.cache)
-            self.version[restored.row] = self.held_version[self.rows[restored.row].key.group]
+        restored = {row: list(admission.cache) for row, admission in admitted.items() if admission.cache}
+        assert not {copy.target for copy in plan.copies} & restored.keys()
+        self.cached |= restored
+        self.version |= {row: self.held_version[self.rows[row].key.group] for row in restored}
         assert all(admission.version == self.version[row] for row, admission in admitted.items())
         for copy in plan.copies:
             assert len(self.cached[copy.source]) >= copy.num_tokens
@@ -159,7 +159,8 @@ class History:
             if self.table.rows[row].hold:
                 number = self.table.rows[row].key.group
                 cache = tuple(self.table.cached[row])
-                self.scheduler.hold(row, self.table.sampled[number], cache, room=self.draw(st.sampled_from((0, 12, 1000))))
+                room = self.draw(st.sampled_from((0, 12, 1000)))
+                self.scheduler.hold(row, self.table.sampled[number], cache, len(cache), room)
                 self.table.held_version[number] = self.table.version[row]
                 self.held[number] = self.table.rows[row].prompt_ids, self.table.known(row)
         self.scheduler.finish(rows)
@@ -204,24 +205,18 @@ def test_whatever_happens_every_turn_is_returned_once_and_what_it_sampled_is_kep
     assert history.scheduler.unfinished_keys() == set()
 
 
-def test_a_prompt_submitted_together_is_computed_once_and_copied_to_those_who_come_later() -> None:
+def test_a_prompt_is_computed_once_by_the_same_weights_and_copied_to_those_who_come_later() -> None:
     scheduler = Scheduler(2)
-    scheduler.submit([make_request(number) for number in range(4)])
+    scheduler.submit([make_request(number) for number in range(3)])
+    scheduler.submit([make_request(number) for number in range(3, 5)])
     assert scheduler.plan(version=0).chunks == (Chunk((0, 1), 0, (0, 1)),)
     scheduler.finish([0])
     later = scheduler.plan(version=0)
     assert later.chunks == () and later.copies == (Copy(source=1, target=0, num_tokens=2),)
-
-
-def test_a_prompt_is_computed_again_after_an_update_and_for_another_submission() -> None:
-    scheduler = Scheduler(2)
-    scheduler.submit([make_request(number) for number in range(3)])
-    scheduler.submit([make_request(3)])
-    scheduler.plan(version=0)
     scheduler.finish([0])
     assert scheduler.plan(version=1).chunks == (Chunk((0, 1), 0, (0,)),)
     scheduler.finish([1])
-    assert scheduler.plan(version=1).chunks == (Chunk((0, 1), 0, (1,)),)
+    assert scheduler.plan(version=1).copies == (Copy(source=0, target=1, num_tokens=2),)
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_whoever_joins_gets_what_is_there() -> None:
@@ -252,6 +247,73 @@ def test_siblings_sent_back_share_their_prompt_again_and_compute_the_rest_each_f
 def test_where_memory_is_counted_no_more_enter_than_fit_at_the_longest_length() -> None:
     scheduler = Scheduler(8)
     scheduler.submit([make_request(0, 0), make_request(1, 1), make_request(2, 2), make_request(3, 0)])
-    plan = scheduler.plan(version=0, fits=lambda num_rows, length: num_rows * length <= 20)
-    assert [each.request.key.group for each in plan.admitted] == [0, 1], "three rows of eight tokens would not fit"
-    assert scheduler.plan(version=0, longest=4, fits=lambda num_rows, length: num_rows * length <= 24).admitted
+    assert groups(scheduler, fits=lambda num_rows, length: num_rows * length <= 20) == [0, 1], (
+        "three of eight tokens are too many"
+    )
+    assert groups(scheduler, longest=4, fits=lambda num_rows, length: num_rows * length <= 24)
+
+
+# Turns that go on
+
+
+def held(slots: int, count: int, room: int = 100) -> Scheduler:
+    """So many requests have run at once, the first `slots` of them ended with the token 7, and are held."""
+    scheduler = Scheduler(slots)
+    scheduler.submit([turn(number) for number in range(count)])
+    scheduler.plan(version=0)
+    for row in range(slots):
+        scheduler.hold(row, [7], ids := scheduler.request(row).prefix_ids, len(ids), room)
+        scheduler.finish([row])
+    return scheduler
+
+
+def turn(number: int, *context: int) -> Request:
+    return replace(make_request(number), context=context, hold=True)
+
+
+def groups(scheduler: Scheduler, **how: Any) -> list[int]:
+    return [admission.request.key.group for admission in scheduler.plan(version=0, **how).admitted]
+
+
+def test_a_continuation_gets_its_cache_back_and_only_what_is_new_is_computed() -> None:
+    scheduler = held(2, 2)
+    assert scheduler.num_unfinished == 0
+    scheduler.submit([turn(0, 7, 8, 9)])
+    plan = scheduler.plan(version=0)
+    assert plan.admitted[0].cache == (0, 1, 2) and plan.chunks == (Chunk((7, 8), 3, (0,), True),)
+    assert plan.admitted[0].last_token == 9
+    scheduler.release_caches()
+    scheduler.submit([turn(1, 7)])
+    again = scheduler.plan(version=1)
+    assert again.admitted[0].cache == () and again.chunks[0] == Chunk((0, 1), 0, (1,)), "it is computed whole"
+
+
+def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> None:
+    scheduler = held(3, 3, room=6)
+    scheduler.submit([make_request(9)])
+    scheduler.submit([turn(number, 7, 8) for number in (2, 1, 0)])
+    plan = scheduler.plan(version=0)
+    assert [admission.request.key.group for admission in plan.admitted] == [0, 1, 2]
+    assert [bool(admission.cache) for admission in plan.admitted] == [False, True, True]
+    assert plan.chunks == (
+        Chunk((0, 1), 0, (0,)),
+        Chunk((2, 7), 2, (0,), True),
+        Chunk((7,), 3, (1,), True),
+        Chunk((7,), 3, (2,), True),
+    ), "the prompt as a prompt, the rest as what was sampled"
+
+
+def test_a_row_that_begins_anew_keeps_its_place_in_line_and_nothing_that_is_held() -> None:
+    scheduler = held(2, 2)
+    scheduler.submit([make_request(9), replace(turn(0), prompt_ids=(4, 4))])
+    plan = scheduler.plan(version=0)
+    assert [(admission.request.key.group, admission.cache) for admission in plan.admitted] == [(0, ()), (9, ())]
+
+
+def test_while_weights_wait_a_continuation_does_not_stand_in_the_way_of_what_had_begun() -> None:
+    scheduler = held(1, 2)
+    assert groups(scheduler) == [1]
+    scheduler.suspend([(0, Progress(np.array([7], np.int32), np.zeros(1, np.float32), (Span(0, 1),)))])
+    scheduler.submit([turn(0, 7)])
+    assert scheduler.num_begun == 1
+    assert groups(scheduler, only_begun=True) == [1]

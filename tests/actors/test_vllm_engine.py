@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.sampling import Sampling
-from tests.actors.vllm_model import expected_logprobs, make_model, plain_logprobs, raw_weights
+from async_rlhf.experiments.doctor import families
+from tests.actors.torch_models import finished
+from tests.actors.vllm_model import expected_logprobs, make_model, plain_logprobs, raw_weights, save_model
 
 # vLLM and what it imports warn of their own affairs.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,20 +44,16 @@ def test_a_cached_prompt_of_other_weights_is_never_reused_though_versions_repeat
         engine.load_weights(version, raw_weights(model))
         for number in range(2):  # the second finds the first one's prompt
             asked = request(number)
-            engine.submit([asked])
-            while engine.num_unfinished:
-                for completion in engine.step():
-                    expected = expected_logprobs(model, asked, completion.token_ids)
-                    np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
-                    assert [(span.version, span.cache_version) for span in completion.spans] == [(version, None)]
+            completion = finished(engine, [asked])[asked.key]
+            expected = expected_logprobs(model, asked, completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE)
+            assert [(span.version, span.cache_version) for span in completion.spans] == [(version, None)]
 
 
 def test_weights_reach_vllm_in_memory_that_has_no_name(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt, files = engine._session.adopt, []
+    adopt, files = engine._adopt, list[Path]()
     monkeypatch.setattr(
-        engine._session,
-        "adopt",
-        lambda version, index, **how: (files.append(Path(index).resolve()), adopt(version, index, **how)),
+        engine, "_adopt", lambda version, index: (files.append(Path(index).resolve()), adopt(version, index))[1]
     )
     engine.load_weights(1, raw_weights(SECOND))
     assert engine.version == 1
@@ -73,3 +72,32 @@ def test_a_probe_does_not_wait_for_a_free_slot(engine: Any) -> None:
 def test_a_temperature_that_vllm_would_change_is_refused(engine: Any) -> None:
     with pytest.raises(EngineError, match=r"0 \(greedy\) or at least 0\.01"):
         engine.submit([request(0, temperature=0.001)])
+
+
+# Sizes that vLLM's kernels know; beside llama, which `conformance` serves.
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3": {"use_sliding_window": False},
+    "mistral": {},
+    "gemma3_text": {"layer_types": ("sliding_attention", "full_attention")},
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", OWN)
+def test_other_families_are_sampled_as_plain_passes_say_beyond_their_windows_too(kind: str, tmp_path: Path) -> None:
+    loading = pytest.importorskip("async_rlhf.actors.vllm_engine.loading")
+    pytest.importorskip("vllm")
+    model = families.model(kind, **SIZES, **OWN[kind])
+    engine = loading.load_engine(str(save_model(model, tmp_path)), EngineConfig(kind="vllm", slots=4), version=0)
+    try:
+        rng = np.random.default_rng(0)
+        prompts = [tuple(rng.integers(3, 40, length).tolist()) for length in (5, 19, 30)]
+        requests = [Request(RolloutKey(0, 0, at), prompt, 20, Sampling(), seed=at) for at, prompt in enumerate(prompts)]
+        ended = finished(engine, requests)
+    finally:
+        engine.close()
+    for request in requests:
+        completion = ended[request.key]
+        plain = families.plain_logprobs(model, list(request.prompt_ids), completion.token_ids.tolist()).detach()
+        np.testing.assert_allclose(completion.logprobs, plain.numpy(), rtol=0, atol=TOLERANCE)

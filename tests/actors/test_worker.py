@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from transformers import AutoTokenizer
 
-from async_rlhf.actors.config import EngineConfig, ScoringConfig
+from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
-from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Observation
-from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Play
-from async_rlhf.actors.loop.worker import Work, Worker
+from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.loop.worker import Decoding, Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
@@ -24,15 +22,14 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
-from async_rlhf.buffers.record import Group, Score
+from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
-from tests.actors.vllm_model import make_model, save_model
+from tests.actors.scripted import Characters, ScriptedPool, Talker, play_of
+from tests.actors.vllm_model import SHIPPED, make_model, save_model
 from tests.conftest import wait_for
-
-MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 
 
 class ScriptedHub:
@@ -69,6 +66,16 @@ class ScriptedHub:
         self.works.append(state)
 
 
+class Crosses:
+    """A tokenizer whose prompt is two tokens, and each token a cross."""
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [20, 21]}
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return "x" * len(ids)
+
+
 @contextmanager
 def worker(
     hub: ScriptedHub,
@@ -78,46 +85,18 @@ def worker(
     group_size: int = 2,
     length: int = 12,
     pool: ScoringPool[RolloutKey] | None = None,
-    sampling: Sampling | None = None,
-    **further: Any,
+    play: Play | None = None,
+    partial_every: int = 0,
+    **settings: Any,
 ) -> Iterator[Worker]:
-    work = Work(
-        seed=0,
-        rows=[Row("ab", {"answer": "ba"})],
-        encode=lambda row: (str(row.prompt), [20, 21]),
-        decode=lambda ids: "x" * len(ids),
-        group_size=group_size,
-        max_completion_length=length,
-        sampling=sampling or Sampling(),
-        **further,
-    )
-    engine = engine or load_engine(str(MODEL), EngineConfig(slots=slots), version=0)
+    generation = GenerationConfig(group_size=group_size, max_completion_length=length, **settings)
+    work = Work(0, [Row("ab", {"answer": "ba"})], generation, cast(Any, Crosses()), partial_every=partial_every, play=play)
+    engine = engine or load_engine(str(SHIPPED), EngineConfig(slots=slots), version=0)
     pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), ScoringConfig())
     try:
         yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3)
     finally:
         pool.close(60.0)
-
-
-class SilentPool:
-    """Of environments that say nothing until `talks`."""
-
-    def __init__(self) -> None:
-        self.begun: list[RolloutKey] = []
-        self.written: list[str] = []
-        self.talks = False
-        self.counters = EpisodeCounters()
-
-    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
-        self.begun.append(key)
-
-    def poll(self) -> list[Observation[RolloutKey]]:
-        said = [Observation(key, "ab", None, 1.0, 2.0) for key in self.begun] if self.talks else []
-        self.begun = [] if self.talks else self.begun
-        return said
-
-    def reply(self, key: RolloutKey, text: str) -> None:
-        self.written.append(text)
 
 
 def credit(number: int, attempt: int = 0) -> CreditItem:
@@ -193,73 +172,44 @@ def test_another_attempt_of_a_group_draws_the_same_numbers() -> None:
     assert made[0] == made[1] and made[0][0] != made[0][1], "members draw their own"
 
 
-class Answers:
-    """Environments that answer at once, in this process: each turn of the first attempt, and none of the second."""
-
-    counters = EpisodeCounters()
-
-    def __init__(self) -> None:
-        self._turns: dict[RolloutKey, int] = {}
-        self._events: list[Any] = []
-
-    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
-        self._turns[key] = 1
-        self._events.append(Observation(key, "ab", None, 1.0, 2.0))
+class Endless(Talker):
+    """Answers each turn of the first attempt, and ends the second with its first."""
 
     def reply(self, key: RolloutKey, text: str) -> None:
-        if key.attempt:
-            del self._turns[key]
-            self._events.append(Ended(key, Score(1.0), "scored", 2.0, 3.0))
-        else:
-            self._turns[key] += 1
-            self._events.append(Observation(key, "b", None, 2.0, 3.0))
-
-    def poll(self) -> list[Any]:
-        events, self._events = self._events, []
-        return [event for event in events if event.key in self._turns or isinstance(event, Ended)]
-
-    def num_turns(self, key: RolloutKey) -> int:
-        return self._turns.get(key, 0)
-
-    def discard(self, keys: Sequence[RolloutKey]) -> None:
-        for key in keys:
-            self._turns.pop(key, None)
-
-
-class Letters:
-    def is_chat(self, prompt: Content) -> bool:
-        return False
-
-    def splits(self, prompt: Content) -> bool:
-        return False
-
-    def prompt(self, content: Content) -> Rendered:
-        return Rendered(str(content), [20 + "ab".index(letter) for letter in str(content)])
-
-    def observation(self, prompt: Content, content: Content, turn: Sequence[int]) -> Rendered:
-        return self.prompt(content)
+        ScriptedPool.reply(self, key, text)
+        self.ends(key) if key.attempt else self.says(key, "on")
 
 
 def test_turns_of_dropped_episodes_are_compared_with_those_of_the_trained_ones() -> None:
-    play = Play("game", cast(Any, Answers()), cast(Any, Letters()), 8, 200, Score(0.0))
+    play = play_of(Endless([]), Characters(64), 8, 200)
     hub = ScriptedHub([[credit(0)], *([[]] * 20), [credit(0, attempt=1)]], wanted=1)
     with worker(hub, length=4, play=play) as actor:
         assert actor.run() == "enough"
     (group,) = hub.groups
     assert group.attempt == 1 and all(len(rollout.turn_lengths) == 1 for rollout in group.rollouts)
     report = actor._length_bias.report(0.0)
-    assert (report.dispatched, report.dropped) == (4, 2)
-    assert report.turns.mean_ratio < 0.5 and report.turns.correlation > 0.9 and report.turns.ks == 0.5
+    assert report["selection_turns_mean_ratio"] < 0.5 and report["selection_turns_correlation"] > 0.9
 
 
 def test_how_completions_were_sampled_is_in_the_record() -> None:
     hub = ScriptedHub([[credit(0)]], wanted=1)
-    with worker(hub, group_size=3, sampling=Sampling(top_k=4)) as actor:
+    with worker(hub, group_size=3, top_k=4) as actor:
         actor.run()
     (group,) = hub.groups
     assert group.sampling == Sampling(top_k=4)
     for rollout in group.rollouts:
         assert rollout.sampling_mask is not None and set(rollout.sampling_mask.sizes.tolist()) == {4}
+
+
+def test_after_the_clock_was_set_back_only_new_stretches_of_decoding_hide_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([5000.0, 5005.0, 1402.0])
+    monkeypatch.setattr("async_rlhf.actors.loop.worker.time", SimpleNamespace(time=lambda: next(ends)))
+    decodes = Decoding(lambda what, began, ended: None)
+    decodes.stepped(5000.0)
+    decodes.stepped(1400.0)
+    assert decodes.overlap(1400.5, 1401.5).hidden_s == 1.0 and decodes.overlap(1401.0, 1404.0).hidden_s == 1.0
+    stage = decodes.overlap(1401.0, 400.0)
+    assert stage.seconds == 0.0 and stage.hidden_s == 0.0, "it was set back while this ran"
 
 
 READER = """
@@ -300,8 +250,7 @@ def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp
 
     # The second attempt drops what was begun: what was read of that is let go.
     hub = Patient([[credit(0), credit(1)], *[[]] * 8, [credit(0, attempt=1)], *[[credit(n)] for n in range(2, 6)]], wanted=6)
-    sampling = Sampling(temperature=3.0)
-    with worker(hub, slots=4, length=200, pool=pool, partial_every=pool.stream_tokens, sampling=sampling) as actor:
+    with worker(hub, slots=4, length=200, pool=pool, partial_every=pool.stream_tokens, temperature=3.0) as actor:
         actor.run()
     rollouts = [rollout for group in hub.groups for rollout in group.rollouts]
     assert all(rollout.scores["reader"].value == rollout.num_tokens for rollout in rollouts)
@@ -314,15 +263,14 @@ def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp
 
 def test_what_environments_have_makes_room_for_others_but_what_has_not_begun_only_once_over() -> None:
     """20 groups of 2 are credited at once: 4 of them (the capacity) may wait for their first words beside 4 others."""
-    hub, environments = ScriptedHub([[credit(number) for number in range(20)]], wanted=1), SilentPool()
-    rendering = Renderer(AutoTokenizer.from_pretrained(MODEL), chat=False)
-    play = Play("game", cast(EpisodePool[RolloutKey], environments), rendering, 8, 30, Score(0.0))
-    with worker(hub, slots=40, play=play) as actor:
+    hub, environments = ScriptedHub([[credit(number) for number in range(20)]], wanted=1), ScriptedPool()
+    with worker(hub, slots=40, play=play_of(environments, Characters(64), 8, 30)) as actor:
         actor.turn()
         assert hub.works[-1].capacity == 4 + 4
-        environments.talks = True
+        for key, _ in environments.begun:
+            environments.says(key, "ab")
         actor.turn()
         assert hub.works[-1].capacity == 4  # all of them are the engine's
-        while len(environments.written) < 40:
+        while len(environments.replies) < 40:
             actor.turn()
         assert hub.works[-1].capacity == 4 + 20

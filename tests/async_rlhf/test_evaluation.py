@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.engine import RolloutKey
 from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
 from async_rlhf.api import run as api_run
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.sampling import GREEDY, Sampling
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.cli.commands import app
 from async_rlhf.preparation import as_rewards_want
 from async_rlhf.run.checks.preflight import preflight
@@ -66,7 +66,7 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_solved_completion(num_sam
 
 
 def test_a_sample_that_could_not_be_judged_counts_in_no_pass_at_k() -> None:
-    judging = Judging(max_completion_length=1, composition=Composition(), num_sampled=4)
+    judging = Judging(Composition(), sampled=[Sampling()] * 4)
     solved = [[True, False, None, None], [False, False, False, True]]
     found = summary_of_samples([1.0, 0.0, None, None, 0.0, 0.0, 0.0, 1.0], solved, judging)
     assert found["failed"] == 2 and found["mean_reward"] == pytest.approx(2 / 6)
@@ -126,13 +126,9 @@ def test_a_reward_that_receives_whole_groups_judges_groups_as_in_training(judged
     assert found["sampled"]["mean_reward"] == 1.875 and list(found["sampled"]["pass_at"]) == ["1", "2", "4", "8"]
 
 
-def test_groups_are_sampled_as_in_training_and_one_alone_is_greedy() -> None:
-    training, own = Sampling(temperature=0.7), Sampling(temperature=0.2)
-    alone = Judging(max_completion_length=1, composition=Composition(), num_sampled=2, sampling=own)
-    groups = replace(alone, group_size=3, group_sampling=training, num_sampled=3)
-    assert [request.sampling for request in alone.requests(0, (1,))] == [GREEDY, own, own]
-    assert [request.sampling for request in groups.requests(0, (1,))] == [training] * 3 + [own] * 3
-    places = [groups.place(request.key) for request in groups.requests(0, (1,))]
+def test_members_of_a_group_stand_one_behind_the_other() -> None:
+    judging = Judging(Composition(), judged=[Sampling(temperature=0.7)] * 3, sampled=[Sampling()] * 3)
+    places = [judging.place(RolloutKey(0, 0, member)) for member in range(6)]
     assert [place.member for place in places] == [0, 1, 2, 0, 1, 2] and {place.size for place in places} == {3}
     assert places[0].group == places[2].group != places[3].group == places[5].group
 

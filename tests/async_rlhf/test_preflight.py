@@ -118,7 +118,7 @@ def test_a_package_that_only_one_setting_needs_is_missed_in_time(
 def test_a_model_without_its_tokenizer_is_refused(checked: Callable[..., Any], tmp_path: Path) -> None:
     model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
     (model / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"has no tokenizer: none of tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         checked(rows("a"), model=str(model))
 
 

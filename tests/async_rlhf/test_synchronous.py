@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.engine import Completion
-from async_rlhf.actors.loop.worker import Work
+from async_rlhf.actors.loop.work import Work
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.api import run
@@ -70,7 +70,7 @@ def generate(engine: Any, work: Work, numbers: Sequence[int]) -> list[Group]:
                 )
             )
         ids = np.array(requests[0].prompt_ids, np.int32)
-        groups.append(Group(number, 0, ids, tuple(rollouts), work.sampling, prompt=prompt))
+        groups.append(Group(number, 0, ids, tuple(rollouts), work.generation.sampling, prompt=prompt))
     return groups
 
 

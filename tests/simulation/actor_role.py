@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.actors.engine import Completion, Partial, Request, RolloutKey, check_requests
-from async_rlhf.actors.loop.worker import Work, Worker
+from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.loop.worker import Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.scoring.pool import Interval, Scored, ScoringPool
 from async_rlhf.buffers.clients.actor import ActorClient
@@ -19,7 +21,6 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import Float32Array, Score, Span
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 from tests.simulation.environment import fake_play
 from tests.simulation.hub_role import HubRole
@@ -44,7 +45,7 @@ class FakeEngine:
         return len(self._running)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_requests(requests, set(self._running), lambda request: None)
+        check_requests(requests, set(self._running))
         self._running.update({request.key: (request, []) for request in requests})
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
@@ -132,6 +133,16 @@ class FakeScoring:
             self._pending.pop(key, None)
 
 
+class OneToken:
+    """A tokenizer to which every text is one token, and every token one letter."""
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [1]}
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return "t"
+
+
 class ActorRole:
     """An actor's process under one name: the real `Worker`, turned by the world."""
 
@@ -150,9 +161,9 @@ class ActorRole:
         self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
         self._pace, self._plays = hub.pace, plays
         of_run = [Row("p", {"n": number} if rows > 1 else {}) for number in range(rows)]
-        self._work = Work(7, of_run, lambda row: ("p", [1]), lambda ids: "t", group_size, tokens, Sampling())
-        if hub.bound.refills:
-            self._work = replace(self._work, refill=Composition())
+        generation = GenerationConfig(group_size=group_size, max_completion_length=tokens)
+        refill = Composition() if hub.bound.refills else None
+        self._work = Work(7, of_run, generation, cast(Any, OneToken()), refill=refill)
         self._life = 0
         self._turn_at = float("inf")
         self._frozen_until = 0.0

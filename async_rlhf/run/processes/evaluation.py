@@ -13,14 +13,13 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.data.config import HELD_OUT_SEED
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.prompts import Row, Template, encode
+from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.buffers.lines import LineFile
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.sampling import GREEDY
@@ -48,6 +47,7 @@ def run_evaluation(
 
     from async_rlhf.actors.engine import RolloutKey, load_engine
     from async_rlhf.actors.loop.evaluation import Judging, evaluate
+    from async_rlhf.actors.loop.work import Work
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.run.processes.environment import environment_of
 
@@ -58,34 +58,21 @@ def run_evaluation(
     engine = load_engine(model, evaluating_engine(config), version=int(step))
     try:
         with environment_of(config, tokenizer) as play:
-            in_groups = bool(group_rewards(config))
+            sampling = config.generation.sampling
+            own = sampling.model_copy(update={"temperature": 1.0})
             judging = Judging(
-                max_completion_length=config.generation.max_completion_length,
                 composition=config.rewards.composition,
-                stop=config.generation.stop,
-                group_size=config.generation.group_size if in_groups else None,
-                group_sampling=config.generation.sampling if in_groups else GREEDY,
+                judged=[sampling] * config.generation.group_size if group_rewards(config) else (GREEDY,),
+                sampled=[own] * asked.samples,
                 solved_by=solved_by(config, score_names(config, play)),
                 solved_at=asked.solved_at,
-                num_sampled=asked.samples,
-                sampling=config.generation.sampling.model_copy(update={"temperature": 1.0}),
-                seed=HELD_OUT_SEED,
             )
-            result = evaluate(
-                engine,
-                scoring,
-                rows,
-                partial(encode, tokenizer=tokenizer, template=template, max_length=config.generation.max_prompt_length),
-                partial(tokenizer.decode, skip_special_tokens=True),
-                judging,
-                progress,
-                play=play,
-                template=template,
-            )
+            work = Work(HELD_OUT_SEED, rows, config.generation, tokenizer, template, play=play)
+            result = evaluate(engine, scoring, work, judging, progress)
     finally:
         scoring.close()
         engine.close()
-    record_evaluation(run, {"label": label, "step": int(step), "time": time.time(), "model": model, **vars(result)})
+    record_evaluation(run, {"label": label, "step": int(step), "time": time.time(), "model": model, **result})
 
 
 def evaluating_engine(config: Config) -> EngineConfig:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from setproctitle import setproctitle
 
@@ -47,7 +47,7 @@ from async_rlhf.run.scoring import environment_spec, stage_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from async_rlhf.actors.loop.worker import Work
+    from async_rlhf.actors.loop.work import Work
     from async_rlhf.actors.prompts import Row
 
 _log = logging.getLogger(__name__)
@@ -169,6 +169,7 @@ def run_actor(
 
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer, config.rewards.by_source)
     spans = SpanFile(run.spans(name), config.max_log_bytes)
+    refill = config.rewards.composition if config.advantage.constant_groups == "refill" else None
     try:
         with environment_of(config, tokenizer, client.wake) as play:
             reason = Worker(
@@ -176,7 +177,7 @@ def run_actor(
                 client,
                 engine,
                 scoring,
-                replace(make_work(config, rows, tokenizer, scoring.stream_tokens), play=play),
+                make_work(config, rows, tokenizer, partial_every=scoring.stream_tokens, refill=refill, play=play),
                 config.actor_capacity,
                 config.engine.canary_tolerance,
                 spans.write,
@@ -189,25 +190,11 @@ def run_actor(
         engine.close()
 
 
-def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, partial_every: int = 0) -> Work:
-    """What a group number means in this run. partial_every: as in `Work`."""
-    from async_rlhf.actors.loop.worker import Work
-    from async_rlhf.actors.prompts import encode
+def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, **further: Any) -> Work:
+    """What a group number means in this run. further: as in `Work`."""
+    from async_rlhf.actors.loop.work import Work
 
-    template, max_length = config.data.row_template, config.generation.max_prompt_length
-    return Work(
-        seed=config.seed,
-        rows=rows,
-        encode=partial(encode, tokenizer=tokenizer, template=template, max_length=max_length),
-        decode=partial(tokenizer.decode, skip_special_tokens=True),
-        group_size=config.generation.group_size,
-        max_completion_length=config.generation.max_completion_length,
-        sampling=config.generation.sampling,
-        stop=config.generation.stop,
-        template=template,
-        partial_every=partial_every,
-        refill=config.rewards.composition if config.advantage.constant_groups == "refill" else None,
-    )
+    return Work(config.seed, rows, config.generation, tokenizer, config.data.row_template, **further)
 
 
 def run_relay(run: RunDir, config: Config, hub: str, address: str) -> None:

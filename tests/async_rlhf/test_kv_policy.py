@@ -6,23 +6,24 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.torch_engine.kv_policy import KeptRows
+from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.processes.evaluation import evaluating_engine
 from tests.conftest import QUICK
 
-SINK: dict[str, Any] = {
-    "engine.kv_policy": "chunk_sink",
-    "engine.kv": {"sinks": 1, "window": 8, "representatives": 4, "ends": []},
-}
+KV: dict[str, Any] = {"sinks": 1, "window": 8, "representatives": 4, "ends": []}
+SINK: dict[str, Any] = {"engine.kv_policy": "chunk_sink", "engine.kv": KV}
+NO_WEIGHT = {"queue.max_staleness": 0, "loss.is_cap": "none"}
 
 # what is asked beside SINK, what the refusal says, and what makes it right as the refusal says
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
@@ -38,17 +39,18 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         r"engine\.kv\.window = 4097 never evicts a token.*Highest: engine\.kv\.window = (?P<near>\d+)",
         {"engine.kv.window": "near"},
     ),
+    "an empty text that ends chunks": (
+        {"engine.kv": KV | {"ends": [".", ""]}},
+        r"engine\.kv\.ends.*empty: every token would end one",
+        {"engine.kv": KV | {"ends": ["."]}},
+    ),
     "no weight at staleness 0": (
-        {"queue.max_staleness": 0, "loss.is_cap": "none"},
+        NO_WEIGHT,
         "'chunk_sink' without an importance weight trains on what another distribution sampled.*loss.is_cap = 2.0",
         {"loss.is_cap": 2.0},
     ),
-    "no weight at staleness 0, on purpose": (
-        {"queue.max_staleness": 0, "loss.is_cap": "none"},
-        "or loss.allow_uncorrected = true",
-        {"loss.allow_uncorrected": True},
-    ),
-}  # fmt: skip
+    "no weight, on purpose": (NO_WEIGHT, "or loss.allow_uncorrected = true", {"loss.allow_uncorrected": True}),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,53 +72,33 @@ def test_a_model_whose_layers_have_windows_is_refused_by_name(tmp_path: Path) ->
     load(QUICK, {"model": str(model)})
 
 
-def test_an_empty_text_ends_no_chunk() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.kv\.ends.*empty: every token would end one"):
-        load(QUICK, SINK | {"engine.kv.ends": [".", ""]})
-
-
-def test_the_run_does_not_end_because_the_engine_is_another_policy_unless_a_limit_is_given() -> None:
+def test_no_run_ends_because_the_engine_is_another_policy_and_evaluations_attend_to_everything() -> None:
     def limit(**overrides: Any) -> float:
         config: Config = load(QUICK, overrides)
         return config.engine.mismatch_limit or config.usual_mismatch
 
     assert limit() == 0.01 and limit(**SINK) == math.inf
     assert limit(**SINK, **{"engine.mismatch_limit": 0.5}) == 0.5
-
-
-def test_an_evaluation_attends_to_everything() -> None:
     assert evaluating_engine(load(QUICK, SINK)).kv_policy == "full"
 
 
-@pytest.fixture
-def loaded() -> Callable[..., Any]:
-    from async_rlhf.actors.torch_engine.loading import load_engine
-
-    def make(**engine: Any) -> Any:
-        return load_engine(load(QUICK).model, EngineConfig.model_validate({"kv_policy": "chunk_sink", "slots": 2} | engine))
-
-    return make
+def loaded(**engine: Any) -> Any:
+    settings = {"kv_policy": "chunk_sink", "slots": 2, "kv": KV} | engine
+    return load_engine(load(QUICK).model, EngineConfig.model_validate(settings))
 
 
-def test_the_tokens_of_the_model_say_where_chunks_end(loaded: Callable[..., Any]) -> None:
-    from transformers import AutoTokenizer
-
+def test_the_tokens_of_the_model_say_where_chunks_end() -> None:
     tokenizer = AutoTokenizer.from_pretrained(load(QUICK).model)
-    kv = {"sinks": 1, "window": 8, "representatives": 4, "chunk": 5, "ends": ["e", "1"]}
-    policy = loaded(kv=kv).kv_policy
+    policy = loaded(kv=KV | {"ends": ["e", "1"]}).kv_policy
     assert {tokenizer.decode([token])[-1] for token in np.flatnonzero(policy.ends)} == {"e", "1"}
-    assert policy.budget == 13
-    assert not loaded(kv=kv | {"ends": []}).kv_policy.ends.any()
-    assert loaded(kv_policy="window", kv=kv).kv_policy.budget == 9
+    assert policy.budget == 13 and not loaded().kv_policy.ends.any()
+    assert loaded(kv_policy="window").kv_policy.budget == 9
+    with pytest.raises(ConfigError, match=r"engine\.kv\.ends = \['(☃|\\u2603)'\]: no token of the model"):
+        loaded(kv={"ends": ["☃"]})
 
 
-def test_when_it_is_loaded_the_engine_is_held_to_a_masked_pass_of_its_model(
-    loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from async_rlhf.actors.torch_engine.kv_policy import KeptRows
-
-    kv = {"sinks": 1, "window": 8, "representatives": 4, "ends": ["e"]}
-    loaded(kv=kv, dtype="bfloat16")
+def test_when_it_is_loaded_the_engine_is_held_to_a_masked_pass_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded(kv=KV | {"ends": ["e"]}, dtype="bfloat16")
     taken = KeptRows.take_tokens
 
     def forgetful(self: KeptRows, ids: Any, at: Any) -> Any:
@@ -125,17 +107,11 @@ def test_when_it_is_loaded_the_engine_is_held_to_a_masked_pass_of_its_model(
 
     monkeypatch.setattr(KeptRows, "take_tokens", forgetful)
     with pytest.raises(ConfigError, match=r"'llama' cannot be served by the torch engine.*differ from plain passes"):
-        loaded(kv=kv)
+        loaded()
 
 
-def test_chunks_that_nothing_ends_and_memory_for_less_than_a_row_are_refused(loaded: Callable[..., Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"engine\.kv\.ends = \['\\u2603'\]|engine\.kv\.ends = \['☃'\]: no token of the model"
-    ):
-        loaded(kv={"ends": ["☃"]})
-    with pytest.raises(
-        ConfigError, match=r"engine\.kv_bytes = 40000 holds \d+ tokens, and a row takes 325.*lowest: \d+"
-    ) as refused:
-        loaded(kv_bytes=40000, kv={"ends": []})
-    lowest = int(str(refused.value).rpartition(" ")[2])
-    loaded(kv_bytes=lowest, kv={"ends": []})
+def test_memory_for_less_than_a_row_is_refused_with_the_least_that_does() -> None:
+    kv = {"ends": []}
+    with pytest.raises(ConfigError, match=r"engine\.kv_bytes = 40000 holds \d+ tokens, and a row takes 325") as refused:
+        loaded(kv_bytes=40000, kv=kv)
+    loaded(kv_bytes=int(str(refused.value).rpartition(" ")[2]), kv=kv)

@@ -1,0 +1,233 @@
+"""An engine and environments whose every answer a test gives, and the episodes that are played with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
+from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments.rendering import Rendered, Renderer
+from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.prompts import Row
+from async_rlhf.buffers.errors import EpisodeError
+from async_rlhf.buffers.record import Score, Span
+from async_rlhf.buffers.sampling import Sampling
+from tests.actors.vllm_model import raw_weights
+
+ROW = Row("row", {"answer": "4"})
+PROMPT = (7, 8)
+"""Of the row; what an environment says is encoded as its characters."""
+RIGHT = Score(1.0)
+Event = Observation[RolloutKey] | Ended[RolloutKey] | Lost[RolloutKey]
+
+
+class ScriptedEngine:
+    """Ends the request that `end` names."""
+
+    def __init__(self) -> None:
+        self.requests: dict[RolloutKey, Request] = {}
+        self.submitted: list[Request] = []
+        self.held: set[RolloutKey] = set()
+        self._ended: list[Completion] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.key not in self.requests, "it is still being sampled"
+            self.requests[request.key] = request
+            self.submitted.append(request)
+            self.held.discard(request.key)
+
+    def end(self, key: RolloutKey, ids: Sequence[int], version: int = 0, reason: Any = "stop") -> None:
+        request = self.requests.pop(key)
+        assert len(ids) <= request.max_new_tokens
+        if request.hold:
+            self.held.add(key)
+        logprobs = np.full(len(ids), -1.0, np.float32)
+        self._ended.append(Completion(key, np.array(ids, np.int32), logprobs, (Span(version, len(ids)),), reason))
+
+    def step(self) -> list[Completion]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def partials(self, known: Any) -> list[Partial]:
+        return [Partial(key, np.array([9], np.int32)) for key in self.requests]
+
+    def abort(self, keys: Sequence[RolloutKey]) -> int:
+        self.held -= set(keys)
+        return sum(3 for key in keys if self.requests.pop(key, None) is not None)
+
+
+class ScriptedPool:
+    """Environments that say what `says` and `ends` give."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[RolloutKey, Mapping[str, Any]]] = []
+        self.live: set[RolloutKey] = set()
+        self.replies: list[tuple[RolloutKey, str]] = []
+        self.events: list[Event] = []
+        self.counters = EpisodeCounters()
+
+    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+        assert key not in self.live
+        self.begun.append((key, fields))
+        self.live.add(key)
+
+    def reply(self, key: RolloutKey, text: str) -> None:
+        assert key in self.live
+        self.replies.append((key, text))
+
+    def num_turns(self, key: RolloutKey) -> int:
+        return 1 + sum(replied == key for replied, _ in self.replies)
+
+    def poll(self) -> list[Event]:
+        events, self.events = self.events, []
+        for event in events:
+            if not isinstance(event, Observation):
+                self.live.discard(event.key)
+        return events
+
+    def discard(self, keys: Sequence[RolloutKey]) -> None:
+        self.live -= set(keys)
+
+    def says(self, key: RolloutKey, content: Content, score: float | None = None) -> None:
+        self.events.append(Observation(key, content, score, 1.0, 2.0))
+
+    def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored") -> None:
+        self.events.append(Ended(key, score, reason, 2.0, 3.0))
+
+
+class Talker(ScriptedPool):
+    """Begins with `go`, answers each turn at once, and ends behind the last answer."""
+
+    def __init__(self, answers: Sequence[Content]) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+        super().begin(key, fields)
+        self.says(key, "go")
+
+    def reply(self, key: RolloutKey, text: str) -> None:
+        super().reply(key, text)
+        at = self.num_turns(key) - 2
+        if at < len(self._answers):
+            self.says(key, self._answers[at], 0.5)
+        else:
+            self.ends(key)
+
+
+class Characters:
+    """A token is the code of a character, below `vocabulary`."""
+
+    def __init__(self, vocabulary: int = 256) -> None:
+        self._vocabulary = vocabulary
+
+    def _encode(self, content: Content) -> Rendered:
+        return Rendered(str(content), [ord(letter) % self._vocabulary for letter in str(content)])
+
+    def prompt(self, content: Content) -> Rendered:
+        if not content:
+            raise EpisodeError("the prompt has no tokens")
+        return self._encode(content)
+
+    def is_chat(self, prompt: Content) -> bool:
+        return False
+
+    def splits(self, prompt: Content) -> bool:
+        return False
+
+    def observation(self, prompt: Content, content: Content, turn: Sequence[int]) -> Rendered:
+        if content == "?":
+            raise EpisodeError("no template takes a question mark")
+        return self._encode(content)
+
+
+def play_of(pool: object, rendering: object, max_prompt_length: int, max_length: int, max_turns: int | None = None) -> Play:
+    """Of a scripted environment."""
+    own = cast(EpisodePool[RolloutKey], pool), cast(Renderer, rendering)
+    return Play("game", *own, max_prompt_length, max_length, Score(0.0), max_turns)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+class Scene:
+    """One group whose engine and environments are scripted."""
+
+    def __init__(
+        self, group_size: int = 2, max_length: int = 20, max_turns: int | None = None, rendering: object = None
+    ) -> None:
+        self.engine, self.pool = ScriptedEngine(), ScriptedPool()
+        play = play_of(self.pool, rendering or Characters(), 6, max_length, max_turns)
+        self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, play)
+        self.keys = [RolloutKey(3, 0, member) for member in range(group_size)]
+        requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member) for key in self.keys]
+        self.episodes.begin([(ROW, 42, requests)])
+
+    def poll(self) -> list[Played]:
+        return self.episodes.step()
+
+    def all_hear(self, said: str = "go") -> None:
+        """Every member's environment yields the same first observation."""
+        for key in self.keys:
+            self.pool.says(key, said)
+        self.poll()
+
+    def writes(self, key: RolloutKey, *ids: int, **how: Any) -> list[Played]:
+        """The model ends a turn with these tokens."""
+        self.engine.end(key, ids, **how)
+        return self.poll()
+
+    def turn(self, text: str, answer: str, version: int = 0) -> list[Played]:
+        """The first member writes this, and is answered that."""
+        self.writes(self.keys[0], *map(ord, text), version=version)
+        self.pool.says(self.keys[0], answer, score=0.5)
+        return self.poll()
+
+
+# With a model
+
+
+def played_with_updates(episodes: Episodes, engine: Engine, models: Sequence[PreTrainedModel], count: int) -> list[Played]:
+    """What so many episodes become to which new weights come, between their turns and within them."""
+    done: list[Played] = []
+    for step in range(400):
+        if step in (6, 13):
+            engine.load_weights(1 + (step == 13), raw_weights(models[1 + (step == 13)]))
+        done += episodes.step()
+        if len(done) == count:
+            break
+    assert len({played.completion.key for played in done}) == count and engine.num_unfinished == 0
+    return done
+
+
+@torch.no_grad()
+def plain_passes(
+    models: Sequence[PreTrainedModel], played: Played, temperature: float
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    """Of each sampled token: its log-probability by one pass of its version over the piece that it stands in, among those it
+    was chosen from; whether this version had computed all of its prefix. Walks the spans by itself."""
+    completion, found, exact, at, text = played.completion, list[float](), list[bool](), 0, list(played.prompt_ids)
+    mask = completion.sampling_mask
+    kept = None if mask is None else np.split(mask.ids, np.cumsum(mask.sizes)[:-1])
+    for span in completion.spans:
+        own, at = completion.token_ids[at : at + span.num_tokens].tolist(), at + span.num_tokens
+        text = [] if span.restarts else text
+        if span.version is not None:
+            logits = models[span.version](input_ids=torch.tensor([text + own]), use_cache=False).logits[0].float()
+            for index, token in enumerate(own, len(text)):
+                among = logits[index - 1] / temperature
+                if kept is not None:
+                    among = among.masked_fill(~torch.isin(torch.arange(len(among)), torch.tensor(kept[len(found)])), -torch.inf)
+                found.append(float(torch.log_softmax(among, -1)[token]))
+                exact.append(span.cache_version is None)
+        text = text + own
+    return np.array(found, np.float32), np.array(exact)
