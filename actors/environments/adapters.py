@@ -20,6 +20,7 @@ from typing import Any
 from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction
 from async_rlhf.actors.environments.tool_calls import Tool
 from async_rlhf.actors.rewards.importing import found_in
+from async_rlhf.actors.workers import CALLER
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError
 
 MAX_TURNS = 64
@@ -31,7 +32,7 @@ class Adapted:
     """A generator of ours, called with the fields of an episode, and what its foreign object declares.
 
     required: columns that every row must have. tools: what the model's chat template is given. judges: whether it gives a
-    score; else rewards must.
+    score; else rewards must. fields: the fields and columns it takes, None for all.
     """
 
     function: EnvironmentFunction
@@ -39,6 +40,7 @@ class Adapted:
     required: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
     judges: bool = True
+    fields: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Target:
 def form_of(target: str) -> tuple[str, str]:
     """The form before the first colon ("" for one of ours), and what follows."""
     form, _, rest = target.partition(":")
-    return (form, rest) if form in ADAPTERS and ":" in rest else ("", target)
+    return (form, rest) if form in ADAPTERS and (":" in rest or rest.startswith(CALLER)) else ("", target)
 
 
 def adapted(form: str, target: str, options: Mapping[str, Any]) -> Adapted:

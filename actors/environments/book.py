@@ -43,7 +43,6 @@ class EpisodeBook:
         self._worker_of: dict[int, int] = {}
         self._keys: dict[int, Hashable] = {}
         self._suspects: set[Hashable] = set()
-        self._lost: set[Hashable] = set()
 
     def open(self, worker: int) -> None:
         """This process can run episodes."""
@@ -82,13 +81,6 @@ class EpisodeBook:
         worker = self._worker_of.get(id)
         return None if worker is None else self._slots[worker].phases[id]
 
-    def loses(self, id: int) -> bool:
-        """Whether an episode whose environment is gone is lost, the first time, or has failed."""
-        key = self._keys[id]
-        is_first = key not in self._lost
-        self._lost.add(key)
-        return is_first
-
     def closed(self, id: int) -> None:
         """Nothing of it is left."""
         self._keys.pop(id, None)
@@ -97,9 +89,7 @@ class EpisodeBook:
 
     def forget(self, keys: Iterable[Hashable]) -> None:
         """These are not begun again."""
-        keys = frozenset(keys)
-        self._suspects -= keys
-        self._lost -= keys
+        self._suspects -= frozenset(keys)
 
     def retire(self, worker: int) -> None:
         self._slots[worker].takes = False

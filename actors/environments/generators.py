@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return
@@ -86,6 +87,20 @@ class ThreadSteps:
 
     def close(self) -> asyncio.Future[str]:
         return asyncio.get_running_loop().run_in_executor(self._threads, _close, self._generator)
+
+
+class DaemonThreads(Executor):
+    """One for each call, so that a step that hangs takes no other's place and never keeps the process alive."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(function(*arguments, **named))
+
+        threading.Thread(target=run, name="episode", daemon=True).start()
+        return future
 
 
 def _step(generator: Generator[Any, Any, Any], sent: str | None, turn: int, reads: Reader) -> Read | End:

@@ -141,7 +141,11 @@ def load(spec: EnvironmentSpec) -> EnvironmentFunction:
             return adapted(form, rest, spec.options).function
         except ConfigError as error:
             raise EpisodeError(str(error)) from error
-    function = _function(spec.target)
+    return with_options(_function(spec.target), spec)
+
+
+def with_options(function: EnvironmentFunction, spec: EnvironmentSpec) -> EnvironmentFunction:
+    """A function of ours, called with the fields of an episode alone."""
     return (lambda **fields: function(**{**fields, **spec.options})) if spec.options else function
 
 
@@ -149,7 +153,8 @@ def _found(target: str, options: Mapping[str, Any]) -> tuple[Adapted, tuple[str,
     """What the target is, and the fields that it takes (None: all)."""
     form, rest = form_of(target)
     if form:
-        return adapted(form, rest, options), None
+        found = adapted(form, rest, options)
+        return found, found.fields
     return _of_ours(target, _function(target))
 
 

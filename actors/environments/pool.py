@@ -15,10 +15,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from async_rlhf.actors.environments.adapters import form_of
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
 from async_rlhf.actors.environments.messages import EpisodeClosed, EpisodeEnded, Observed
-from async_rlhf.actors.environments.settings import Content
+from async_rlhf.actors.environments.remote import RemoteEpisodes
+from async_rlhf.actors.environments.settings import Content, EnvironmentFunction
 from async_rlhf.actors.environments.workers import EpisodeWorkers
 from async_rlhf.actors.environments.yields import Reason
 from async_rlhf.buffers.errors import EpisodeError
@@ -95,14 +97,26 @@ class _Pending(Generic[Key]):
 class EpisodePool(Generic[Key]):
     """Runs the episodes of one environment; its methods are called from one thread."""
 
-    def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        config: EnvironmentConfig,
+        wake: Callable[[], None] = lambda: None,
+        function: EnvironmentFunction | None = None,
+    ) -> None:
+        """function: where only this process has it; it then runs in threads."""
         self._wake, self._is_awake = wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _Pending[Key]] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Observed | EpisodeEnded | EpisodeClosed | None]] = queue.SimpleQueue()
         self.counters = EpisodeCounters()
-        self._workers = EpisodeWorkers(spec, config, self._happened)
+        form, address = form_of(spec.target)
+        self._workers: RemoteEpisodes | EpisodeWorkers
+        if form == "remote":
+            self._workers = RemoteEpisodes(spec, address, self._happened)
+        else:
+            self._workers = EpisodeWorkers(spec, config, self._happened, function)
 
     @property
     def num_pending(self) -> int:

@@ -12,18 +12,19 @@ step runs on it (`watchdog`); the actor reads both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from async_rlhf.actors.environments.generators import AsyncSteps, Steps, ThreadSteps
-from async_rlhf.actors.environments.loading import EnvironmentSpec, load
+from async_rlhf.actors.environments.generators import AsyncSteps, DaemonThreads, Steps, ThreadSteps
+from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.messages import (
     EPISODES,
     BeginEpisode,
@@ -38,7 +39,7 @@ from async_rlhf.actors.environments.messages import (
 )
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
-from async_rlhf.actors.workers.process import OUT_OF_MEMORY, ended, obey_parent
+from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, ended, obey_parent
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import EpisodeError
 
@@ -54,15 +55,27 @@ class Limits(NamedTuple):
     worker_memory_mb: int | None
 
 
-def serve(connection: Connection, watchdog: LoopWatchdog, spec: EnvironmentSpec, limits: Limits, pulse: LoopWatchdog) -> None:
-    """Runs until the parent kills the process or is gone."""
-    obey_parent(limits.worker_memory_mb)
-    try:
-        function = load(spec)
-    except EpisodeError as error:
-        connection.send_bytes(EPISODES.pack(StartFailed(reason=_plain(str(error)))))
-        os._exit(1)  # whatever else the import has begun
-    asyncio.run(_Worker(connection, spec, limits, function, watchdog, pulse).run())
+def serve(
+    connection: Connection,
+    watchdog: LoopWatchdog,
+    spec: EnvironmentSpec,
+    limits: Limits,
+    pulse: LoopWatchdog,
+    function: EnvironmentFunction | None,
+) -> None:
+    """Until the other end of the connection is closed. function: in a thread of the process that has it."""
+    threads: Executor = DaemonThreads()
+    if function is None:
+        obey_parent(limits.worker_memory_mb)
+        threads = ThreadPoolExecutor(limits.max_concurrency, "episode")
+        try:
+            function = load(spec)
+        except EpisodeError as error:
+            connection.send_bytes(EPISODES.pack(StartFailed(reason=_plain(str(error)))))
+            os._exit(1)  # whatever else the import has begun
+    else:
+        function = with_options(function, spec)
+    asyncio.run(_Worker(connection, spec, limits, function, threads, watchdog, pulse).run())
 
 
 class _Episode:
@@ -93,12 +106,12 @@ class _Worker:
         spec: EnvironmentSpec,
         limits: Limits,
         function: EnvironmentFunction,
+        threads: Executor,
         watchdog: LoopWatchdog,
         pulse: LoopWatchdog,
     ) -> None:
         self._connection, self._spec, self._limits, self._function = connection, spec, limits, function
-        self._watchdog, self._pulse = watchdog, pulse
-        self._threads = ThreadPoolExecutor(limits.max_concurrency, "episode")
+        self._threads, self._watchdog, self._pulse = threads, watchdog, pulse
         self._places = asyncio.Semaphore(limits.max_concurrency)
         self._episodes: dict[int, _Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,11 +119,19 @@ class _Worker:
     async def run(self) -> None:
         self._pulse.begin(0)
         self._send(WorkerReady())
-        loop = asyncio.get_running_loop()
-        arguments = (self._connection, lambda message: loop.call_soon_threadsafe(self._take, message))
-        threading.Thread(target=_read, args=arguments, name="messages", daemon=True).start()
-        while True:
-            await asyncio.sleep(PULSE_S)
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+        def read() -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    loop.call_soon_threadsafe(self._take, EPISODES.unpack(self._connection.recv_bytes()))
+            end_worker(0)
+            loop.call_soon_threadsafe(over.set)
+
+        threading.Thread(target=read, name="messages", daemon=True).start()
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), PULSE_S)
             self._pulse.begin(0)
 
     def _send(self, message: Message) -> None:
@@ -127,9 +148,11 @@ class _Worker:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if (error := task.exception()) is not None:  # a defect of ours: the episode would never be answered
-            traceback.print_exception(error)
-            os._exit(1)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Of the connection where a thread was left behind; else a defect of ours: the episode would never be answered.
+            if not isinstance(error, OSError):
+                traceback.print_exception(error)
+            end_worker(1)
 
     def _begin(self, id: int, fields: Mapping[str, Any]) -> None:
         """At once, because a message to close it may come before its task runs."""
@@ -239,12 +262,3 @@ def episode_ended(id: int, end: End, began: float, ended: float, retire: bool = 
 def _plain(text: str) -> str:
     """Also of an error that quotes half a surrogate pair."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _read(connection: Connection, take: Callable[[Message], object]) -> None:
-    """Until the parent closes its end of the connection, which ends the process."""
-    while True:
-        try:
-            take(EPISODES.unpack(connection.recv_bytes()))
-        except (EOFError, OSError):
-            os._exit(0)

@@ -28,6 +28,7 @@ from async_rlhf.actors.environments.messages import (
     StartFailed,
     WorkerReady,
 )
+from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.worker import Limits, episode_ended, serve
 from async_rlhf.actors.environments.yields import Kind, fails
 from async_rlhf.actors.workers.pool import LOOK_S, Worker, WorkerPool
@@ -50,10 +51,11 @@ class _EpisodeWorker(Worker):
 
     memory_setting = "environment.worker_memory_mb"
 
-    def __init__(self, number: int, spec: EnvironmentSpec, limits: Limits) -> None:
+    def __init__(self, number: int, spec: EnvironmentSpec, limits: Limits, function: EnvironmentFunction | None) -> None:
         self._timeout_s, self._max_bytes = spec.timeout_s, 2 * limits.max_observation_bytes + _OVERHEAD_BYTES
         self._pulse = LoopWatchdog()
-        super().__init__(number, serve, (spec, limits, self._pulse), limits.worker_memory_mb)
+        arguments = (spec, limits, self._pulse, function)
+        super().__init__(number, serve, arguments, limits.worker_memory_mb, in_thread=function is not None)
         self.retired_until: float | None = None
         self._seen, self._looked, self._silent_s = 0.0, time.monotonic(), 0.0
 
@@ -89,8 +91,11 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
 
     error = EpisodeError
 
-    def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, happened: Happened) -> None:
-        self._spec, self._happened = spec, happened
+    def __init__(
+        self, spec: EnvironmentSpec, config: EnvironmentConfig, happened: Happened, function: EnvironmentFunction | None
+    ) -> None:
+        """function: where only this process has it; a thread then stands for each process, and is left behind."""
+        self._spec, self._happened, self._function = spec, happened, function
         self._limits = Limits(config.max_concurrency, config.max_observation_bytes, config.worker_memory_mb)
         self._book = EpisodeBook()
         self._unplaced: dict[int, tuple[Hashable, BeginEpisode]] = {}
@@ -116,7 +121,7 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
     # -- its thread --------------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> _EpisodeWorker:
-        return _EpisodeWorker(number, self._spec, self._limits)
+        return _EpisodeWorker(number, self._spec, self._limits, self._function)
 
     def _patience_s(self) -> float:
         busy = any(not worker.takes or self._book.num_busy(number) for number, worker in self._workers.items())
@@ -173,9 +178,8 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
             worker.failure = message.reason
         elif isinstance(message, Observed | EpisodeEnded):
             if self._book.phase(message.id) == "stepping":  # Else it has been discarded.
-                is_lost = isinstance(message, EpisodeEnded) and message.kind == "lost" and self._book.loses(message.id)
                 self._book.enter(message.id, "waiting" if isinstance(message, Observed) else "closing")
-                self._happened(message.id, None if is_lost else message)
+                self._happened(message.id, message)
         elif isinstance(message, EpisodeClosed):
             self._book.closed(message.id)
             if message.failure:

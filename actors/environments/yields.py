@@ -12,7 +12,6 @@ import msgpack
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.environments.settings import Content, Feedback, Message
 from async_rlhf.actors.rewards.answer import failed, read, shown
-from async_rlhf.buffers.errors import EpisodeLostError
 from async_rlhf.buffers.score import Score
 
 Reason = Literal["scored", "returned", "max_turns", "failed"]
@@ -54,7 +53,7 @@ def fails(kind: Kind, reason: str, traceback: str = "") -> End:
 def raised(error: BaseException) -> End:
     """The end of an episode whose environment raised. Call it while the exception is being handled."""
     answer = failed(error)
-    return fails("lost" if isinstance(error, EpisodeLostError) else "raised", answer.failure or "", answer.traceback)
+    return fails("raised", answer.failure or "", answer.traceback)
 
 
 def read_yield(value: Any, turn: int, max_turns: int, max_bytes: int) -> Read | End:

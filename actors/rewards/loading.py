@@ -36,9 +36,6 @@ BUILTINS = {
     "reward_model": "async_rlhf.actors.scoring.model_stages:reward_model",
 }
 
-CALLER, CALLER_ADDRESS = "caller", "ASYNC_RLHF_CALLER_REWARDS"
-"""The address of the rewards that the process which started a run serves itself, and the variable that resolves it."""
-
 _FIX = "another process cannot import it; define it with 'def' at the top level of a module or a .py file"
 
 
@@ -122,7 +119,7 @@ def _spec(
 
 def spec_in_process(name: str, function: RewardFunction, columns: AbstractSet[str] | None) -> RewardSpec:
     """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
-    spec = _checked(name, f"{CALLER}:{name}", function, columns, {}, {})
+    spec = _checked(name, f"caller:{name}", function, columns, {}, {})
     if spec.scope == "group" or spec.stream_tokens or spec.holds_model:
         raise ConfigError(f"reward {name!r} judges groups, reads unfinished completions or loads a model: {_FIX}")
     return spec

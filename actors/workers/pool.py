@@ -25,7 +25,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Pipe
 from typing import Any, ClassVar, Generic, TypeVar
 
-from async_rlhf.actors.workers.process import WorkerContext, ended, is_over
+from async_rlhf.actors.workers.process import WorkerContext, WorkerProcess, WorkerThread, ended, is_over
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import DeadlineError, WireError
 from async_rlhf.buffers.transport.frames import Waker
@@ -46,13 +46,16 @@ _LONGEST_WAIT_S = 60.0
 class Worker:
     """One process and the parent's end of its connection.
 
-    serve: runs in the process, with its end of the connection, the watchdog and the arguments. is_ready: it has loaded its
-    user's code; failure: why it cannot, "" where no reason came. takes: it gets new sessions. ready_by: monotonic seconds.
+    serve: runs in the process, with its end of the connection, the watchdog and the arguments. in_thread: it is a thread of
+    this process instead. is_ready: it has loaded its user's code; failure: why it cannot, "" where no reason came. takes: it
+    gets new sessions. ready_by: monotonic seconds.
     """
 
     memory_setting: ClassVar[str]
 
-    def __init__(self, number: int, serve: Callable[..., None], arguments: tuple[Any, ...], memory_mb: int | None) -> None:
+    def __init__(
+        self, number: int, serve: Callable[..., None], arguments: tuple[Any, ...], memory_mb: int | None, in_thread: bool
+    ) -> None:
         """Raises OSError where no process can be started."""
         self.number, self._memory_mb = number, memory_mb
         self.connection, theirs = Pipe()
@@ -60,13 +63,15 @@ class Worker:
         with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
         self.watchdog = LoopWatchdog()
-        self.process = WorkerContext().Process(target=serve, args=(theirs, self.watchdog, *arguments), name="worker")
+        kind: Callable[..., WorkerProcess | WorkerThread] = WorkerThread if in_thread else WorkerContext().Process
+        self.process = kind(target=serve, args=(theirs, self.watchdog, *arguments), name="worker")
         try:
             self.process.start()
         except BaseException:  # an interrupt too: the pipe must not outlive a start that was given up
             self.connection.close()
+            theirs.close()
             raise
-        finally:
+        if not in_thread:
             theirs.close()
         self.is_ready, self.takes, self.failure = False, True, ""
         self.ready_by = time.monotonic() + START_LIMIT_S

@@ -19,12 +19,11 @@ from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.server import EnvironmentServer
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.server import REWARD_SERVER, SCORER, ScoringServer
+from async_rlhf.actors.scoring.server import ScoringServer
 from async_rlhf.buffers.user_files import import_file
 from async_rlhf.inspect.episodes import configuration
 from async_rlhf.launch.sockets import socket_directory
-from async_rlhf.run.caller_environment import played
-from async_rlhf.run.caller_rewards import served
+from async_rlhf.run.caller import served
 from async_rlhf.run.config import load
 from tests.actors.environments.played import Bench as Episodes
 from tests.actors.scored import Bench as Completions
@@ -114,16 +113,16 @@ def reward(directory: Path, name: str, how: str = "here") -> Iterator[Ask]:
         elif how == "scorer":
             settings = {**SCORING, "placement": "process"}
             sockets = made.enter_context(socket_directory())
-            server = ScoringServer(specs, ScoringConfig(**settings), f"ipc://{sockets}/s", SCORER)
+            server = ScoringServer(specs, ScoringConfig(**settings), f"ipc://{sockets}/s", is_private=True)
             yield scores(made.enter_context(Completions(specs, scorer=running(made, server), **settings)))
         elif how == "server":
-            server = ScoringServer(specs, ScoringConfig(**SCORING), "tcp://127.0.0.1:*", REWARD_SERVER)
+            server = ScoringServer(specs, ScoringConfig(**SCORING), "tcp://127.0.0.1:*")
             yield scores(asking(made, directory, {"address": running(made, server)}))
         else:
             own = {name: getattr(import_file(directory / "users.py"), name)}
             given = {"rewards.functions": [f"{name}=remote"], "scoring": SCORING}
             config = load({"model": "tiny-speller", "data": {"source": str(directory / "data.jsonl")}}, given)
-            resolved, variables = made.enter_context(served(own, config, None))
+            resolved, variables = made.enter_context(served(own, None, config, None))
             patch = made.enter_context(pytest.MonkeyPatch.context())
             for variable, value in variables.items():
                 patch.setenv(variable, value)
@@ -150,15 +149,15 @@ def environment(directory: Path, name: str, how: str = "here") -> Iterator[Ask]:
             yield ends(made.enter_context(Episodes(directory, f"remote:{address}")))
         else:
             function = getattr(import_file(directory / "users.py"), name)
-            stand_in = f"{name}=async_rlhf.actors.environments.stand_in:stand_in"
+            target = f"{name}=remote:caller/environment"
             settings = {"environment.timeout_s": TIMEOUT_S}
-            config_of_run = configuration(stand_in, str(directory / "data.jsonl"), None, settings)
-            resolved, variables = made.enter_context(played(function, config_of_run, None))
+            config_of_run = configuration(target, str(directory / "data.jsonl"), None, settings)
+            resolved, variables = made.enter_context(served({}, function, config_of_run, None))
             patch = made.enter_context(pytest.MonkeyPatch.context())
             for variable, value in variables.items():
                 patch.setenv(variable, value)
             limits = {"max_turns": resolved.environment.max_turns, "timeout_s": resolved.environment.timeout_s}
-            yield ends(made.enter_context(Episodes(directory, stand_in, **limits)))
+            yield ends(made.enter_context(Episodes(directory, target, **limits)))
 
 
 MECHANISMS: dict[str, tuple[Any, ...]] = {
@@ -186,7 +185,7 @@ EXITED = r"its worker process ended with exit code 3"
 ABORTED = r"its worker process ended with exit code -6.*"
 TWICE = "its process ended twice while it was in a step: "
 # The client begins a lost episode again, as another one of the server.
-LOST_THERE = "EpisodeLostError: its server began anew, or lost the process that played it"
+LOST_THERE = "its server began anew, or lost the process that ran it"
 # What it does -> how that ends as a reward and as an environment: of a plain `def`, and of an `async def`.
 ENDS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "raise": ("ValueError: no number",) * 4,
