@@ -31,7 +31,7 @@ from async_rlhf.actors.environments.messages import (
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.worker import Limits, episode_ended, serve
 from async_rlhf.actors.environments.yields import Kind, fails
-from async_rlhf.actors.workers.pool import LOOK_S, Worker, WorkerPool
+from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import EpisodeError, WireError
 
@@ -125,7 +125,7 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
 
     def _patience_s(self) -> float:
         busy = any(not worker.takes or self._book.num_busy(number) for number, worker in self._workers.items())
-        return LOOK_S if busy else super()._patience_s()
+        return LOOK_S if busy else LONGEST_WAIT_S
 
     def _advance(self) -> None:
         """Begin episodes, and go on with them."""
@@ -158,6 +158,7 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
                 self._send(self._workers[worker], CloseEpisode(id=id))
 
     def _send(self, worker: _EpisodeWorker, message: Message) -> None:
+        self._look_by(time.monotonic() + LOOK_S)
         try:
             worker.send(message)
         except WireError as error:  # of an episode that is to begin
@@ -230,7 +231,7 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
         for number in tuple(self._workers):
             self._discard(self._book.episodes(number), ())
         while self.num_episodes() and (left_s := by - time.monotonic()) > 0:
-            self._turn(min(LOOK_S, left_s))
+            self._turn(time.monotonic() + min(LOOK_S, left_s))
 
     def _ended(self) -> None:
         self._happened(-1, None)  # Wakes the owner, whose `check` raises if this was not on purpose.

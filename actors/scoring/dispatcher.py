@@ -72,7 +72,8 @@ class Dispatcher:
         self._running: dict[int, tuple[str, tuple[Task, ...]]] = {}
         self._prefetching: dict[int, tuple[str, PrefetchBatch]] = {}
         self._call_ids = itertools.count()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._due, self._closing = float("inf"), False
         self._executors: dict[Place, Executor] = {}
         for place in dict.fromkeys(self._places.values()):
@@ -86,7 +87,7 @@ class Dispatcher:
         return sum(each.num_resent for each in self._executors.values() if isinstance(each, RemoteRewards))
 
     def submit(self, name: str, task: Task) -> None:
-        with self._changed:
+        with self._lock:
             self._queues[name].offer(task, time.monotonic())
             if task.stream is not None and name in self._prefetches:
                 self._prefetches[name].ended(task.stream)
@@ -182,7 +183,7 @@ class Dispatcher:
 
     def _ended(self, call_id: int, answers: Answers) -> None:
         """Called from the executors' threads."""
-        with self._changed:
+        with self._lock:
             if (prefetched := self._prefetching.pop(call_id, None)) is not None:
                 (answer, *_), (name, prefetch) = answers, prefetched
                 self._prefetches[name].shown(answer.seconds)

@@ -67,9 +67,10 @@ class RewardQueue:
 
     def due(self, now: float) -> list[tuple[Task, ...]]:
         """The batches to call now. A task above a whole minute's limit is left for `impossible`."""
-        self._return_paused(now)
+        if self._paused:
+            self._return_paused(now)
         calls = []
-        while self._has_capacity() and self._ripe_at(now) <= now:
+        while self._waiting and self._has_capacity() and self._ripe_at(now) <= now:
             batch = tuple(itertools.islice(self._waiting, self._spec.batch_size))
             cost = _cost(batch)
             if self._allowed_at(now, cost) > now:
@@ -84,7 +85,7 @@ class RewardQueue:
 
     def next_due(self, now: float) -> float:
         """The earliest time at which `due` may return something without another event; infinity for never."""
-        paused = min((task.not_before for task in self._paused), default=math.inf)
+        paused = min((task.not_before for task in self._paused), default=math.inf) if self._paused else math.inf
         if not self._waiting or not self._has_capacity():
             return paused
         batch = itertools.islice(self._waiting, self._spec.batch_size)
@@ -92,7 +93,7 @@ class RewardQueue:
 
     def impossible(self) -> list[tuple[Task, Answer]]:
         """Removes the tasks that cost more than a whole minute's tokens; returns them with the reason."""
-        if self._tokens is None:
+        if self._tokens is None or not self._waiting:
             return []
         limit = self._tokens.limit
         found = [task for task in self._waiting if task.tokens > limit]

@@ -18,7 +18,7 @@ from multiprocessing.reduction import ForkingPickler
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, failed
 from async_rlhf.actors.scoring.executor import Answered, Answers, Call, timed_out
 from async_rlhf.actors.scoring.reward_worker import serve
-from async_rlhf.actors.workers.pool import LOOK_S, Worker, WorkerPool
+from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
 from async_rlhf.actors.workers.process import WorkerThread
 from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import RewardError
@@ -52,12 +52,12 @@ class _RewardWorker(Worker):
         self._is_async, self._began = specs[0].kind == "async", 0.0
         self._deadlines: list[tuple[float, int]] = []
 
-    def expect(self, call: Call) -> None:
+    def expect(self, call: Call, now: float) -> None:
         if not self.calls:
-            self._began = time.monotonic()
+            self._began = now
         self.calls[call.id] = call
         if self._is_async:
-            heapq.heappush(self._deadlines, (time.monotonic() + call.timeout_s + GRACE_S, call.id))
+            heapq.heappush(self._deadlines, (now + call.timeout_s + GRACE_S, call.id))
 
     def answered(self, call_id: int) -> None:
         del self.calls[call_id]
@@ -101,6 +101,7 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
         self._at_once = at_once if self._is_async or workers > 1 else _AHEAD
         self._waiting: deque[Call] = deque()
         self._packed: dict[int, memoryview] = {}
+        self._found: list[tuple[int, Answers]] = []
         names = ", ".join(f"{spec.name} ({spec.target})" for spec in specs)
         super().__init__(workers, f"the worker processes of {names}")
 
@@ -131,7 +132,7 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
 
     def _answer(self, call_id: int, answers: Answers) -> None:
         del self._packed[call_id]
-        self._answered(call_id, answers)
+        self._found.append((call_id, answers))
 
     def _discard(self, call_ids: set[int]) -> None:
         dropped = [call for call in self._waiting if call.id in call_ids]
@@ -149,13 +150,15 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
         self._answer(call_id, answers)
 
     def _advance(self) -> None:
+        """Calls go first: whoever is woken by an answer would take the interpreter from this thread."""
         while self._waiting:
-            for worker in tuple(self._workers.values()):
-                if self._may_send(worker, self._waiting[0]):
-                    self._send(worker, self._waiting.popleft())
-                    break
-            else:
-                return
+            free = (worker for worker in self._workers.values() if self._may_send(worker, self._waiting[0]))
+            if (worker := next(free, None)) is None:
+                break
+            self._send(worker, self._waiting.popleft())
+        found, self._found = self._found, []
+        for call_id, answers in found:
+            self._answered(call_id, answers)
 
     def _may_send(self, worker: _RewardWorker, call: Call) -> bool:
         if not worker.is_ready or not worker.takes or len(worker.calls) >= self._at_once:
@@ -164,7 +167,9 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
         return ahead <= _AHEAD_BYTES
 
     def _send(self, worker: _RewardWorker, call: Call) -> None:
-        worker.expect(call)
+        now = time.monotonic()
+        worker.expect(call, now)
+        self._look_by(now + (LOOK_S if self._is_async else call.timeout_s))
         try:
             worker.connection.send_bytes(self._packed[call.id])
         except BlockingIOError:
@@ -211,11 +216,10 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
             self._answer(call.id, (answer,))
 
     def _patience_s(self) -> float:
-        longest_s = super()._patience_s()
-        deadlines = [found for worker in self._workers.values() if (found := worker.next_deadline()) is not None]
+        deadlines = [found[0] for worker in self._workers.values() if (found := worker.next_deadline()) is not None]
         if not deadlines:
-            return longest_s
-        return min(LOOK_S if self._is_async else longest_s, min(deadlines)[0] - time.monotonic())
+            return LONGEST_WAIT_S
+        return LOOK_S if self._is_async else min(deadlines) - time.monotonic()
 
     def _ended(self) -> None:
         self._answered(-1, ())  # wakes the owner, whose `check` raises if this was not on purpose

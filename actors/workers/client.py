@@ -84,12 +84,16 @@ class SessionClient:
         self._open: dict[int, Step | None] = {}
         self._limits: dict[int, float] = {}
         self.num_resent = 0
-        self._closing, self._waker = False, Waker()
-        self._context, self._address = zmq.Context(), address
+        self._context, self._address, self._closing = zmq.Context(), address, False
         own = os.environ.get(CALLER_VARIABLE, "")
         self._is_there = bool(own) or not address.startswith(CALLER)
-        if self._is_there:
-            self._socket = dealer(self._context, address.replace(CALLER, f"{own}/", 1), keys, codec)
+        try:
+            if self._is_there:
+                self._socket = dealer(self._context, address.replace(CALLER, f"{own}/", 1), keys, codec)
+        except ConfigError:
+            self._context.term()
+            raise
+        self._waker = Waker()
         self._thread = threading.Thread(target=self._run, name="sessions", daemon=True)
         self._thread.start()
 
@@ -139,8 +143,10 @@ class SessionClient:
 
     def send(self, message: Message) -> None:
         """Raises WireError for what cannot travel."""
-        if self._is_there:
-            self._socket.send_multipart(frames_of(message, self._codec))
+        frames = frames_of(message, self._codec)
+        with suppress(zmq.Again):  # its keys were refused, and ZeroMQ has no connection any more
+            if self._is_there:
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def _run(self) -> None:
         poller = zmq.Poller()
