@@ -132,7 +132,7 @@ DEFECTS = (
     Defect("time-out-is-a-zero", "a score that takes too long has failed and is no number", "actors/scoring/executor.py",
            "return Answer(None, reason, began=now - timeout_s",
            "return Answer(0.0, began=now - timeout_s",
-           ("actors/test_scoring_threads.py", "actors/test_users_code.py")),
+           ("actors/test_served_rewards.py::test_with_keys_only_those_on_the_list_are_answered", "actors/test_users_code.py")),
     Defect("turns-with-one-seed", "each turn of an episode has random numbers of its own", "actors/loop/episodes.py",
            "seed=turn_seed(first.seed, len(episode.transcript.turns)),",
            "seed=first.seed,",

@@ -13,7 +13,7 @@ from async_rlhf import Feedback, Score, environment
 from async_rlhf.actors.rewards.importing import attribute
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.episodes import Trial, configuration, play
-from async_rlhf.run.caller_environment import played, target_of
+from async_rlhf.run.caller import served, target_of
 from async_rlhf.run.config import Config
 
 
@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Callable[..., Config]:
 
 def trials(function: Any, config: Config, *turns: str) -> list[Trial]:
     written = iter(turns)
-    with played(function, config, {"answer"}) as (resolved, variables), pytest.MonkeyPatch.context() as patch:
+    with served({}, function, config, {"answer"}) as (resolved, variables), pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
         return list(play(resolved, 2, lambda _: next(written, None)))
@@ -106,12 +106,12 @@ def test_a_second_run_beside_it_has_its_own(config: Callable[..., Config]) -> No
         yield prompt
         yield Score(2.0)
 
-    with played(own, config(own), {"answer"}) as (_, variables):
+    with served({}, own, config(own), {"answer"}) as (_, variables):
         assert [trial.score for trial in trials(other, config(other), "8", "2")] == [Score(2.0), Score(2.0)]
-        with played(other, config(other), {"answer"}) as (_, others):
+        with served({}, other, config(other), {"answer"}) as (_, others):
             assert variables.keys() == others.keys() and variables != others
 
 
 def test_without_the_process_that_has_it_every_episode_says_so(config: Callable[..., Config]) -> None:
     found = list(play(config(lambda prompt: (yield prompt)), 1, lambda _: None))
-    assert [trial.score is not None and "train(environment=...) again" in str(trial.score.failure) for trial in found] == [True]
+    assert [trial.score is not None and "is in the process that started this run" in str(trial.score.failure) for trial in found] == [True]
