@@ -1,95 +1,63 @@
-"""The protocol between an actor and a process that runs episodes.
+"""What an actor and a process that runs episodes tell each other over their connection.
 
     actor -> process   BeginEpisode, Reply, CloseEpisode
-    process -> actor   WorkerReady, StartFailed, Observed, EpisodeEnded, EpisodeClosed
+    process -> actor   None once the environment is imported, or StartFailed; EpisodeStep, EpisodeClosed
 
-Each BeginEpisode and each Reply is answered by one Observed or EpisodeEnded; each episode ends with EpisodeClosed, after its
-generator's cleanup. An id names an episode of one actor's life.
+Each BeginEpisode and each Reply is answered by one EpisodeStep; each episode ends with EpisodeClosed, after its generator's
+cleanup. An id names an episode of one actor's life.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from async_rlhf.actors.environments.yields import Kind, Reason
-from async_rlhf.buffers.protocol.codec import Codec
-from async_rlhf.buffers.protocol.message import Count, MessageBase
+from async_rlhf.actors.environments.yields import End, Read
 
 
-class BeginEpisode(MessageBase):
+class BeginEpisode(NamedTuple):
     """fields: what the environment can use of its columns, `prompt` and `seed`."""
 
-    type: Literal["begin"] = "begin"
-    id: Count
-    fields: dict[str, Any]
+    id: int
+    fields: Mapping[str, Any]
 
 
-class Reply(MessageBase):
+class Reply(NamedTuple):
     """What the model wrote in its turn."""
 
-    type: Literal["reply"] = "reply"
-    id: Count
+    id: int
     text: str
 
 
-class CloseEpisode(MessageBase):
+class CloseEpisode(NamedTuple):
     """Nothing more is wanted of it."""
 
-    type: Literal["close"] = "close"
-    id: Count
+    id: int
 
 
-class WorkerReady(MessageBase):
-    """The environment is imported."""
-
-    type: Literal["ready"] = "ready"
-
-
-class StartFailed(MessageBase):
+class StartFailed(NamedTuple):
     """The environment cannot be imported; the process ends."""
 
-    type: Literal["start_failed"] = "start_failed"
     reason: str
 
 
-class Observed(MessageBase):
-    """What the model is to read. score: of the turn before. began, ended: of the step, in seconds since the epoch."""
+class EpisodeStep(NamedTuple):
+    """What a step came to. began, ended: of it, in seconds since the epoch. retire: as of EpisodeClosed."""
 
-    type: Literal["observed"] = "observed"
-    id: Count
-    content: str | list[dict[str, Any]]
-    score: float | None
-    began: float
-    ended: float
-
-
-class EpisodeEnded(MessageBase):
-    """scored: there is a score, whose state is given by value and failure. retire: as of EpisodeClosed."""
-
-    type: Literal["ended"] = "ended"
-    id: Count
-    reason: Reason
-    kind: Kind
-    scored: bool
-    value: float | None
-    failure: str | None
-    metrics: dict[str, float]
-    traceback: str
+    id: int
+    came: Read | End
     began: float
     ended: float
     retire: bool = False
 
 
-class EpisodeClosed(MessageBase):
+class EpisodeClosed(NamedTuple):
     """failure: what its cleanup raised. retire: something of it runs on and cannot be stopped, or memory ran out: its process
     should take no further episodes."""
 
-    type: Literal["closed"] = "closed"
-    id: Count
+    id: int
     failure: str
     retire: bool
 
 
-Message = BeginEpisode | Reply | CloseEpisode | WorkerReady | StartFailed | Observed | EpisodeEnded | EpisodeClosed
-EPISODES: Codec[Message] = Codec(Message, "an episode", 1 << 31)
-"""Within one machine."""
+Message = BeginEpisode | Reply | CloseEpisode | StartFailed | EpisodeStep | EpisodeClosed | None

@@ -16,11 +16,10 @@ from typing import Any
 
 from async_rlhf.actors.environments.adapters import Adapted
 from async_rlhf.actors.environments.loading import EnvironmentSpec
-from async_rlhf.actors.environments.messages import Observed
+from async_rlhf.actors.environments.messages import EpisodeStep
 from async_rlhf.actors.environments.settings import Declaration
-from async_rlhf.actors.environments.worker import episode_ended
 from async_rlhf.actors.environments.workers import Happened
-from async_rlhf.actors.environments.yields import End, fails
+from async_rlhf.actors.environments.yields import End, Read, fails
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import Failure, SessionClient, describe
 from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, Step, Stepped, to_answers
@@ -138,7 +137,7 @@ class RemoteEpisodes:
                 self._lost.add(episode.key)
                 self._happened(id, None)
                 return
-            end = self._failed(episode, came)
+            end: Read | End = self._failed(episode, came)
         elif came.content is None:
             end = _ended(came)
         elif episode.turn >= self._spec.max_turns:
@@ -146,9 +145,8 @@ class RemoteEpisodes:
             end = End("max_turns", None if came.score is None else Score(came.score))
         else:
             self._episodes[id] = episode
-            self._happened(id, Observed(id=id, content=came.content, score=came.score, began=episode.began, ended=now))
-            return
-        self._happened(id, episode_ended(id, end, episode.began, now))
+            end = Read(came.content, came.score)
+        self._happened(id, EpisodeStep(id, end, episode.began, now))
 
     def _failed(self, episode: _Episode, came: Failure) -> End:
         if came.kind == "late" and episode.ends_at <= time.monotonic():

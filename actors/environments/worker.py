@@ -26,16 +26,13 @@ from typing import Any, NamedTuple
 from async_rlhf.actors.environments.generators import AsyncSteps, DaemonThreads, Steps, ThreadSteps
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.messages import (
-    EPISODES,
     BeginEpisode,
     CloseEpisode,
     EpisodeClosed,
-    EpisodeEnded,
+    EpisodeStep,
     Message,
-    Observed,
     Reply,
     StartFailed,
-    WorkerReady,
 )
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
@@ -71,7 +68,7 @@ def serve(
         try:
             function = load(spec)
         except EpisodeError as error:
-            connection.send_bytes(EPISODES.pack(StartFailed(reason=_plain(str(error)))))
+            connection.send(StartFailed(str(error)))
             os._exit(1)  # whatever else the import has begun
     else:
         function = with_options(function, spec)
@@ -118,13 +115,13 @@ class _Worker:
 
     async def run(self) -> None:
         self._pulse.begin(0)
-        self._send(WorkerReady())
+        self._send(None)
         loop, over = asyncio.get_running_loop(), asyncio.Event()
 
         def read() -> None:
             with contextlib.suppress(EOFError, OSError):
                 while True:
-                    loop.call_soon_threadsafe(self._take, EPISODES.unpack(self._connection.recv_bytes()))
+                    loop.call_soon_threadsafe(self._take, self._connection.recv())
             end_worker(0)
             loop.call_soon_threadsafe(over.set)
 
@@ -136,7 +133,7 @@ class _Worker:
 
     def _send(self, message: Message) -> None:
         # The parent always reads, so this does not block the loop.
-        self._connection.send_bytes(EPISODES.pack(message))
+        self._connection.send(message)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, BeginEpisode):
@@ -160,8 +157,8 @@ class _Worker:
             generator = self._function(**fields)
         except BaseException as error:  # noqa: BLE001  calling the function fails for arguments it does not take
             now = time.time()
-            self._send(episode_ended(id, raised(error), now, now))
-            self._send(EpisodeClosed(id=id, failure="", retire=False))
+            self._send(EpisodeStep(id, raised(error), now, now))
+            self._send(EpisodeClosed(id, "", retire=False))
             return
         steps: Steps = (
             AsyncSteps(generator, self._watchdog, id) if self._spec.kind == "async" else ThreadSteps(generator, self._threads)
@@ -179,10 +176,9 @@ class _Worker:
         turn, sent = 0, None
         while not episode.is_closed:
             came, began = await self._step(episode, sent, turn)
+            self._send(EpisodeStep(id, came, began, time.time(), episode.is_stuck or episode.retires))
             if isinstance(came, End):
-                self._send(episode_ended(id, came, began, time.time(), episode.is_stuck or episode.retires))
                 break
-            self._send(Observed(id=id, content=came.content, score=came.score, began=began, ended=time.time()))
             sent = await episode.replies.get()
             if sent is None:
                 break
@@ -190,7 +186,7 @@ class _Worker:
         episode.is_closed = True
         failure = await self._close(episode)
         del self._episodes[id]
-        self._send(EpisodeClosed(id=id, failure=_plain(failure), retire=episode.is_stuck or episode.retires))
+        self._send(EpisodeClosed(id, failure, episode.is_stuck or episode.retires))
 
     async def _step(self, episode: _Episode, sent: str | None, turn: int) -> tuple[Read | End, float]:
         """What one step of the environment came to, and when it began."""
@@ -239,26 +235,3 @@ class _Worker:
         if done:
             self._places.release()
         return result
-
-
-def episode_ended(id: int, end: End, began: float, ended: float, retire: bool = False) -> EpisodeEnded:
-    """What the end of an episode is in a message."""
-    score = end.score
-    return EpisodeEnded(
-        id=id,
-        reason=end.reason,
-        kind=end.kind,
-        scored=score is not None,
-        value=None if score is None else score.value,
-        failure=None if score is None or score.failure is None else _plain(score.failure),
-        metrics={} if score is None else dict(score.metrics),
-        traceback=_plain(end.traceback),
-        began=began,
-        ended=ended,
-        retire=retire,
-    )
-
-
-def _plain(text: str) -> str:
-    """Also of an error that quotes half a surrogate pair."""
-    return text.encode(errors="backslashreplace").decode()

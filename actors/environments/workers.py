@@ -17,32 +17,27 @@ from async_rlhf.actors.environments.book import EpisodeBook
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
 from async_rlhf.actors.environments.messages import (
-    EPISODES,
     BeginEpisode,
     CloseEpisode,
     EpisodeClosed,
-    EpisodeEnded,
+    EpisodeStep,
     Message,
-    Observed,
     Reply,
     StartFailed,
-    WorkerReady,
 )
 from async_rlhf.actors.environments.settings import EnvironmentFunction
-from async_rlhf.actors.environments.worker import Limits, episode_ended, serve
-from async_rlhf.actors.environments.yields import Kind, fails
+from async_rlhf.actors.environments.worker import Limits, serve
+from async_rlhf.actors.environments.yields import Kind, Read, fails, raised
 from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
-from async_rlhf.buffers.errors import EpisodeError, WireError
+from async_rlhf.buffers.errors import EpisodeError
 
 logger = logging.getLogger(__name__)
 
 # Longest time that the other episodes of a retired process have to end.
 DRAIN_S = 60.0
-# Beside an observation, what a message holds; tracebacks and failures are cut off far below it.
-_OVERHEAD_BYTES = 1 << 20
 
-Happened = Callable[[int, Observed | EpisodeEnded | EpisodeClosed | None], None]
+Happened = Callable[[int, EpisodeStep | EpisodeClosed | None], None]
 """Takes what became of an episode, by its id; None: it is lost. EpisodeClosed: its cleanup failed. Called from the thread."""
 
 
@@ -52,21 +47,12 @@ class _EpisodeWorker(Worker):
     memory_setting = "environment.worker_memory_mb"
 
     def __init__(self, number: int, spec: EnvironmentSpec, limits: Limits, function: EnvironmentFunction | None) -> None:
-        self._timeout_s, self._max_bytes = spec.timeout_s, 2 * limits.max_observation_bytes + _OVERHEAD_BYTES
+        self._timeout_s = spec.timeout_s
         self._pulse = LoopWatchdog()
         arguments = (spec, limits, self._pulse, function)
         super().__init__(number, serve, arguments, limits.worker_memory_mb, in_thread=function is not None)
         self.retired_until: float | None = None
         self._seen, self._looked, self._silent_s = 0.0, time.monotonic(), 0.0
-
-    def send(self, message: Message) -> None:
-        """Raises WireError for a column that cannot travel, BlockingIOError when the process takes nothing, OSError when it has
-        ended."""
-        self.connection.send_bytes(EPISODES.pack(message))
-
-    def receive(self) -> Message:
-        """Raises EOFError and OSError at its end, WireError for what is no message."""
-        return EPISODES.unpack(self.connection.recv_bytes(self._max_bytes))
 
     def blocked(self, now: float) -> tuple[str, int | None] | None:
         """Once its loop has not turned for longer than a step may take: why, and the episode whose step blocks it if known.
@@ -103,12 +89,11 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
         super().__init__(config.workers, f"the processes of environment {spec.name!r} ({spec.target})")
 
     def begin(self, id: int, key: Hashable, fields: Mapping[str, Any]) -> None:
-        message = BeginEpisode(id=id, fields=self._spec.usable(fields))
+        message = BeginEpisode(id, self._spec.usable(fields))
         self._act(partial(self._unplaced.__setitem__, id, (key, message)))
 
     def reply(self, id: int, text: str) -> None:
-        # What the model wrote has a UTF-8 form, unless it did not write it.
-        self._act(partial(self._reply, Reply(id=id, text=text.encode(errors="replace").decode())))
+        self._act(partial(self._reply, Reply(id, text)))
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         """Close these episodes; the keys are not begun again."""
@@ -155,37 +140,37 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
                 self._book.closed(id)
             elif worker is not None and self._book.phase(id) != "closing":
                 self._book.enter(id, "closing")
-                self._send(self._workers[worker], CloseEpisode(id=id))
+                self._send(self._workers[worker], CloseEpisode(id))
 
     def _send(self, worker: _EpisodeWorker, message: Message) -> None:
         self._look_by(time.monotonic() + LOOK_S)
         try:
-            worker.send(message)
-        except WireError as error:  # of an episode that is to begin
-            assert isinstance(message, BeginEpisode)
-            self._book.closed(message.id)
-            self._happened(message.id, _failed(message.id, "not readable", str(error)))
+            worker.connection.send(message)
         except BlockingIOError:
             self._replace(worker, f"its process took no message for {GRACE_S:g} s", worker.running())
         except OSError:
             pass  # It has ended, as its connection will show.
+        except Exception as error:  # noqa: BLE001  a column may be an object of the user's, and raise anything
+            assert isinstance(message, BeginEpisode)
+            self._book.closed(message.id)
+            self._happened(message.id, _failed(message.id, "not readable", raised(error).failure))
 
     def _take(self, worker: _EpisodeWorker) -> None:
-        message = worker.receive()
-        if isinstance(message, WorkerReady):
+        message: Message = worker.connection.recv()
+        if message is None:
             self._is_up(worker)
             self._book.open(worker.number)
         elif isinstance(message, StartFailed):
             worker.failure = message.reason
-        elif isinstance(message, Observed | EpisodeEnded):
+        elif isinstance(message, EpisodeStep):
             if self._book.phase(message.id) == "stepping":  # Else it has been discarded.
-                self._book.enter(message.id, "waiting" if isinstance(message, Observed) else "closing")
+                self._book.enter(message.id, "waiting" if isinstance(message.came, Read) else "closing")
                 self._happened(message.id, message)
         elif isinstance(message, EpisodeClosed):
             self._book.closed(message.id)
             if message.failure:
                 self._happened(message.id, message)
-        if isinstance(message, EpisodeEnded | EpisodeClosed) and message.retire and worker.takes:
+        if isinstance(message, EpisodeStep | EpisodeClosed) and message.retire and worker.takes:
             self._retire(worker)
         if not worker.takes and self._has(worker) and self._book.has_drained(worker.number):
             self._end_retired(worker)
@@ -241,6 +226,6 @@ _NONE = -1
 """The id of no episode."""
 
 
-def _failed(id: int, kind: Kind, reason: str) -> EpisodeEnded:
+def _failed(id: int, kind: Kind, reason: str) -> EpisodeStep:
     now = time.time()
-    return episode_ended(id, fails(kind, reason), now, now)
+    return EpisodeStep(id, fails(kind, reason), now, now)

@@ -61,7 +61,7 @@ def serve(
     if functions is None:
         obey_parent(memory_mb)
     # Before the first call, so that imports do not count against its time-out.
-    rewards = {spec.name: _ready(spec, functions) for spec in specs}
+    rewards = {spec.name: ready(spec, functions) for spec in specs}
     if specs[0].kind == "async":
         asyncio.run(_serve_on_loop(connection, watchdog, rewards))
         return
@@ -74,7 +74,7 @@ def serve(
             return
 
 
-def _ready(spec: RewardSpec, functions: Mapping[str, RewardFunction] | None) -> Ready | Answer:
+def ready(spec: RewardSpec, functions: Mapping[str, RewardFunction] | None) -> Ready | Answer:
     """Load a reward; one that cannot be loaded answers every call with the reason."""
     try:
         function = load(spec) if functions is None else functions[spec.name]

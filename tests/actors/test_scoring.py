@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +11,10 @@ import pytest
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.scoring.pool import ScoringPool
-from async_rlhf.actors.workers import pool as worker_pool
-from async_rlhf.buffers.errors import DeadlineError, RewardError
+from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench
-from tests.conftest import gone, has_ended, wait_for
+from tests.conftest import has_ended, wait_for
 
 JUDGES = """
 import asyncio, os, re, sys, time
@@ -116,17 +114,6 @@ def test_two_thousand_completions_at_once_are_each_given_their_own_score(bench: 
     assert {name: each.scored for name, each in pool.pool.counters.items()} == {"number": 2000, "trl_async": 2000}
 
 
-def test_the_first_failure_is_logged_with_its_traceback_and_the_others_are_counted(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
-) -> None:
-    pool = bench("act")
-    with caplog.at_level(logging.WARNING):
-        assert [each["act"].state for each in pool.score("one", "quit", "3")] == ["failed", "failed", "value"]
-    (logged,) = [record.getMessage() for record in caplog.records]
-    assert "reward 'act' failed" in logged and "Traceback" in logged and "judges.py" in logged
-    assert (pool.pool.counters["act"].failed, pool.pool.counters["act"].scored) == (2, 1)
-
-
 def test_calls_before_and_behind_one_that_ends_its_process_are_scored(bench: Callable[..., Bench]) -> None:
     scores = [each["act"] for each in bench("act", timeout_s=4.0).score("1", "swallow", "2", "exit", "exit", "3", "4")]
     assert [score.value for score in scores] == [1.0, None, 2.0, None, None, 3.0, 4.0]
@@ -179,12 +166,9 @@ def test_a_flood_of_calls_to_a_blocked_event_loop_is_survived(bench: Callable[..
     assert scores[0].state == "failed" and pool.one("3") == Score(3.0)
 
 
-@pytest.mark.parametrize("kind", ["sync", "asynchronous"])
-def test_a_reward_that_only_workers_cannot_import_fails_with_the_reason(
-    bench: Callable[..., Bench], tmp_path: Path, kind: str
-) -> None:
+def test_a_reward_that_only_workers_cannot_import_fails_with_the_reason(bench: Callable[..., Bench], tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(UNLOADABLE.format(act="raise OSError('no licence')"))
-    score = bench(kind).one("x")
+    score = bench("sync").one("x")
     assert score.failure is not None and score.failure.startswith("RewardError: importing reward file")
     assert score.failure.endswith("raised OSError: no licence")
 
@@ -215,23 +199,6 @@ def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
     pool.pool.submit(0, {"completion": "swallow"})
     pool.pool.close(60.0)
     assert not workers()
-
-
-def test_closing_says_so_when_the_process_of_the_event_loop_does_not_end(
-    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(worker_pool, "END_S", 0.1)
-    pool = bench("act_async")
-    assert pool.one("1") == Score(1.0)
-    (guard,) = wait_for(lambda: found if len(found := workers()) == 1 else None, "one process")
-    guard.suspend()  # it ends the worker, and itself after it
-    try:
-        with pytest.raises(DeadlineError, match=r"the worker processes of act_async .* did not end within"):
-            pool.pool.close(3.0)
-        wait_for(lambda: "was killed and still runs after 0.1 s" in caplog.text, "the warning")
-    finally:
-        guard.resume()
-    wait_for(lambda: gone(guard.pid), "its end")
 
 
 def test_without_rewards_a_completion_is_back_at_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -22,16 +21,7 @@ def best(completions, prompt, answer, completion_ids, finish_reasons):
     top = max(map(float, completions))
     return [float(float(c) == top) for c in completions]
 
-@reward(scope="group")
-async def short_list(completions): return [1.0]
-
-@reward(scope="group", workers=1, timeout_s=1.0)
-def hangs(completions):
-    while True: pass
-
-def plain(completion): return 1.0
 async def measured(completion): return Score(1.0, metrics={"length": len(completion), "words": 2})
-def nan_metric(completion): return Score(1.0, metrics={"bad": float("nan")})
 
 @reward(timeout_s=1.0)
 async def blocker(completion):
@@ -58,23 +48,6 @@ def test_a_reward_of_groups_sees_all_members_in_their_order_and_each_gets_its_ow
     assert 0 < began <= ended and scored[0].stages["best"] == scored[2].stages["best"]
 
 
-def test_a_group_that_gets_too_few_scores_fails_as_a_whole(bench: Callable[..., Bench]) -> None:
-    pool = bench("short_list")
-    for member in range(2):
-        pool.submit(member, "1", Place("g", member, 2))
-    assert {each.scores["short_list"].failure for each in pool.wait().values()} == {
-        "returned list [1.0] for 2 completions; a list of 2 scores was expected"
-    }
-
-
-def test_a_hanging_reward_of_groups_with_workers_and_a_time_out_of_its_own_delays_no_other(bench: Callable[..., Bench]) -> None:
-    pool = bench("hangs plain")
-    for member in range(2):
-        pool.submit(member, "1", Place("g", member, 2))
-    scores = pool.wait()[0].scores
-    assert "timed out after 1 s" in (scores["hangs"].failure or "") and scores["plain"].value == 1.0
-
-
 def test_a_discarded_member_takes_its_group_with_it(bench: Callable[..., Bench]) -> None:
     pool = bench("best")
     pool.submit(0, "1", Place(("g", 0), 0, 2))
@@ -84,16 +57,9 @@ def test_a_discarded_member_takes_its_group_with_it(bench: Callable[..., Bench])
     assert [each.scores["best"].value for each in pool.wait().values()] == [1.0, 1.0]
 
 
-def test_a_metric_must_be_finite(bench: Callable[..., Bench]) -> None:
-    assert "metric 'bad' of a score must be finite" in (bench("nan_metric").one("1").failure or "")
-
-
 @pytest.mark.parametrize(("culprit", "told"), [("blocker", "it blocked the event loop"), ("dies", "exit code 9")])
 def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
-    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, culprit: str, told: str
+    bench: Callable[..., Bench], culprit: str, told: str
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        (scores,) = bench(f"innocent {culprit}").score("7")
+    (scores,) = bench(f"innocent {culprit}").score("7")
     assert told in (scores[culprit].failure or "") and scores["innocent"] == Score(7.0)
-    if culprit == "blocker":
-        assert any("reward 'blocker' has kept the event loop to itself" in r.getMessage() for r in caplog.records)

@@ -182,7 +182,7 @@ OF_REWARD = rf"timed out after {SECONDS} \(scoring.timeout_s\)"
 OF_EPISODE = rf"timed out after {SECONDS} \(timeout_s\)"
 BLOCKED = f"timed out: it blocked the event loop.* for more than {SECONDS}.*"
 EXITED = r"its worker process ended with exit code 3"
-ABORTED = r"its worker process ended with exit code -6.*"
+ABORTED = r"its worker process ended with exit code -6, perhaps out of memory: limit (512|1024) MB \(.*\)"
 TWICE = "its process ended twice while it was in a step: "
 # The client begins a lost episode again, as another one of the server.
 LOST_THERE = "its server began anew, or lost the process that ran it"
@@ -193,7 +193,7 @@ ENDS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "no name": ("NameError: name 'undefined' is not defined",) * 4,
     "text": (*("returned complex 3j; a number, a Score or None was expected",) * 2, *("yielded complex 3j; text, .*",) * 2),
     "declined": ("the judge declined",) * 4,
-    "surrogate": (*("ValueError: half \ud800",) * 2, *(r"ValueError: half \\ud800",) * 2),
+    "surrogate": ("ValueError: half \ud800",) * 4,
     "hang": (OF_REWARD, BLOCKED, OF_EPISODE, BLOCKED),
     "wait": (None, OF_REWARD, None, OF_EPISODE),
     "refuse": (None, f"timed out after {SECONDS} and refused to be cancelled.*", None, OF_EPISODE),

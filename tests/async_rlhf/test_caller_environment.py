@@ -114,4 +114,6 @@ def test_a_second_run_beside_it_has_its_own(config: Callable[..., Config]) -> No
 
 def test_without_the_process_that_has_it_every_episode_says_so(config: Callable[..., Config]) -> None:
     found = list(play(config(lambda prompt: (yield prompt)), 1, lambda _: None))
-    assert [trial.score is not None and "is in the process that started this run" in str(trial.score.failure) for trial in found] == [True]
+    assert [
+        trial.score is not None and "is in the process that started this run" in str(trial.score.failure) for trial in found
+    ] == [True]

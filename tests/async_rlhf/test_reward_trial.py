@@ -135,11 +135,6 @@ def test_a_served_reward_is_asked_by_another_process_and_ends_with_a_signal(fold
     assert server.returncode == 0
 
 
-def test_serving_beyond_this_machine_needs_keys() -> None:
-    result = CliRunner().invoke(app, ["serve", "reward", "exact", "--address", "tcp://0.0.0.0:5555"])
-    assert result.exit_code == 3 and "on this machine only" in result.output
-
-
 def test_a_mistake_in_the_data_files_folder_is_a_configuration_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="is no run directory"):
         try_rewards(["exact"], folder)

@@ -42,13 +42,6 @@ IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0
             {"scoring.stages.reasoning_gym.batchsize": 2},
             "unknown key .*reasoning_gym.batchsize': did you mean '.*reasoning_gym.batch_size'",
         ),
-        (
-            {"scoring.stages.reference.batchsize": 2},
-            "unknown key .*reference.batchsize': did you mean '.*reference.batch_size'",
-        ),
-        ({"scoring.stages.reasoning_gym.placement": "acter"}, "Input should be 'learner', 'actor' or 'process'"),
-        ({"scoring.stages.reasoning_gym.workers": -1}, "workers = -1: Input should be greater than or equal to 0"),
-        ({"scoring.stages.reasoning_gym.batch_size": 2}, "batch_size = 2 but takes one completion"),
         ({"scoring.stages.reasoning_gym.batch_wait_s": 0.1}, "set scoring.stages.reasoning_gym.batch_size above 1"),
         ({**ONE_JUDGE, "scoring.stages.judge.workers": 2}, "runs on one event loop; set scoring.stages.judge.max_concurrency"),
         ({**IN_THE_ACTOR, "scoring.stages.reference.max_concurrency": 3}, "highest: 1, or set .*reference.workers = 3"),

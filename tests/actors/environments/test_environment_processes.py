@@ -16,10 +16,10 @@ from async_rlhf.actors.environments import workers
 from async_rlhf.actors.environments.pool import Ended, Lost, Observation
 from async_rlhf.buffers.errors import EpisodeError
 from tests.actors.environments.played import Bench
-from tests.conftest import gone, has_ended, wait_for
+from tests.conftest import has_ended, wait_for
 
 ENVIRONMENTS = """
-import asyncio, os, subprocess, time
+import asyncio, os, time
 from async_rlhf import Score
 
 def do(act, path):
@@ -27,10 +27,6 @@ def do(act, path):
     if act == "abort": os.abort()
     if act == "sleep":
         while True: time.sleep(1000)
-    if act == "program":
-        program = subprocess.Popen(["sleep", "1000"])
-        open(path, "w").write(str(program.pid))
-        program.wait()
 
 def synchronous(act, path):
     text = yield str(os.getpid())
@@ -202,12 +198,6 @@ def test_an_observation_of_an_episode_that_is_lost_before_it_is_polled_is_not_sh
     assert played.pool.poll() == [Lost("a")] and played.pool.num_pending == 0
 
 
-def test_what_an_episode_started_is_killed_with_its_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    assert "timed out" in bench("synchronous", timeout_s=8.0).fails("a", act="program", path=str(tmp_path / "pid"))
-    pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: gone(pid), "the end of the program")
-
-
 def test_a_cleanup_that_hangs_is_counted_and_its_process_replaced(bench: Callable[..., Bench]) -> None:
     played = bench("synchronous", timeout_s=4.0)
     played.begin("a", act="slow cleanup")
@@ -233,12 +223,3 @@ def environment(question): text = yield question
         played.begin("a")
         with pytest.raises(EpisodeError, match=f"ended 3 times in a row before they were ready: .*{reason}"):
             played.until(lambda: False)
-
-
-def test_closing_kills_what_hangs(bench: Callable[..., Bench]) -> None:
-    played = bench("synchronous", timeout_s=1000)
-    played.begin("a", act="sleep")
-    played.until(played.heard(1), lambda key, turn: "")
-    process = psutil.Process(pid_of(played, "a"))
-    played.pool.close(10.0)
-    assert has_ended(process)
