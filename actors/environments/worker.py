@@ -48,7 +48,6 @@ class Limits(NamedTuple):
     """As in `EnvironmentConfig`."""
 
     max_concurrency: int
-    max_observation_bytes: int
     worker_memory_mb: int | None
 
 
@@ -190,7 +189,7 @@ class _Worker:
 
     async def _step(self, episode: _Episode, sent: str | None, turn: int) -> tuple[Read | End, float]:
         """What one step of the environment came to, and when it began."""
-        reads = partial(read_yield, turn=turn, max_turns=self._spec.max_turns, max_bytes=self._limits.max_observation_bytes)
+        reads = partial(read_yield, turn=turn, max_turns=self._spec.max_turns)
         await self._places.acquire()
         began = time.time()
         left_s = episode.ends_at - time.monotonic()

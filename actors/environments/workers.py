@@ -82,7 +82,7 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
     ) -> None:
         """function: where only this process has it; a thread then stands for each process, and is left behind."""
         self._spec, self._happened, self._function = spec, happened, function
-        self._limits = Limits(config.max_concurrency, config.max_observation_bytes, config.worker_memory_mb)
+        self._limits = Limits(config.max_concurrency, config.worker_memory_mb)
         self._book = EpisodeBook()
         self._unplaced: dict[int, tuple[Hashable, BeginEpisode]] = {}
         self._unsent: dict[int, BeginEpisode | Reply] = {}

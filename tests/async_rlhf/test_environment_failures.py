@@ -39,7 +39,7 @@ FAILURES = {
     "never yields": "it ended before the model wrote anything",
     "raises": "ValueError: in turn 3",
     "yields a number": "yielded float 1.0; text, a list of chat messages, Feedback or Score was expected; a score is",
-    "yields 100 MB": "returned 100 MB, at most 1.049 MB are read (environment.max_observation_bytes)",
+    "yields 100 MB": "returned 100000000 bytes, at most 1048576 are read",
     "hangs": "timed out after 10 s (timeout_s)",
     "exits": "its worker process ended with exit code 7",
     "eats memory": "out of memory: limit 1024 MB (environment.worker_memory_mb)",

@@ -10,7 +10,7 @@ import pytest
 
 from async_rlhf.actors.environments import Feedback
 from async_rlhf.actors.environments.pool import Ended, Observation
-from async_rlhf.actors.environments.yields import End, Read, read_return, read_yield
+from async_rlhf.actors.environments.yields import MAX_BYTES, End, Read, read_return, read_yield
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.score import Score
 from tests.actors.environments.played import Bench
@@ -149,19 +149,19 @@ def test_what_goes_on_after_its_score_is_closed(bench: Bench, tmp_path: Path) ->
     ("came", "reason"),
     [
         (
-            read_yield(1.0, 1, 3, 99),
+            read_yield(1.0, 1, 3),
             "yielded float 1.0; text, a list of chat messages, Feedback or Score was expected; a score is",
         ),
         (
-            read_yield([{"role": "wizard", "content": ""}], 1, 3, 99),
+            read_yield([{"role": "wizard", "content": ""}], 1, 3),
             "yielded a chat message whose role is 'wizard'; choose one of: ",
         ),
-        (read_yield("\ud800", 1, 3, 99), "yielded text that has no UTF-8 form"),
-        (read_yield([{"role": "user", "content": {1, 2}}], 1, 3, 99), "yielded chat messages that are no JSON data"),
-        (read_yield("x" * 1200, 1, 3, 1000), "returned 1.2 kB, at most 1 kB are read (environment.max_observation_bytes)"),
-        (read_yield(Feedback("x", 1e300), 1, 3, 99), "Feedback with a score: returned float 1e+300"),
-        (read_yield(Score(1.0), 0, 3, 99), "it ended before the model wrote anything"),
-        (read_yield(Feedback("x", 1.0), 0, 3, 99), "it gave Feedback with a score before the model wrote anything"),
+        (read_yield("\ud800", 1, 3), "yielded text that has no UTF-8 form"),
+        (read_yield([{"role": "user", "content": {1, 2}}], 1, 3), "yielded chat messages that are no JSON data"),
+        (read_yield("x" * (MAX_BYTES + 1), 1, 3), "returned 1048577 bytes, at most 1048576 are read"),
+        (read_yield(Feedback("x", 1e300), 1, 3), "Feedback with a score: returned float 1e+300"),
+        (read_yield(Score(1.0), 0, 3), "it ended before the model wrote anything"),
+        (read_yield(Feedback("x", 1.0), 0, 3), "it gave Feedback with a score before the model wrote anything"),
         (read_return(0), "it ended before the model wrote anything"),
         (read_return(1, 1.0), "returned float 1.0; a score is yielded: yield Score(...)"),
     ],
@@ -172,8 +172,8 @@ def test_what_is_no_observation_is_failed_by_name(came: Any, reason: str) -> Non
 
 def test_messages_that_an_environment_yields_are_read_as_those_of_rows_are() -> None:
     said = [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None, "tool_calls": []}]
-    assert read_yield(said, 0, 2, 1000) == Read([{"role": "user", "content": "a"}])
-    end = read_yield([{"role": "user", "content": [{"type": "image"}]}], 0, 2, 1000)
+    assert read_yield(said, 0, 2) == Read([{"role": "user", "content": "a"}])
+    end = read_yield([{"role": "user", "content": [{"type": "image"}]}], 0, 2)
     assert isinstance(end, End) and "message 1, key 'content': part 1 is 'image'" in end.failure
 
 
