@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Generator
 from multiprocessing import util
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
@@ -64,13 +64,13 @@ class LoopWatchdog:
 
 
 class Watched:
-    """Awaits a coroutine and records when it runs; tasks that it starts itself are not seen."""
+    """Awaits what is awaited of a user's and records when it runs; tasks that it starts itself are not seen."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], watchdog: LoopWatchdog, id: int) -> None:
-        self._coroutine, self._watchdog, self._id = coroutine, watchdog, id
+    def __init__(self, awaited: Awaitable[Any], watchdog: LoopWatchdog, id: int) -> None:
+        self._awaited, self._watchdog, self._id = awaited, watchdog, id
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self._coroutine.__await__()
+        steps = self._awaited.__await__()
         sent: Any = None
         thrown: BaseException | None = None
         while True:
