@@ -18,8 +18,8 @@ from async_rlhf.actors.environments.settings import EnvironmentFunction, Environ
 from async_rlhf.actors.environments.tool_calls import Tool, schema_of
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.actors.rewards.importing import found_in
-from async_rlhf.actors.rewards.signature import Signature
-from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError, did_you_mean
+from async_rlhf.actors.rewards.signature import Signature, check_parameters
+from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError
 
 FIELDS = frozenset({"prompt", "seed"})
 """Of every episode, beside the columns of its row. seed: int, the same for all members of a group."""
@@ -55,18 +55,8 @@ class EnvironmentSpec(EnvironmentSettings):
 
     def check(self, columns: AbstractSet[str]) -> None:
         """columns: those of every row. Raises ConfigError when a parameter can get no value, and for an unknown option."""
-        known = FIELDS | columns | self.options.keys()
-        for parameter in self.required:
-            if parameter not in known:
-                raise ConfigError(
-                    f"environment {self.name!r} asks for {parameter!r}, which is neither {' nor '.join(sorted(FIELDS))}, nor a "
-                    f"column of every row ({', '.join(sorted(columns)) or 'there is none'}), nor an option "
-                    f"(environment.options); {did_you_mean(parameter, known)}"
-                )
-        if self.fields is not None and (unknown := self.options.keys() - set(self.fields)):
-            option = min(unknown)
-            hint = did_you_mean(option, self.fields) if self.fields else "it takes none"
-            raise ConfigError(f"environment.options.{option}: environment {self.name!r} has no such parameter; {hint}")
+        what, options = f"environment {self.name!r}", self.options.keys()
+        check_parameters(what, "environment.options", self.required, self.fields, FIELDS, columns, options)
 
     def usable(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Those of an episode's fields that the environment can use: only they travel to it."""

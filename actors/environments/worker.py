@@ -5,8 +5,8 @@ waits for   messages (in a thread of its own, so that the actor can always send)
 woken by    these
 on close    it is killed; episodes that are to be cleaned up have been closed before
 
-A blocked loop cannot report itself: the child writes into shared memory that its loop turns (`pulse`) and which asynchronous
-step runs on it (`watchdog`); the actor reads both.
+A blocked loop cannot report itself: the child writes into shared memory that its loop turns and which asynchronous step runs on
+it (`watchdog`); the actor reads both.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def serve(
     watchdog: LoopWatchdog,
     spec: EnvironmentSpec,
     limits: Limits,
-    pulse: LoopWatchdog,
     function: EnvironmentFunction | None,
 ) -> None:
     """Until the other end of the connection is closed. function: in a thread of the process that has it."""
@@ -71,7 +70,7 @@ def serve(
             os._exit(1)  # whatever else the import has begun
     else:
         function = with_options(function, spec)
-    asyncio.run(_Worker(connection, spec, limits, function, threads, watchdog, pulse).run())
+    asyncio.run(_Worker(connection, spec, limits, function, threads, watchdog).run())
 
 
 class _Episode:
@@ -104,16 +103,15 @@ class _Worker:
         function: EnvironmentFunction,
         threads: Executor,
         watchdog: LoopWatchdog,
-        pulse: LoopWatchdog,
     ) -> None:
         self._connection, self._spec, self._limits, self._function = connection, spec, limits, function
-        self._threads, self._watchdog, self._pulse = threads, watchdog, pulse
+        self._threads, self._watchdog = threads, watchdog
         self._places = asyncio.Semaphore(limits.max_concurrency)
         self._episodes: dict[int, _Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        self._pulse.begin(0)
+        self._watchdog.beat()
         self._send(None)
         loop, over = asyncio.get_running_loop(), asyncio.Event()
 
@@ -128,7 +126,7 @@ class _Worker:
         while not over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), PULSE_S)
-            self._pulse.begin(0)
+            self._watchdog.beat()
 
     def _send(self, message: Message) -> None:
         # The parent always reads, so this does not block the loop.

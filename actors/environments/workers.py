@@ -29,7 +29,7 @@ from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.worker import Limits, serve
 from async_rlhf.actors.environments.yields import Kind, Read, fails, raised
 from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
-from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
+from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import EpisodeError
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,7 @@ class _EpisodeWorker(Worker):
 
     def __init__(self, number: int, spec: EnvironmentSpec, limits: Limits, function: EnvironmentFunction | None) -> None:
         self._timeout_s = spec.timeout_s
-        self._pulse = LoopWatchdog()
-        arguments = (spec, limits, self._pulse, function)
-        super().__init__(number, serve, arguments, limits.worker_memory_mb, in_thread=function is not None)
+        super().__init__(number, serve, (spec, limits, function), limits.worker_memory_mb, in_thread=function is not None)
         self.retired_until: float | None = None
         self._seen, self._looked, self._silent_s = 0.0, time.monotonic(), 0.0
 
@@ -59,8 +57,7 @@ class _EpisodeWorker(Worker):
 
         Only time in which this process could look itself counts as silence.
         """
-        turn = self._pulse.look()
-        beat = 0.0 if turn is None else turn.since
+        beat = self.watchdog.beaten
         self._silent_s = self._silent_s + min(now - self._looked, 2 * LOOK_S) if beat == self._seen else 0.0
         self._seen, self._looked = beat, now
         if self._silent_s <= self._timeout_s + GRACE_S:

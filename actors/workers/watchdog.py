@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 GRACE_S = 2.0
 """What is cancelled has so long to end, and a worker so long to take a message; then it is taken for stuck."""
-_IDLE, _BYTES = -1.0, 16
+_IDLE, _BYTES = -1.0, 24
 
 
 class Turn(NamedTuple):
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
 
 
 class LoopWatchdog:
-    """Two numbers in shared memory: one process writes, one reads. Goes to a child as an argument of its process.
+    """Three numbers in shared memory: one process writes, one reads. Goes to a child as an argument of its process.
 
     The memory is a file without a name: multiprocessing's own would leave a directory behind when everything is killed.
     """
@@ -56,6 +56,15 @@ class LoopWatchdog:
 
     def end(self) -> None:
         self._board[0] = _IDLE
+
+    def beat(self) -> None:
+        """The loop turns."""
+        self._board[2] = time.monotonic()
+
+    @property
+    def beaten(self) -> float:
+        """When it last did, in monotonic seconds; 0 before the first time."""
+        return self._board[2]
 
     def look(self) -> Turn | None:
         """Whose turn it is. A torn read is harmless: a turn counts only once it has lasted."""
