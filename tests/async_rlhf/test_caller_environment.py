@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,26 +54,6 @@ def test_its_steps_run_in_this_process_and_its_settings_hold_in_the_run(config: 
     assert found[1].parts[2].score == 0.25 and found[1].end == "max_turns"
     assert found[0].end == "scored" and found[0].score == Score(1.5, metrics={"length": 1.0})
     assert seen == ["closed", "no", "neither", "closed"]
-
-
-def test_an_asynchronous_one_waits_on_an_event_loop_of_this_process(config: Callable[..., Config]) -> None:
-    async def waits(prompt: str) -> Any:
-        text = yield prompt
-        await asyncio.sleep(0)
-        yield Score(float(len(text)))
-
-    assert [trial.score for trial in trials(waits, config(waits), "abc", "d")] == [Score(3.0), Score(1.0)]
-
-
-def test_what_it_raises_is_in_the_log_with_where_it_runs(
-    config: Callable[..., Config], caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(prompt: str) -> Iterator[Any]:
-        yield prompt
-        raise KeyError("hm")
-
-    assert trials(fails, config(fails), "8", "2")[0].score == Score(failure="KeyError: 'hm'")
-    assert "served by threads of this process" in caplog.text and 'raise KeyError("hm")' in caplog.text
 
 
 class Account:

@@ -76,8 +76,6 @@ def test_a_trial_says_that_a_function_lacks_its_return(folder: Path) -> None:
         ),
         (["judges.py:quality", "--set", "scoring.timeout_s=-1"], "scoring.timeout_s = -1"),
         (["length", "--set", "options.length.target=1", "--set", "options.length.tolerance=1"], "asks for 'completion_ids'"),
-        (["length", "--set", "options.length.tagret=1"], "asks for 'target'"),
-        (["exact", "--set", "options.exakt.x=1"], "did you mean 'exact'"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_with_the_way_out(folder: Path, arguments: list[str], message: str) -> None:
