@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.scoring.pool import ScoringPool
+from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench
@@ -18,6 +18,7 @@ from tests.conftest import has_ended, wait_for
 
 JUDGES = """
 import asyncio, os, re, sys, time
+from async_rlhf.actors.rewards import Score, reward
 
 def number(completion): return float(completion)
 def answered(completion, answer, level=0): return float(completion == answer) + level
@@ -57,6 +58,27 @@ async def act_async(completion):
     return act(completion)
 
 async def trl_async(completions): return [float(c) for c in completions]
+
+@reward(scope="group")
+def best(completions, prompt, answer, completion_ids, finish_reasons):
+    assert prompt == "p" and answer == "a" and finish_reasons == ["stop"] * len(completions)
+    assert completion_ids == [[1, 2, 3]] * len(completions)
+    top = max(map(float, completions))
+    return [float(float(c) == top) for c in completions]
+
+async def measured(completion): return Score(1.0, metrics={"length": len(completion), "words": 2})
+
+@reward(timeout_s=1.0)
+async def blocker(completion):
+    time.sleep(100)
+
+async def innocent(completion):
+    await asyncio.sleep(0.05)
+    return float(completion)
+
+async def dies(completion):
+    await asyncio.sleep(0.02)
+    os._exit(9)
 """
 
 # Imported like any other file by `resolve`; only the workers fail on it.
@@ -175,6 +197,34 @@ def test_a_discarded_completion_is_not_returned_and_its_key_is_free_again(bench:
     pool.pool.discard([0, 99])
     assert pool.pool.num_pending == 0
     assert pool.score("2", "3") == [{"act": Score(2.0)}, {"act": Score(3.0)}]
+
+
+def test_a_reward_of_groups_sees_all_members_in_their_order_and_each_gets_its_own(bench: Callable[..., Bench]) -> None:
+    pool = bench("best measured")
+    for member in (2, 0, 1):
+        pool.submit(member, str(member), Place("g", member, 3))
+    scored = pool.wait()
+    assert [scored[member].scores["best"].value for member in range(3)] == [0.0, 0.0, 1.0]
+    assert scored[1].scores["measured"] == Score(1.0, metrics={"length": 1.0, "words": 2.0})
+    began, ended = scored[0].stages["best"]
+    assert 0 < began <= ended and scored[0].stages["best"] == scored[2].stages["best"]
+
+
+def test_a_discarded_member_takes_its_group_with_it(bench: Callable[..., Bench]) -> None:
+    pool = bench("best")
+    pool.submit(0, "1", Place(("g", 0), 0, 2))
+    pool.pool.discard([0])
+    for member in range(2):
+        pool.submit(member, "7", Place(("g", 0), member, 2))
+    assert [each.scores["best"].value for each in pool.wait().values()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("culprit", "told"), [("blocker", "it blocked the event loop"), ("dies", "exit code 9")])
+def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
+    bench: Callable[..., Bench], culprit: str, told: str
+) -> None:
+    (scores,) = bench(f"innocent {culprit}").score("7")
+    assert told in (scores[culprit].failure or "") and scores["innocent"] == Score(7.0)
 
 
 def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
