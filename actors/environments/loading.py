@@ -159,10 +159,7 @@ def _function(target: str) -> EnvironmentFunction:
     place, _, name = target.rpartition(":")
     if not place:
         raise EpisodeError(f"environment {target!r} has no module; name it as 'package.module:name' or 'path.py:name'")
-    try:
-        found: EnvironmentFunction = found_in(place, name, "environment", target)
-    except RewardError as error:
-        raise EpisodeError(str(error)) from error
+    found: EnvironmentFunction = found_in(place, name, "environment", target, EpisodeError)
     return found
 
 

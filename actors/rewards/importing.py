@@ -10,21 +10,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from async_rlhf.buffers.errors import RewardError, did_you_mean
+from async_rlhf.buffers.errors import AsyncRLHFError, RewardError, did_you_mean
 from async_rlhf.buffers.user_files import MissingFileError, UnfinishedImportError, import_file
 
 
-def found_in(place: str, name: str, kind: str, target: str) -> Any:
+def found_in(place: str, name: str, kind: str, target: str, error: type[AsyncRLHFError] = RewardError) -> Any:
     """What `name` is at the top level of `place`, a module or a file. kind, target: what errors call it.
 
-    Raises RewardError for what cannot be imported, and for a name that is not there.
+    Raises the error for what cannot be imported, and for a name that is not there.
     """
-    module = _file_module(Path(place), kind) if place.endswith(".py") else _module(place, kind, target)
+    try:
+        module = _file_module(Path(place), kind) if place.endswith(".py") else _module(place, kind, target)
+    except RewardError as failed:
+        raise error(str(failed)) from failed
     found = attribute(module, name)
     if found is None:
         public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         hint = did_you_mean(name, public) if public else "it defines no function"
-        raise RewardError(f"{kind} {target!r}: no {name!r} at the top level of {place}; {hint}")
+        raise error(f"{kind} {target!r}: no {name!r} at the top level of {place}; {hint}")
     return found
 
 
