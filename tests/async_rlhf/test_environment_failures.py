@@ -55,7 +55,7 @@ def settings(folder: Path, acts: list[str], **others: Any) -> dict[str, Any]:
 
 def test_every_way_to_fail_has_a_name_and_the_run_goes_on(small: Any, tmp_path: Path) -> None:
     acts = [*FAILURES, *LIMITS, "good", "good"]
-    config = small(**settings(tmp_path, acts, **{"rewards.max_failed_ratio": 1.0, "queue.keep_rollouts": True, "max_steps": 3}))
+    config = small(**settings(tmp_path, acts, **{"rewards.max_failed_ratio": 1.0, "queue.keep_rollouts": True, "max_steps": 2}))
     assert run(config, quiet=True).finished
     groups = [group for batch in read_batches(config.run_dir / "queue") for group in batch.groups]
     assert sorted(group.columns["act"] for group in groups) == sorted(acts)
