@@ -88,7 +88,8 @@ class Dispatcher:
 
     def submit(self, name: str, task: Task) -> None:
         with self._lock:
-            self._queues[name].offer(task, time.monotonic())
+            if (refused := self._queues[name].offer(task, time.monotonic())) is not None:
+                self._answered(task.id, (refused,))
             if task.stream is not None and name in self._prefetches:
                 self._prefetches[name].ended(task.stream)
             self._advance(name)
@@ -161,8 +162,6 @@ class Dispatcher:
         if self._closing:
             return
         waiting, now = self._queues[name], time.monotonic()
-        for task, answer in waiting.impossible():
-            self._answered(task.id, (answer,))
         for batch in waiting.due(now):
             members = tuple(member for task in batch for member in task.members)
             tokens, stream = sum(task.tokens for task in batch), batch[0].stream if len(batch) == 1 else None
