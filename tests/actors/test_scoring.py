@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,10 @@ import psutil
 import pytest
 
 from async_rlhf.actors.config import ScoringConfig
+from async_rlhf.actors.rewards import Answer, spec_in_process
+from async_rlhf.actors.scoring.executor import Call
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
+from async_rlhf.actors.scoring.reward_workers import MAX_STUCK, RewardWorkers
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench
@@ -225,6 +230,31 @@ def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
 ) -> None:
     (scores,) = bench(f"innocent {culprit}").score("7")
     assert told in (scores[culprit].failure or "") and scores["innocent"] == Score(7.0)
+
+
+def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails_at_once_with_the_reason() -> None:
+    release = threading.Event()
+
+    def hangs(completion: str) -> bool:
+        return completion == "quick" or release.wait(600)
+
+    found = queue.SimpleQueue[Answer]()
+    spec = spec_in_process("hangs", hangs, None)
+    threads = RewardWorkers(
+        (spec,), 16, 1, None, lambda call_id, answers: [*map(found.put, answers)] and None, {"hangs": hangs}
+    )
+
+    def ask(text: str, timeout_s: float) -> None:
+        threads.submit(Call(0, "hangs", ({"completion": text},), timeout_s))
+
+    for _ in range(MAX_STUCK + 1):
+        ask("x", 0.05)
+        assert "timed out" in str(found.get(timeout=300).failure)
+    ask("quick", 60.0)
+    assert "never ended; put the function into a .py file" in str(found.get(timeout=300).failure)
+    release.set()
+    wait_for(lambda: ask("quick", 60.0) or found.get(timeout=300).value == 1.0, "an answer")
+    threads.close(60.0)
 
 
 def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
