@@ -13,7 +13,7 @@ import pytest
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, spec_in_process
-from async_rlhf.actors.scoring.executor import Call
+from async_rlhf.actors.scoring.executor import Answers, Call
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.actors.scoring.reward_workers import MAX_STUCK, RewardWorkers
 from async_rlhf.buffers.errors import RewardError
@@ -240,9 +240,12 @@ def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails
 
     found = queue.SimpleQueue[Answer]()
     spec = spec_in_process("hangs", hangs, None)
-    threads = RewardWorkers(
-        (spec,), 16, 1, None, lambda call_id, answers: [*map(found.put, answers)] and None, {"hangs": hangs}
-    )
+
+    def answered(call_id: int, answers: Answers) -> None:
+        for answer in answers:
+            found.put(answer)
+
+    threads = RewardWorkers((spec,), 16, 1, None, answered, {"hangs": hangs})
 
     def ask(text: str, timeout_s: float) -> None:
         threads.submit(Call(0, "hangs", ({"completion": text},), timeout_s))
