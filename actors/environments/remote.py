@@ -42,13 +42,7 @@ def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
     if unknown := options.keys() - {"keys"}:
         raise ConfigError(f"environment.options.{min(unknown)}: a remote environment takes keys; others are its server's")
     found = _described(address, str(options.get("keys", "")))
-    settings = Declaration(
-        name=found.name,
-        max_turns=found.max_turns,
-        timeout_s=found.timeout_s,
-        episode_timeout_s=found.episode_timeout_s,
-        at_limit=found.at_limit,
-    )
+    settings = Declaration(**found.model_dump(exclude={"required", "fields", "tools", "judges"}))
     fields = None if found.fields is None else tuple(found.fields)
     return Adapted(_remote, settings, tuple(found.required), tuple(found.tools), found.judges, fields)
 

@@ -79,15 +79,4 @@ class EnvironmentServer(Service):
         return Stepped(id=id, turn=session.turn, answers=answers)
 
     def _environment(self) -> EnvironmentFields:
-        spec = self._spec
-        return EnvironmentFields(
-            name=spec.name,
-            max_turns=spec.max_turns,
-            timeout_s=spec.timeout_s,
-            episode_timeout_s=spec.episode_timeout_s,
-            at_limit=spec.at_limit,
-            required=list(spec.required),
-            fields=None if spec.fields is None else list(spec.fields),
-            tools=[dict(tool) for tool in spec.tools],
-            judges=spec.judges,
-        )
+        return EnvironmentFields(**{name: getattr(self._spec, name) for name in EnvironmentFields.model_fields})

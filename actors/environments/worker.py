@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
+from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.generators import AsyncSteps, DaemonThreads, Steps, ThreadSteps
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.messages import (
@@ -44,25 +45,18 @@ from async_rlhf.buffers.errors import EpisodeError
 PULSE_S = 0.2
 
 
-class Limits(NamedTuple):
-    """As in `EnvironmentConfig`."""
-
-    max_concurrency: int
-    worker_memory_mb: int | None
-
-
 def serve(
     connection: Connection,
     watchdog: LoopWatchdog,
     spec: EnvironmentSpec,
-    limits: Limits,
+    config: EnvironmentConfig,
     function: EnvironmentFunction | None,
 ) -> None:
     """Until the other end of the connection is closed. function: in a thread of the process that has it."""
     threads: Executor = DaemonThreads()
     if function is None:
-        obey_parent(limits.worker_memory_mb)
-        threads = ThreadPoolExecutor(limits.max_concurrency, "episode")
+        obey_parent(config.worker_memory_mb)
+        threads = ThreadPoolExecutor(config.max_concurrency, "episode")
         try:
             function = load(spec)
         except EpisodeError as error:
@@ -70,7 +64,7 @@ def serve(
             os._exit(1)  # whatever else the import has begun
     else:
         function = with_options(function, spec)
-    asyncio.run(_Worker(connection, spec, limits, function, threads, watchdog).run())
+    asyncio.run(_Worker(connection, spec, config, function, threads, watchdog).run())
 
 
 class _Episode:
@@ -99,14 +93,14 @@ class _Worker:
         self,
         connection: Connection,
         spec: EnvironmentSpec,
-        limits: Limits,
+        config: EnvironmentConfig,
         function: EnvironmentFunction,
         threads: Executor,
         watchdog: LoopWatchdog,
     ) -> None:
-        self._connection, self._spec, self._limits, self._function = connection, spec, limits, function
+        self._connection, self._spec, self._config, self._function = connection, spec, config, function
         self._threads, self._watchdog = threads, watchdog
-        self._places = asyncio.Semaphore(limits.max_concurrency)
+        self._places = asyncio.Semaphore(config.max_concurrency)
         self._episodes: dict[int, _Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -201,7 +195,7 @@ class _Worker:
         if isinstance(came, End) and came.kind == "died":
             # What each episode holds cannot be told apart: memory comes back with a new process.
             episode.retires = True
-            came = fails("died", ended(OUT_OF_MEMORY, self._limits.worker_memory_mb, "environment.worker_memory_mb"))
+            came = fails("died", ended(OUT_OF_MEMORY, self._config.worker_memory_mb, "environment.worker_memory_mb"))
         return came, began
 
     def _timed_out(self, in_step: bool) -> End:

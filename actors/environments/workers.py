@@ -26,7 +26,7 @@ from async_rlhf.actors.environments.messages import (
     StartFailed,
 )
 from async_rlhf.actors.environments.settings import EnvironmentFunction
-from async_rlhf.actors.environments.worker import Limits, serve
+from async_rlhf.actors.environments.worker import serve
 from async_rlhf.actors.environments.yields import Kind, Read, fails, raised
 from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
 from async_rlhf.actors.workers.watchdog import GRACE_S
@@ -46,9 +46,11 @@ class _EpisodeWorker(Worker):
 
     memory_setting = "environment.worker_memory_mb"
 
-    def __init__(self, number: int, spec: EnvironmentSpec, limits: Limits, function: EnvironmentFunction | None) -> None:
+    def __init__(
+        self, number: int, spec: EnvironmentSpec, config: EnvironmentConfig, function: EnvironmentFunction | None
+    ) -> None:
         self._timeout_s = spec.timeout_s
-        super().__init__(number, serve, (spec, limits, function), limits.worker_memory_mb, in_thread=function is not None)
+        super().__init__(number, serve, (spec, config, function), config.worker_memory_mb, in_thread=function is not None)
         self.retired_until: float | None = None
         self._seen, self._looked, self._silent_s = 0.0, time.monotonic(), 0.0
 
@@ -78,8 +80,7 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
         self, spec: EnvironmentSpec, config: EnvironmentConfig, happened: Happened, function: EnvironmentFunction | None
     ) -> None:
         """function: where only this process has it; a thread then stands for each process, and is left behind."""
-        self._spec, self._happened, self._function = spec, happened, function
-        self._limits = Limits(config.max_concurrency, config.worker_memory_mb)
+        self._spec, self._config, self._happened, self._function = spec, config, happened, function
         self._book = EpisodeBook()
         self._unplaced: dict[int, tuple[Hashable, BeginEpisode]] = {}
         self._unsent: dict[int, BeginEpisode | Reply] = {}
@@ -103,7 +104,7 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
     # -- its thread --------------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> _EpisodeWorker:
-        return _EpisodeWorker(number, self._spec, self._limits, self._function)
+        return _EpisodeWorker(number, self._spec, self._config, self._function)
 
     def _patience_s(self) -> float:
         busy = any(not worker.takes or self._book.num_busy(number) for number, worker in self._workers.items())

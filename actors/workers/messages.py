@@ -77,9 +77,9 @@ class EnvironmentFields(MessageBase):
     timeout_s: float
     episode_timeout_s: float | None
     at_limit: float | None
-    required: list[str]
-    fields: list[str] | None
-    tools: list[dict[str, Any]]
+    required: Annotated[list[str], Field(strict=False)]
+    fields: Annotated[list[str], Field(strict=False)] | None
+    tools: Annotated[list[dict[str, Any]], Field(strict=False)]
     judges: bool
 
 
