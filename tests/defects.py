@@ -129,7 +129,7 @@ DEFECTS = (
            "spans = [(int(label.version), label.end - label.start)",
            "spans = [(admitted, label.end - label.start)",
            ("actors/test_vllm_terms.py",)),
-    Defect("time-out-is-a-zero", "a score that takes too long has failed and is no number", "actors/scoring/executor.py",
+    Defect("time-out-is-a-zero", "a score that takes too long has failed and is no number", "actors/scoring/reward_worker.py",
            "return Answer(None, reason, began=now - timeout_s",
            "return Answer(0.0, began=now - timeout_s",
            ("actors/test_served_rewards.py::test_with_keys_only_those_on_the_list_are_answered", "actors/test_users_code.py")),

@@ -20,7 +20,7 @@ from typing import Any
 
 from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction
 from async_rlhf.actors.environments.tool_calls import Tool
-from async_rlhf.actors.rewards.importing import found_in
+from async_rlhf.actors.rewards.loading import found_in
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
 

@@ -17,7 +17,7 @@ from async_rlhf.actors.environments.adapters import Adapted, adapted, form_of
 from async_rlhf.actors.environments.settings import EnvironmentFunction, EnvironmentSettings, settings_of
 from async_rlhf.actors.environments.tool_calls import Tool, schema_of
 from async_rlhf.actors.rewards import absolute
-from async_rlhf.actors.rewards.importing import found_in
+from async_rlhf.actors.rewards.loading import found_in
 from async_rlhf.actors.rewards.signature import Signature, check_parameters
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError
 

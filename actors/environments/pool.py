@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 from async_rlhf.actors.environments.adapters import form_of
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
-from async_rlhf.actors.environments.messages import EpisodeClosed, EpisodeStep
 from async_rlhf.actors.environments.remote import RemoteEpisodes
 from async_rlhf.actors.environments.settings import Content, EnvironmentFunction
+from async_rlhf.actors.environments.worker import EpisodeClosed, EpisodeStep
 from async_rlhf.actors.environments.workers import EpisodeWorkers
 from async_rlhf.actors.environments.yields import End, Read, Reason
 from async_rlhf.buffers.errors import EpisodeError

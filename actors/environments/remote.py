@@ -16,8 +16,8 @@ from typing import Any
 
 from async_rlhf.actors.environments.adapters import Adapted
 from async_rlhf.actors.environments.loading import EnvironmentSpec
-from async_rlhf.actors.environments.messages import EpisodeStep
 from async_rlhf.actors.environments.settings import Declaration
+from async_rlhf.actors.environments.worker import EpisodeStep
 from async_rlhf.actors.environments.workers import Happened
 from async_rlhf.actors.environments.yields import End, Read, fails
 from async_rlhf.actors.workers import CALLER

@@ -5,6 +5,12 @@ waits for   messages (in a thread of its own, so that the actor can always send)
 woken by    these
 on close    it is killed; episodes that are to be cleaned up have been closed before
 
+    actor -> process   BeginEpisode, Reply, CloseEpisode
+    process -> actor   None once the environment is imported, or StartFailed; EpisodeStep, EpisodeClosed
+
+Each BeginEpisode and each Reply is answered by one EpisodeStep; each episode ends with EpisodeClosed, after its generator's
+cleanup. An id names an episode of one actor's life.
+
 A blocked loop cannot report itself: the child writes into shared memory that its loop turns and which asynchronous step runs on
 it (`watchdog`); the actor reads both.
 """
@@ -21,20 +27,11 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.generators import AsyncSteps, DaemonThreads, Steps, ThreadSteps
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
-from async_rlhf.actors.environments.messages import (
-    BeginEpisode,
-    CloseEpisode,
-    EpisodeClosed,
-    EpisodeStep,
-    Message,
-    Reply,
-    StartFailed,
-)
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, ended, obey_parent
@@ -43,6 +40,54 @@ from async_rlhf.buffers.errors import EpisodeError
 
 # How often the loop shows that it turns.
 PULSE_S = 0.2
+
+
+class BeginEpisode(NamedTuple):
+    """fields: what the environment can use of its columns, `prompt` and `seed`."""
+
+    id: int
+    fields: Mapping[str, Any]
+
+
+class Reply(NamedTuple):
+    """What the model wrote in its turn."""
+
+    id: int
+    text: str
+
+
+class CloseEpisode(NamedTuple):
+    """Nothing more is wanted of it."""
+
+    id: int
+
+
+class StartFailed(NamedTuple):
+    """The environment cannot be imported; the process ends."""
+
+    reason: str
+
+
+class EpisodeStep(NamedTuple):
+    """What a step came to. began, ended: of it, in seconds since the epoch. retire: as of EpisodeClosed."""
+
+    id: int
+    came: Read | End
+    began: float
+    ended: float
+    retire: bool = False
+
+
+class EpisodeClosed(NamedTuple):
+    """failure: what its cleanup raised. retire: something of it runs on and cannot be stopped, or memory ran out: its process
+    should take no further episodes."""
+
+    id: int
+    failure: str
+    retire: bool
+
+
+Message = BeginEpisode | Reply | CloseEpisode | StartFailed | EpisodeStep | EpisodeClosed | None
 
 
 def serve(

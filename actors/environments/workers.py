@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from async_rlhf.actors.environments.book import EpisodeBook
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
-from async_rlhf.actors.environments.messages import (
+from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.worker import (
     BeginEpisode,
     CloseEpisode,
     EpisodeClosed,
@@ -24,9 +25,8 @@ from async_rlhf.actors.environments.messages import (
     Message,
     Reply,
     StartFailed,
+    serve,
 )
-from async_rlhf.actors.environments.settings import EnvironmentFunction
-from async_rlhf.actors.environments.worker import serve
 from async_rlhf.actors.environments.yields import Kind, Read, fails, raised
 from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
 from async_rlhf.actors.workers.watchdog import GRACE_S
@@ -39,6 +39,127 @@ DRAIN_S = 60.0
 
 Happened = Callable[[int, EpisodeStep | EpisodeClosed | None], None]
 """Takes what became of an episode, by its id; None: it is lost. EpisodeClosed: its cleanup failed. Called from the thread."""
+
+
+Phase = Literal["stepping", "waiting", "closing"]
+
+
+class Ended(NamedTuple):
+    """Ids of the episodes that a dead process leaves behind."""
+
+    failed: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+@dataclass
+class _Slot:
+    takes: bool = True
+    phases: dict[int, Phase] = field(default_factory=dict)
+
+
+class EpisodeBook:
+    """Which process runs which episode, and what becomes of them when one ends. Pure: a few sets and their rules.
+
+    An episode is `waiting` until it may step and while the model writes, `stepping` until the step is answered, and `closing`
+    once it has ended until its cleanup is done. When its process dies:
+
+        closing                                           is over
+        waiting                                           is lost, and begun again: it cannot be the cause
+        stepping, another or none of them is the cause    is lost
+        stepping, it is the cause                         has failed
+        stepping, the cause is not known                  is suspect: lost the first time, failed the second
+
+    Of the suspects in a process one steps at a time, so that the second crash identifies one and not all that happened to be
+    there. A process that is retired takes no new episodes; it has drained when none is left in it.
+
+    Episodes are named by id, processes by number. A key names what is begun again as another episode.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self._worker_of: dict[int, int] = {}
+        self._keys: dict[int, Hashable] = {}
+        self._suspects: set[Hashable] = set()
+
+    def open(self, worker: int) -> None:
+        """This process can run episodes."""
+        self._slots[worker] = _Slot()
+
+    def place(self, id: int, key: Hashable) -> int | None:
+        """The process that the episode is to begin in: the one with the fewest; None while none takes episodes."""
+        taking = [worker for worker, slot in self._slots.items() if slot.takes]
+        if not taking:
+            return None
+        worker = min(taking, key=lambda each: len(self._slots[each].phases))
+        self._slots[worker].phases[id] = "waiting"
+        self._worker_of[id], self._keys[id] = worker, key
+        return worker
+
+    def worker_of(self, id: int) -> int | None:
+        return self._worker_of.get(id)
+
+    def step(self, id: int) -> bool:
+        """Whether the episode may step now; it then does."""
+        phases = self._slots[self._worker_of[id]].phases
+        if self._keys[id] in self._suspects:
+            stepping = (self._keys[other] for other, phase in phases.items() if phase == "stepping")
+            if any(key in self._suspects for key in stepping):
+                return False
+        phases[id] = "stepping"
+        return True
+
+    def enter(self, id: int, phase: Literal["waiting", "closing"]) -> None:
+        """An ended episode is closing, and no longer suspect."""
+        self._slots[self._worker_of[id]].phases[id] = phase
+        if phase == "closing":
+            self._suspects.discard(self._keys[id])
+
+    def phase(self, id: int) -> Phase | None:
+        worker = self._worker_of.get(id)
+        return None if worker is None else self._slots[worker].phases[id]
+
+    def closed(self, id: int) -> None:
+        """Nothing of it is left."""
+        self._keys.pop(id, None)
+        if (worker := self._worker_of.pop(id, None)) is not None:
+            del self._slots[worker].phases[id]
+
+    def forget(self, keys: Iterable[Hashable]) -> None:
+        """These are not begun again."""
+        self._suspects -= frozenset(keys)
+
+    def retire(self, worker: int) -> None:
+        self._slots[worker].takes = False
+
+    def has_drained(self, worker: int) -> bool:
+        slot = self._slots[worker]
+        return not slot.takes and not slot.phases
+
+    def num_busy(self, worker: int) -> int:
+        """Episodes in the process, those that are being cleaned up included."""
+        return len(self.episodes(worker))
+
+    def episodes(self, worker: int) -> tuple[int, ...]:
+        """The ids of those in the process."""
+        return tuple(self._slots[worker].phases) if worker in self._slots else ()
+
+    def died(self, worker: int, causes: Collection[int] | None) -> Ended:
+        """causes: the episodes that ended the process; None: not known. Of a process that was never open: nothing."""
+        slot = self._slots.pop(worker, _Slot())
+        failed: list[int] = []
+        lost: list[int] = []
+        for id, phase in slot.phases.items():
+            key = self._keys.pop(id)
+            del self._worker_of[id]
+            if phase == "closing":
+                continue
+            is_cause = phase == "stepping" and (key in self._suspects if causes is None else id in causes)
+            (failed if is_cause else lost).append(id)
+            if is_cause:
+                self._suspects.discard(key)
+            elif phase == "stepping" and causes is None:
+                self._suspects.add(key)
+        return Ended(tuple(failed), tuple(lost))
 
 
 class _EpisodeWorker(Worker):

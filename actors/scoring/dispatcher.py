@@ -18,9 +18,9 @@ from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardFunction, RewardSpec
-from async_rlhf.actors.scoring.executor import Answers, Call, Executor, Shown
 from async_rlhf.actors.scoring.remote import RemoteRewards
 from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, Task
+from async_rlhf.actors.scoring.reward_worker import Answers, Call, Executor, Shown
 from async_rlhf.actors.scoring.reward_workers import RewardWorkers
 from async_rlhf.buffers.errors import RewardError
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from async_rlhf.actors.rewards import Answer, reward
-from async_rlhf.actors.scoring.executor import Answered, Call, Shown, timed_out
+from async_rlhf.actors.scoring.reward_worker import Answered, Call, Shown, timed_out
 from async_rlhf.actors.workers.client import Failure, SessionClient
 from async_rlhf.actors.workers.messages import SERVED, STAGES, Show, Step, Stepped, to_answers
 from async_rlhf.actors.workers.messages import Shown as ShownThere

@@ -3,6 +3,11 @@
 Protocol, over one connection: the process sends `None` once its rewards are loaded, receives `Call`s and sends
 `(call id, Answers)` for each. A plain call has no time-out here: the parent kills the process. An asynchronous one is
 cancelled at its own. Functions that only the calling process has run the same way in its threads.
+
+The queues see whatever runs a reward as an `Executor`: `Call` goes in, `Answers` come back.
+
+    RewardWorkers     worker processes, or threads for functions that no other process can import
+    RemoteRewards     a server: the scorer of this machine, a reward server, the process that started the run
 """
 
 from __future__ import annotations
@@ -12,12 +17,63 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, failed, load, settings_of
-from async_rlhf.actors.scoring.executor import Answers, Call, timed_out
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, obey_parent
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
+
+
+class Call(NamedTuple):
+    """One call of one reward, by its name.
+
+    members: of each completion, its fields and the columns of its prompt's row that the reward uses. timeout_s: longest run.
+    prefetch: the completions are unfinished and only read, not scored. stream: of a single completion that was or is
+    prefetched. forgotten: streams to drop, in a prefetch. tokens: expected cost.
+    """
+
+    id: int
+    name: str
+    members: tuple[Mapping[str, Any], ...]
+    timeout_s: float
+    prefetch: bool = False
+    stream: int | None = None
+    forgotten: tuple[int, ...] = ()
+    tokens: int = 0
+
+
+Answers = tuple[Answer, ...]
+"""One for each member of a call, or one for all of them."""
+
+Answered = Callable[[int, Answers], None]
+"""Takes the answers of a call by its id, -1 when the executor has ended; called from the executor's thread."""
+
+Shown = Callable[[str, tuple[int, ...], Answer], None]
+"""Takes a finished prefetch: reward, streams, and when it ran or why it failed."""
+
+
+class Executor(Protocol):
+    """Runs calls and answers each once, through the `Answered` given at construction. Never blocks its caller."""
+
+    def submit(self, call: Call) -> None: ...
+
+    def discard(self, call_ids: set[int]) -> None:
+        """The answers of these calls are no longer needed; those it can stop are answered at once."""
+        ...
+
+    def check(self) -> None:
+        """Raises RewardError when it cannot recover."""
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """Kills what runs; unanswered calls get no answer. Raises DeadlineError if something is left after `deadline_s`."""
+        ...
+
+
+def timed_out(timeout_s: float, reason: str = "") -> Answer:
+    """A transient failure: it may be retried."""
+    now, reason = time.time(), reason or f"timed out after {timeout_s:g} s (scoring.timeout_s)"
+    return Answer(None, reason, began=now - timeout_s, ended=now, retry_after_s=0.0)
 
 
 class Ready(NamedTuple):

@@ -16,8 +16,7 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, failed
-from async_rlhf.actors.scoring.executor import Answered, Answers, Call, timed_out
-from async_rlhf.actors.scoring.reward_worker import serve
+from async_rlhf.actors.scoring.reward_worker import Answered, Answers, Call, serve, timed_out
 from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
 from async_rlhf.actors.workers.process import WorkerThread
 from async_rlhf.actors.workers.watchdog import GRACE_S

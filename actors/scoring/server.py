@@ -17,9 +17,9 @@ from typing import Any
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
-from async_rlhf.actors.scoring.executor import Answers
 from async_rlhf.actors.scoring.pool import STREAM, RewardCounters, num_tokens, usable
 from async_rlhf.actors.scoring.reward_queue import Task
+from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.actors.workers.messages import NUM_IDS, Show, Shown, Step, Stepped, to_fields
 from async_rlhf.actors.workers.service import Client, Service, Session
 from async_rlhf.buffers.errors import RewardError, WireError

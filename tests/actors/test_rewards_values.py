@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
 from async_rlhf.actors.rewards.settings import TRANSIENT
-from async_rlhf.actors.scoring.executor import Answers, Call
-from async_rlhf.actors.scoring.reward_worker import ready, run_call
+from async_rlhf.actors.scoring.reward_worker import Answers, Call, ready, run_call
 from async_rlhf.actors.workers import messages
 from async_rlhf.buffers.score import MAX_SCORE, Score
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rlhf import Feedback, Score, environment
-from async_rlhf.actors.rewards.importing import attribute
+from async_rlhf.actors.rewards.loading import attribute
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.episodes import Trial, configuration, play
 from async_rlhf.run.caller import served, target_of
