@@ -4,8 +4,8 @@
     configuration  ->  overrides it    scoring.stages.NAME (`actors.config.StageConfig`), rewards.stop_when
     resolve        ->  RewardSpec      what travels to the processes that score
 
-All three are `RewardSettings`, so a setting is one field here. A function without the decorator has the defaults. `@environment`
-is declared the same way (`declares`, `declared`).
+All three are `RewardSettings`, so a setting is one field here. A function without the decorator has the defaults.
+`@environment` is declared the same way (`declares`, `declared`).
 """
 
 from __future__ import annotations
