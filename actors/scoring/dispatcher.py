@@ -92,7 +92,8 @@ class Dispatcher:
                 self._answered(task.id, (refused,))
             if task.stream is not None and name in self._prefetches:
                 self._prefetches[name].ended(task.stream)
-            self._advance(name)
+            calls = self._advance(name)
+        self._hand_over(calls)
 
     def show(self, stream: int, members: Mapping[str, Mapping[str, Any]]) -> None:
         """An unfinished completion has grown. members: by reward, what it can use of it."""
@@ -100,19 +101,19 @@ class Dispatcher:
             for name, member in members.items():
                 if name in self._prefetches:
                     self._prefetches[name].offer(stream, member)
-                    self._advance(name)
+                    self._hand_over(self._advance(name))
                 else:
-                    self._submit(name, (member,), prefetch=True, stream=stream)
+                    self._hand_over([self._call(name, (member,), prefetch=True, stream=stream)])
 
     def forget(self, streams: Sequence[int]) -> None:
         """These completions will not be scored, or their scores are no longer needed."""
         with self._changed:
             for name, prefetch in self._prefetches.items():
                 prefetch.forget(streams)
-                self._advance(name)
+                self._hand_over(self._advance(name))
             there = [name for name, place in self._places.items() if place == _SCORER and self._specs[name].stream_tokens]
             if there:  # Streams are one set for all stages of the scorer.
-                self._submit(there[0], (), prefetch=True, forgotten=tuple(streams))
+                self._hand_over([self._call(there[0], (), prefetch=True, forgotten=tuple(streams))])
 
     def discard(self, task_ids: Iterable[int]) -> None:
         """The answers of these tasks are no longer needed: what has not begun does not begin."""
@@ -154,31 +155,36 @@ class Dispatcher:
                 if self._due <= now:
                     self._due = float("inf")
                     for name in self._queues:
-                        self._advance(name)
+                        self._hand_over(self._advance(name))
                 self._changed.wait(None if self._due == float("inf") else max(0.0, self._due - now))
 
-    def _advance(self, name: str) -> None:
-        """Call what may be called of a reward now, and let the thread come back when more may be."""
+    def _advance(self, name: str) -> list[Call]:
+        """What may be called of a reward now; lets the thread come back when more may be."""
+        calls: list[Call] = []
         if self._closing:
-            return
+            return calls
         waiting, now = self._queues[name], time.monotonic()
         for batch in waiting.due(now):
             members = tuple(member for task in batch for member in task.members)
             tokens, stream = sum(task.tokens for task in batch), batch[0].stream if len(batch) == 1 else None
-            self._running[self._submit(name, members, stream=stream, tokens=tokens)] = (name, batch)
+            calls.append(self._call(name, members, stream=stream, tokens=tokens))
+            self._running[calls[-1].id] = (name, batch)
         prefetch = self._prefetches.get(name)
         if prefetch is not None and waiting.is_idle and (ahead := prefetch.due()) is not None:
-            call_id = self._submit(name, tuple(ahead.members.values()), prefetch=True, forgotten=ahead.forgotten)
-            self._prefetching[call_id] = (name, ahead)
+            calls.append(self._call(name, tuple(ahead.members.values()), prefetch=True, forgotten=ahead.forgotten))
+            self._prefetching[calls[-1].id] = (name, ahead)
         if (due := waiting.next_due(now)) < self._due:
             self._due = due
             self._changed.notify()
+        return calls
 
-    def _submit(self, name: str, members: tuple[Mapping[str, Any], ...], **details: Any) -> int:
-        call_id = next(self._call_ids)
-        call = Call(call_id, name, members, self._specs[name].timeout_s or self._config.timeout_s, **details)
-        self._executors[self._places[name]].submit(call)
-        return call_id
+    def _call(self, name: str, members: tuple[Mapping[str, Any], ...], **details: Any) -> Call:
+        return Call(next(self._call_ids), name, members, self._specs[name].timeout_s or self._config.timeout_s, **details)
+
+    def _hand_over(self, calls: Sequence[Call]) -> None:
+        """Need not be locked: a thread that packs calls keeps no other waiting."""
+        for call in calls:
+            self._executors[self._places[call.name]].submit(call)
 
     def _ended(self, call_id: int, answers: Answers) -> None:
         """Called from the executors' threads."""
@@ -195,7 +201,8 @@ class Dispatcher:
                 if call_id < 0:
                     self._answered(-1, ())  # an executor has ended: `check` has its reason
                 return
-            self._advance(name)
+            calls = self._advance(name)
+        self._hand_over(calls)
 
     # -- where a reward runs -----------------------------------------------------------------------------------------
 
