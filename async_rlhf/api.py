@@ -30,8 +30,7 @@ from async_rlhf.actors.rewards import spec_of
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.launch.local import warm
 from async_rlhf.preparation import prepare, rows_of
-from async_rlhf.run.caller_environment import played, target_of
-from async_rlhf.run.caller_rewards import served, split
+from async_rlhf.run.caller import served, split, target_of
 from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.display.console import Display
@@ -99,7 +98,7 @@ def train(
     directory, so that every process and a resumed run, which needs them no more, reads the same.
     rewards: functions, or one, instead of those the file names. environment: a generator function (`@environment`). Of both,
     what no other process can import (a lambda, a closure, what a notebook defines) is served by threads of this process
-    (`caller_rewards`, `caller_environment`). loss, advantage: functions of your own, declared with `@loss`, `@advantage`, which
+    (`run/caller.py`). loss, advantage: functions of your own, declared with `@loss`, `@advantage`, which
     must be importable. overrides: nested or dotted, laid upon the
     configuration key by key (`config.load`). resume: go on with its run directory, from the newest checkpoint or from that of
     `from_step` steps; where nothing is left to train on, nothing is started. overwrite: remove the run directory that is there.
@@ -345,8 +344,8 @@ def _resolved(
         loaded = load(config, changed)
         rows = rows_of(loaded, data, resume)
         columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-        with served(own_rewards, loaded, columns) as (scored, first), played(own_environment, scored, columns) as (both, more):
-            yield both, rows, first | more
+        with served(own_rewards, own_environment, loaded, columns) as (resolved, variables):
+            yield resolved, rows, variables
     except AsyncRLHFError as error:
         error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)
         raise

@@ -107,10 +107,6 @@ class EpisodeError(AsyncRLHFError):
     """An environment that cannot be loaded, or whose processes do not come up."""
 
 
-class EpisodeLostError(EpisodeError):
-    """An episode whose environment is gone for no fault of its own: it may be begun again."""
-
-
 class NonFiniteError(AsyncRLHFError):
     """A loss or gradient that is not a number."""
 

@@ -12,15 +12,17 @@ Each adapter makes a generator of ours from the foreign object, which stays unch
 from __future__ import annotations
 
 import functools
+import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction
 from async_rlhf.actors.environments.tool_calls import Tool
-from async_rlhf.actors.rewards.importing import found_in
-from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError
+from async_rlhf.actors.rewards.loading import found_in
+from async_rlhf.actors.workers import CALLER
+from async_rlhf.buffers.errors import ConfigError, EpisodeError
 
 MAX_TURNS = 64
 """Of an environment that sets no limit itself; the length of an episode bounds it as well."""
@@ -31,7 +33,7 @@ class Adapted:
     """A generator of ours, called with the fields of an episode, and what its foreign object declares.
 
     required: columns that every row must have. tools: what the model's chat template is given. judges: whether it gives a
-    score; else rewards must.
+    score; else rewards must. fields: the fields and columns it takes, None for all.
     """
 
     function: EnvironmentFunction
@@ -39,6 +41,7 @@ class Adapted:
     required: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
     judges: bool = True
+    fields: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,18 +52,21 @@ class Target:
     name: str
     found: Any
 
+    @classmethod
+    def of(cls, target: str) -> Target:
+        """Raises EpisodeError for what is not there."""
+        place, _, name = target.rpartition(":")
+        return cls(place, name, found_in(place, name, "environment", target, EpisodeError))
+
     def beside(self, name: str) -> Any:
         """What else stands at the top level there. Raises ConfigError."""
-        try:
-            return found_in(self.place, name, "reward", f"{self.place}:{name}")
-        except RewardError as error:
-            raise ConfigError(str(error)) from error
+        return found_in(self.place, name, "reward", f"{self.place}:{name}", ConfigError)
 
 
 def form_of(target: str) -> tuple[str, str]:
     """The form before the first colon ("" for one of ours), and what follows."""
     form, _, rest = target.partition(":")
-    return (form, rest) if form in ADAPTERS and ":" in rest else ("", target)
+    return (form, rest) if form in ADAPTERS and (":" in rest or rest.startswith(CALLER)) else ("", target)
 
 
 def adapted(form: str, target: str, options: Mapping[str, Any]) -> Adapted:
@@ -70,37 +76,14 @@ def adapted(form: str, target: str, options: Mapping[str, Any]) -> Adapted:
 
 @functools.lru_cache(maxsize=16)
 def _adapted(form: str, target: str, options: str) -> Adapted:
-    return ADAPTERS[form](target, json.loads(options))
+    module, _, name = ADAPTERS[form].partition(":")
+    found: Adapted = getattr(importlib.import_module(f"{__package__}.{module}"), name)(target, json.loads(options))
+    return found
 
 
-def _target(target: str) -> Target:
-    place, _, name = target.rpartition(":")
-    try:
-        return Target(place, name, found_in(place, name, "environment", target))
-    except RewardError as error:
-        raise EpisodeError(str(error)) from error
-
-
-def _from_trl(target: str, options: Mapping[str, Any]) -> Adapted:
-    from async_rlhf.actors.environments.from_trl import from_trl
-
-    return from_trl(_target(target), options)
-
-
-def _from_verifiers(target: str, options: Mapping[str, Any]) -> Adapted:
-    from async_rlhf.actors.environments.from_verifiers import from_verifiers
-
-    return from_verifiers(_target(target), options)
-
-
-def _from_server(address: str, options: Mapping[str, Any]) -> Adapted:
-    from async_rlhf.actors.environments.remote import from_server
-
-    return from_server(address, options)
-
-
-ADAPTERS: Mapping[str, Callable[[str, Mapping[str, Any]], Adapted]] = {
-    "trl": _from_trl,
-    "verifiers": _from_verifiers,
-    "remote": _from_server,
+ADAPTERS: Mapping[str, str] = {
+    "trl": "from_trl:from_trl",
+    "verifiers": "from_verifiers:from_verifiers",
+    "remote": "remote:from_server",
 }
+"""By form the module here and its function, which makes of target and options what is `Adapted`: imported where it is used."""

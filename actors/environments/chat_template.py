@@ -40,18 +40,11 @@ def delta_of(render: Render, messages: Sequence[Message]) -> str:
 
     Raises EpisodeError for messages that the template refuses or leaves out.
     """
-    try:
-        text = render((_QUESTION, _TURN, *messages), True)
-    except Exception as error:  # the template is the model's own code
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise EpisodeError(f"the chat template refuses an observation with the roles {roles}: {error}") from error
+    text = _written(render, (_QUESTION, _TURN), messages)
     before, mark, delta = text.rpartition(MARK)
     if not mark or MARK in before:
         raise EpisodeError(f"the chat template writes the model's turn {text.count(MARK)} times; it must be once")
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str) and content.strip() not in delta:
-            raise EpisodeError(f"the chat template leaves out what a message of role {message['role']!r} says")
+    _check_content(messages, delta)
     return delta
 
 
@@ -103,16 +96,24 @@ def whole_of(render: Render, history: Sequence[Message], messages: Sequence[Mess
 
     Raises EpisodeError for messages that the template refuses or leaves out.
     """
+    text = _written(render, history, messages)
+    _check_content(messages, text)
+    return text
+
+
+def _written(render: Render, history: Sequence[Message], messages: Sequence[Message]) -> str:
     try:
-        text = render((*history, *messages), True)
+        return render((*history, *messages), True)
     except Exception as error:  # the template is the model's own code
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise EpisodeError(f"the chat template refuses an observation with the roles {roles}: {error}") from error
+
+
+def _check_content(messages: Sequence[Message], text: str) -> None:
     for message in messages:
         content = message.get("content")
         if isinstance(content, str) and content.strip() not in text:
             raise EpisodeError(f"the chat template leaves out what a message of role {message['role']!r} says")
-    return text
 
 
 def probe_tools(render: Render, names: Sequence[str], whole: bool) -> None:

@@ -31,8 +31,6 @@ class EnvironmentConfig(Section):
     """Processes of each actor that run episodes."""
     max_concurrency: int = Field(default=64, ge=1)
     """Steps at once in each of them; of a plain `def`, its threads. The others wait."""
-    max_observation_bytes: int = Field(default=1 << 20, ge=1)
-    """Longest text, or messages as JSON, of one yield; beyond it the episode is failed."""
     worker_memory_mb: int | None = Field(default=4096, ge=256)
     """Most memory of each process, and of each program it starts, in MB. `"none"`: no limit. Linux."""
     render: Literal["conversation", "by_message", "split"] = "conversation"

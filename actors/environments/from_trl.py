@@ -36,9 +36,10 @@ _GIVEN = ("prompts", "completions", "environments")
 _ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
-def from_trl(target: Target, options: Mapping[str, Any]) -> Adapted:
+def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
     """options: `rewards`, names of TRL rewards beside the target, which are called with `environments`; `response_template`,
-    how the model writes a call. Raises ConfigError."""
+    how the model writes a call. Raises EpisodeError for what is not there, ConfigError."""
+    target = Target.of(named)
     for name in options:
         if name not in _OPTIONS:
             raise ConfigError(

@@ -33,8 +33,9 @@ _NEEDED = (
 _TEMPLATE = {**TEMPLATE, "fields": {name: each for name, each in TEMPLATE["fields"].items() if name != "reasoning_content"}}
 
 
-def from_verifiers(target: Target, options: Mapping[str, Any]) -> Adapted:
-    """options: arguments of `load_environment`. Raises ConfigError."""
+def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
+    """options: arguments of `load_environment`. Raises EpisodeError for what is not there, ConfigError."""
+    target = Target.of(named)
     if not callable(target.found):
         raise ConfigError(f"environment {target.name!r} is a {type(target.found).__name__}; a load_environment was expected")
     try:

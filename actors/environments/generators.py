@@ -7,9 +7,9 @@ is cancelled when it must end; a synchronous one runs in a thread, which ends on
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from concurrent.futures import Executor
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import Executor, Future
 from typing import Any, Protocol
 
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return
@@ -49,27 +49,22 @@ class AsyncSteps:
 
     async def _step(self, sent: str | None, turn: int, reads: Reader) -> Read | End:
         try:
-            return reads(await self._watched(_asend(self._generator, sent)))
-        except StopAsyncIteration:
-            return read_return(turn)
+            return reads(await Watched(self._generator.asend(sent), self._watchdog, self._id))
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             return fails("raised", "CancelledError: something cancelled what the environment waits for")
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
-            return _raised(error)
+            return _end_of(error, turn)
 
     async def _close(self) -> str:
         try:
-            await self._watched(_aclose(self._generator))
+            await Watched(self._generator.aclose(), self._watchdog, self._id)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
             return raised(error).failure
         return ""
-
-    async def _watched(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return await Watched(coroutine, self._watchdog, self._id)
 
 
 class ThreadSteps:
@@ -81,37 +76,41 @@ class ThreadSteps:
         self._generator, self._threads = generator, threads
 
     def step(self, sent: str | None, turn: int, reads: Reader) -> asyncio.Future[Read | End]:
-        run = functools.partial(_step, self._generator, sent, turn, reads)
-        return asyncio.get_running_loop().run_in_executor(self._threads, run)
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._step, sent, turn, reads)
 
     def close(self) -> asyncio.Future[str]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, _close, self._generator)
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._close)
+
+    def _step(self, sent: str | None, turn: int, reads: Reader) -> Read | End:
+        try:
+            return reads(self._generator.send(sent))
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
+            return _end_of(error, turn)
+
+    def _close(self) -> str:
+        try:
+            self._generator.close()
+        except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
+            return raised(error).failure
+        return ""
 
 
-def _step(generator: Generator[Any, Any, Any], sent: str | None, turn: int, reads: Reader) -> Read | End:
-    try:
-        return reads(generator.send(sent))
-    except StopIteration as end:
-        return read_return(turn, end.value)
-    except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
-        return _raised(error)
-
-
-def _close(generator: Generator[Any, Any, Any]) -> str:
-    try:
-        generator.close()
-    except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
-        return raised(error).failure
-    return ""
-
-
-async def _asend(generator: AsyncGenerator[Any, Any], sent: str | None) -> Any:
-    return await generator.asend(sent)
-
-
-async def _aclose(generator: AsyncGenerator[Any, Any]) -> None:
-    await generator.aclose()
-
-
-def _raised(error: BaseException) -> End:
+def _end_of(error: BaseException, turn: int) -> End:
+    """What a step that gave nothing came to."""
+    if isinstance(error, StopIteration | StopAsyncIteration):
+        return read_return(turn, getattr(error, "value", None))
     return fails("died", "out of memory") if isinstance(error, MemoryError) else raised(error)
+
+
+class DaemonThreads(Executor):
+    """One for each call, so that a step that hangs takes no other's place and never keeps the process alive."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(function(*arguments, **named))
+
+        threading.Thread(target=run, name="episode", daemon=True).start()
+        return future

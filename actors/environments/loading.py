@@ -17,9 +17,9 @@ from async_rlhf.actors.environments.adapters import Adapted, adapted, form_of
 from async_rlhf.actors.environments.settings import EnvironmentFunction, EnvironmentSettings, settings_of
 from async_rlhf.actors.environments.tool_calls import Tool, schema_of
 from async_rlhf.actors.rewards import absolute
-from async_rlhf.actors.rewards.importing import found_in
-from async_rlhf.actors.rewards.signature import Signature
-from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError, did_you_mean
+from async_rlhf.actors.rewards.loading import found_in
+from async_rlhf.actors.rewards.signature import Signature, check_parameters
+from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError
 
 FIELDS = frozenset({"prompt", "seed"})
 """Of every episode, beside the columns of its row. seed: int, the same for all members of a group."""
@@ -55,18 +55,8 @@ class EnvironmentSpec(EnvironmentSettings):
 
     def check(self, columns: AbstractSet[str]) -> None:
         """columns: those of every row. Raises ConfigError when a parameter can get no value, and for an unknown option."""
-        known = FIELDS | columns | self.options.keys()
-        for parameter in self.required:
-            if parameter not in known:
-                raise ConfigError(
-                    f"environment {self.name!r} asks for {parameter!r}, which is neither {' nor '.join(sorted(FIELDS))}, nor a "
-                    f"column of every row ({', '.join(sorted(columns)) or 'there is none'}), nor an option "
-                    f"(environment.options); {did_you_mean(parameter, known)}"
-                )
-        if self.fields is not None and (unknown := self.options.keys() - set(self.fields)):
-            option = min(unknown)
-            hint = did_you_mean(option, self.fields) if self.fields else "it takes none"
-            raise ConfigError(f"environment.options.{option}: environment {self.name!r} has no such parameter; {hint}")
+        what, options = f"environment {self.name!r}", self.options.keys()
+        check_parameters(what, "environment.options", self.required, self.fields, FIELDS, columns, options)
 
     def usable(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Those of an episode's fields that the environment can use: only they travel to it."""
@@ -141,7 +131,11 @@ def load(spec: EnvironmentSpec) -> EnvironmentFunction:
             return adapted(form, rest, spec.options).function
         except ConfigError as error:
             raise EpisodeError(str(error)) from error
-    function = _function(spec.target)
+    return with_options(_function(spec.target), spec)
+
+
+def with_options(function: EnvironmentFunction, spec: EnvironmentSpec) -> EnvironmentFunction:
+    """A function of ours, called with the fields of an episode alone."""
     return (lambda **fields: function(**{**fields, **spec.options})) if spec.options else function
 
 
@@ -149,7 +143,8 @@ def _found(target: str, options: Mapping[str, Any]) -> tuple[Adapted, tuple[str,
     """What the target is, and the fields that it takes (None: all)."""
     form, rest = form_of(target)
     if form:
-        return adapted(form, rest, options), None
+        found = adapted(form, rest, options)
+        return found, found.fields
     return _of_ours(target, _function(target))
 
 
@@ -164,10 +159,7 @@ def _function(target: str) -> EnvironmentFunction:
     place, _, name = target.rpartition(":")
     if not place:
         raise EpisodeError(f"environment {target!r} has no module; name it as 'package.module:name' or 'path.py:name'")
-    try:
-        found: EnvironmentFunction = found_in(place, name, "environment", target)
-    except RewardError as error:
-        raise EpisodeError(str(error)) from error
+    found: EnvironmentFunction = found_in(place, name, "environment", target, EpisodeError)
     return found
 
 

@@ -15,12 +15,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from async_rlhf.actors.environments.adapters import form_of
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
-from async_rlhf.actors.environments.messages import EpisodeClosed, EpisodeEnded, Observed
-from async_rlhf.actors.environments.settings import Content
+from async_rlhf.actors.environments.remote import RemoteEpisodes
+from async_rlhf.actors.environments.settings import Content, EnvironmentFunction
+from async_rlhf.actors.environments.worker import EpisodeClosed, EpisodeStep
 from async_rlhf.actors.environments.workers import EpisodeWorkers
-from async_rlhf.actors.environments.yields import Reason
+from async_rlhf.actors.environments.yields import End, Read, Reason
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.score import Score
 
@@ -95,14 +97,26 @@ class _Pending(Generic[Key]):
 class EpisodePool(Generic[Key]):
     """Runs the episodes of one environment; its methods are called from one thread."""
 
-    def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        config: EnvironmentConfig,
+        wake: Callable[[], None] = lambda: None,
+        function: EnvironmentFunction | None = None,
+    ) -> None:
+        """function: where only this process has it; it then runs in threads."""
         self._wake, self._is_awake = wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _Pending[Key]] = {}
-        self._inbox: queue.SimpleQueue[tuple[int, Observed | EpisodeEnded | EpisodeClosed | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, EpisodeStep | EpisodeClosed | None]] = queue.SimpleQueue()
         self.counters = EpisodeCounters()
-        self._workers = EpisodeWorkers(spec, config, self._happened)
+        form, address = form_of(spec.target)
+        self._workers: RemoteEpisodes | EpisodeWorkers
+        if form == "remote":
+            self._workers = RemoteEpisodes(spec, address, self._happened)
+        else:
+            self._workers = EpisodeWorkers(spec, config, self._happened, function)
 
     @property
     def num_pending(self) -> int:
@@ -165,37 +179,39 @@ class EpisodePool(Generic[Key]):
         """End all processes, after half of the deadline for cleanup. Raises DeadlineError if one is left after all of it."""
         self._workers.close(deadline_s)
 
-    def _happened(self, id: int, message: Observed | EpisodeEnded | EpisodeClosed | None) -> None:
+    def _happened(self, id: int, message: EpisodeStep | EpisodeClosed | None) -> None:
         """Called from the thread of the processes."""
         self._inbox.put((id, message))
         if not self._is_awake:  # else there has been no poll since
             self._is_awake = True
             self._wake()
 
-    def _event(self, id: int, message: Observed | EpisodeEnded | None) -> Event[Key]:
+    def _event(self, id: int, step: EpisodeStep | None) -> Event[Key]:
         pending = self._pending[id]
-        if message is not None:
-            self.counters.seconds += message.ended - message.began
-        if isinstance(message, Observed):
-            pending.writes = True
-            pending.turns += 1
-            return Observation(pending.key, message.content, message.score, message.began, message.ended)
-        del self._pending[id]
-        del self._id_of[pending.key]
-        if message is None:
+        if step is None:
+            self._forget(id)
             self.counters.lost += 1
             return Lost(pending.key)
-        self._count(message)
-        score = Score(message.value, message.failure, message.metrics) if message.scored else None
-        return Ended(pending.key, score, message.reason, message.began, message.ended)
+        came = step.came
+        self.counters.seconds += step.ended - step.began
+        if isinstance(came, Read):
+            pending.writes = True
+            pending.turns += 1
+            return Observation(pending.key, came.content, came.score, step.began, step.ended)
+        self._forget(id)
+        self._count(came)
+        return Ended(pending.key, came.score, came.reason, step.began, step.ended)
 
-    def _count(self, ended: EpisodeEnded) -> None:
+    def _forget(self, id: int) -> None:
+        del self._id_of[self._pending.pop(id).key]
+
+    def _count(self, end: End) -> None:
         """The log gets the first failure with its traceback."""
-        self.counters.episodes[ended.reason] += 1
-        if ended.reason == "failed":
+        self.counters.episodes[end.reason] += 1
+        if end.reason == "failed":
             if not self.counters.failed:
-                logger.warning("an episode failed, later failures are only counted: %s\n%s", ended.failure, ended.traceback)
-            self.counters.failed[ended.kind] += 1
+                logger.warning("an episode failed, later failures are only counted: %s\n%s", end.failure, end.traceback)
+            self.counters.failed[end.kind] += 1
 
     def _count_cleanup(self, closed: EpisodeClosed) -> None:
         if not self.counters.cleanups_failed:

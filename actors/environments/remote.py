@@ -1,239 +1,159 @@
-"""An environment that a server plays (`server`, `async-rlhf serve environment`), as one of ours: `remote:tcp://HOST:PORT`.
+"""Environments that a server plays (`server`, `async-rlhf serve environment`): `remote:tcp://HOST:PORT`.
 
-    client -> server   Describe, Step, Leave, Beat
-    server -> client   Description, Stepped, Gone
-
-The server's description of its environment (its columns, limits and tools) is requested before the run. Then each episode here
-is a generator that passes on what the model wrote. ZeroMQ reconnects by itself, and messages are lost meanwhile: a step that
-is not answered is sent again, and the server plays each turn once. A server that began anew does not know the episode: it is
-lost, and begun again.
+The server's description of its environment (its columns, limits and tools) is requested before the run. An actor's pool then
+plays its episodes there, without processes of its own. An episode that the server does not know, because it began anew or lost
+the process that played it, is lost and begun again, once. What only the process that started the run has is played there the
+same way, without a description.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import itertools
-import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
-from typing import Any, Literal
-
-import zmq
-import zmq.asyncio
-from pydantic import Field
+import time
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from async_rlhf.actors.environments.adapters import Adapted
-from async_rlhf.actors.environments.settings import Declaration, Feedback
-from async_rlhf.actors.scoring.remote import connect
-from async_rlhf.buffers.errors import ConfigError, EpisodeError, EpisodeLostError, WireError
-from async_rlhf.buffers.protocol.codec import Codec
-from async_rlhf.buffers.protocol.message import Count, MessageBase
+from async_rlhf.actors.environments.loading import EnvironmentSpec
+from async_rlhf.actors.environments.settings import Declaration
+from async_rlhf.actors.environments.worker import EpisodeStep
+from async_rlhf.actors.environments.workers import Happened
+from async_rlhf.actors.environments.yields import End, Read, fails
+from async_rlhf.actors.workers import CALLER
+from async_rlhf.actors.workers.client import Failure, SessionClient, describe
+from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, Step, Stepped, to_answers
+from async_rlhf.buffers.errors import ConfigError, DeadlineError, EpisodeError, WireError
 from async_rlhf.buffers.score import Score
 
-BEAT_S = 10.0
-_RESEND_S = 5.0
 _DESCRIBE_S = 10.0
-
-
-class Describe(MessageBase):
-    type: Literal["describe"] = "describe"
-
-
-class Description(MessageBase):
-    """What a run must know of the environment; as in `EnvironmentSpec`."""
-
-    type: Literal["description"] = "description"
-    name: str
-    max_turns: int
-    timeout_s: float
-    episode_timeout_s: float | None
-    at_limit: float | None
-    required: list[str]
-    fields: list[str] | None
-    tools: list[dict[str, Any]]
-    judges: bool
-
-
-class Step(MessageBase):
-    """The first one has the fields of the episode, each other what the model wrote in its turn. id: the client's own."""
-
-    type: Literal["step"] = "step"
-    id: Count
-    turn: Count
-    fields: dict[str, Any] | None
-    text: str | None
-
-
-class Leave(MessageBase):
-    """Nothing more is wanted of this episode."""
-
-    type: Literal["leave"] = "leave"
-    id: Count
-
-
-class Beat(MessageBase):
-    """open: all episodes that are wanted, of those that were begun before."""
-
-    type: Literal["beat"] = "beat"
-    open: list[Count]
-
-
-class Stepped(MessageBase):
-    """What the model reads next, and a score for its turn; or, without content, the end and its score."""
-
-    type: Literal["stepped"] = "stepped"
-    id: Count
-    turn: Count
-    content: str | list[dict[str, Any]] | None = None
-    score: float | None = None
-    scored: bool = False
-    value: float | None = None
-    failure: str | None = None
-    metrics: dict[str, float] = Field(default_factory=dict)
-
-
-class Gone(MessageBase):
-    """The server does not know the episode, or its process died."""
-
-    type: Literal["gone"] = "gone"
-    id: Count
-    turn: Count
-
-
-Message = Describe | Description | Step | Leave | Beat | Stepped | Gone
-PLAYED: Codec[Message] = Codec(Message, "episodes", 4 << 20, has_plain_keys=True)
-"""Between any client and an environment server."""
+# The server ends a step in its own time; its answer has so long to arrive.
+_TRAVEL_S = 10.0
 
 
 def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
-    """The environment at this address. options: `keys`, a key directory, needed for a server on another machine.
+    """The environment at this address. options: `keys`, a key directory, needed for a server on another machine; those of the
+    calling process are its own.
 
     Raises EpisodeError when it does not answer, ConfigError for other options.
     """
+    if address.startswith(CALLER):
+        return Adapted(_remote, Declaration())
     if unknown := options.keys() - {"keys"}:
         raise ConfigError(f"environment.options.{min(unknown)}: a remote environment takes keys; others are its server's")
-    keys = str(options.get("keys", ""))
-    description = _described(address, keys)
-
-    async def remote(**fields: Any) -> AsyncIterator[Feedback | Score]:
-        episode = _client(address, keys).begin()
-        try:
-            wanted = {name: value for name, value in fields.items() if description.fields is None or name in description.fields}
-            came = await episode.step(wanted, None)
-            if came.content is None:
-                raise EpisodeError(came.failure or "it ended before the model wrote anything")
-            while came.content is not None:
-                text = yield Feedback(came.content, came.score)
-                came = await episode.step(None, text)
-            if came.scored:
-                yield Score(came.value, came.failure, came.metrics)
-        finally:
-            await episode.leave()
-
-    settings = Declaration(
-        name=description.name,
-        max_turns=description.max_turns,
-        timeout_s=description.timeout_s + 2 * _RESEND_S,  # the server ends a step in its own time
-        episode_timeout_s=description.episode_timeout_s,
-        at_limit=description.at_limit,
-    )
-    return Adapted(remote, settings, tuple(description.required), tuple(description.tools), description.judges)
+    found = _described(address, str(options.get("keys", "")))
+    settings = Declaration(**found.model_dump(exclude={"required", "fields", "tools", "judges"}))
+    fields = None if found.fields is None else tuple(found.fields)
+    return Adapted(_remote, settings, tuple(found.required), tuple(found.tools), found.judges, fields)
 
 
-def _described(address: str, keys: str) -> Description:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        try:
-            connect(socket, address, keys, PLAYED.max_bytes)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"environment remote:{address} has no address ({error}); use remote:tcp://HOST:PORT") from error
-        socket.send(PLAYED.pack(Describe()))
-        if not socket.poll(int(_DESCRIBE_S * 1000)):
-            keyed = "" if keys else ", without keys (environment.options.keys)"
-            raise EpisodeError(
-                f"no environment answers at {address} within {_DESCRIBE_S:g} s{keyed}; is it served (async-rlhf "
-                "serve environment FILE:NAME --address ...)?"
-            )
-        try:
-            description = PLAYED.unpack(socket.recv())
-        except WireError as error:
-            raise EpisodeError(f"{address} answers with {error}") from error
-    if not isinstance(description, Description):
+async def _remote(**fields: Any) -> Any:
+    raise EpisodeError("a remote environment runs at its server only")
+    yield
+
+
+def _described(address: str, keys: str) -> EnvironmentFields:
+    try:
+        found = describe(address, _DESCRIBE_S, keys, SERVED).environment
+    except DeadlineError as error:
+        keyed = "" if keys else ", without keys (environment.options.keys)"
+        raise EpisodeError(
+            f"no environment answers at {address} within {_DESCRIBE_S:g} s{keyed}; is it served (async-rlhf serve environment "
+            "FILE:NAME --address ...)?"
+        ) from error
+    except WireError as error:
+        raise EpisodeError(str(error)) from error
+    if found is None:
         raise EpisodeError(f"{address} serves no environment")
-    return description
+    return found
 
 
-@functools.cache
-def _client(address: str, keys: str) -> _Client:
-    return _Client(address, keys)
-
-
-class _Client:
-    """Owns a DEALER socket, and the tasks that read from it and show the server that this process lives."""
-
-    def __init__(self, address: str, keys: str) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        # The name by which the server knows its episodes, also over the next connection.
-        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-        connect(self._socket, address, keys, PLAYED.max_bytes)
-        self._ids = itertools.count()
-        self._requested: dict[int, tuple[int, asyncio.Future[Stepped | Gone]]] = {}
-        self._open: set[int] = set()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def begin(self) -> _Episode:
-        """In the event loop."""
-        if not self._tasks or any(task.done() for task in self._tasks):
-            self._tasks = [asyncio.get_running_loop().create_task(work()) for work in (self._read, self._beat)]
-        id = next(self._ids)
-        self._open.add(id)
-        return _Episode(self, id)
-
-    async def request(self, step: Step) -> Stepped | Gone:
-        """Waits for the answer; the caller's time-out ends it."""
-        answer = asyncio.get_running_loop().create_future()
-        self._requested[step.id] = step.turn, answer
-        try:
-            while not answer.done():
-                await self._socket.send(PLAYED.pack(step))
-                await asyncio.wait({answer}, timeout=_RESEND_S)
-            found: Stepped | Gone = answer.result()
-            return found
-        finally:
-            del self._requested[step.id]
-
-    async def leave(self, id: int) -> None:
-        self._open.discard(id)
-        with suppress(zmq.ZMQError):  # The next beat leaves it out.
-            await self._socket.send(PLAYED.pack(Leave(id=id)), zmq.DONTWAIT)
-
-    async def _read(self) -> None:
-        while True:
-            with suppress(WireError):
-                message = PLAYED.unpack(await self._socket.recv())
-                if isinstance(message, Stepped | Gone):
-                    turn, answer = self._requested.get(message.id, (-1, None))
-                    if answer is not None and turn == message.turn and not answer.done():
-                        answer.set_result(message)
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            with suppress(zmq.ZMQError):
-                await self._socket.send(PLAYED.pack(Beat(open=sorted(self._open))), zmq.DONTWAIT)
-
-
+@dataclass
 class _Episode:
-    def __init__(self, client: _Client, id: int) -> None:
-        self._client, self._id, self._turn = client, id, 0
+    """turn: of the newest step, which began then (seconds since the epoch). ends_at: monotonic seconds."""
 
-    async def step(self, fields: dict[str, Any] | None, text: str | None) -> Stepped:
-        """The next turn. Raises EpisodeLostError where the server does not know the episode, or has lost it itself."""
-        came = await self._client.request(Step(id=self._id, turn=self._turn, fields=fields, text=text))
-        if isinstance(came, Gone):
-            raise EpisodeLostError("its server began anew, or lost the process that played it")
-        self._turn += 1
-        return came
+    key: Hashable
+    ends_at: float
+    turn: int = 0
+    began: float = 0.0
 
-    async def leave(self) -> None:
-        await self._client.leave(self._id)
+
+class RemoteEpisodes:
+    """What `EpisodeWorkers` are to a pool, at a server."""
+
+    def __init__(self, spec: EnvironmentSpec, address: str, happened: Happened) -> None:
+        self._spec, self._happened = spec, happened
+        self._episodes: dict[int, _Episode] = {}
+        self._lost: set[Hashable] = set()
+        keys = "" if address.startswith(CALLER) else str(spec.options.get("keys", ""))
+        self._client = SessionClient(address, keys, SERVED, self._came)
+
+    def begin(self, id: int, key: Hashable, fields: Mapping[str, Any]) -> None:
+        limit_s = self._spec.episode_timeout_s
+        episode = _Episode(key, float("inf") if limit_s is None else time.monotonic() + limit_s)
+        members = [{**self._spec.usable(fields)}]
+        self._client.do(partial(self._step, id, episode, Step.model_construct(id=id, members=members)))
+
+    def reply(self, id: int, text: str) -> None:
+        self._client.do(partial(self._reply, id, text))
+
+    def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
+        self._client.do(partial(self._discard, ids, keys))
+
+    def check(self) -> None:
+        self._client.check()
+
+    def close(self, deadline_s: float) -> None:
+        self._client.do(lambda: self._client.leave(list(self._episodes)))
+        self._client.close(deadline_s)
+
+    # -- the client's thread -----------------------------------------------------------------------------------------
+
+    def _step(self, id: int, episode: _Episode, step: Step) -> None:
+        self._episodes[id] = episode
+        episode.turn, episode.began = step.turn, time.time()
+        limit_s = min(self._spec.timeout_s + _TRAVEL_S, max(0.0, episode.ends_at - time.monotonic()))
+        self._client.step(step, limit_s)
+
+    def _reply(self, id: int, text: str) -> None:
+        if (episode := self._episodes.get(id)) is not None:
+            self._step(id, episode, Step(id=id, turn=episode.turn + 1, text=text))
+
+    def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
+        self._lost.difference_update(keys)
+        if known := [id for id in ids if self._episodes.pop(id, None) is not None]:
+            self._client.leave(known)
+
+    def _came(self, id: int, came: Stepped | Failure) -> None:
+        episode, now = self._episodes.pop(id), time.time()
+        if isinstance(came, Failure):
+            if came.kind == "lost" and episode.key not in self._lost:
+                self._lost.add(episode.key)
+                self._happened(id, None)
+                return
+            end: Read | End = self._failed(episode, came)
+        elif came.content is None:
+            end = _ended(came)
+        elif episode.turn >= self._spec.max_turns:
+            self._client.leave([id])
+            end = End("max_turns", None if came.score is None else Score(came.score))
+        else:
+            self._episodes[id] = episode
+            end = Read(came.content, came.score)
+        self._happened(id, EpisodeStep(id, end, episode.began, now))
+
+    def _failed(self, episode: _Episode, came: Failure) -> End:
+        if came.kind == "late" and episode.ends_at <= time.monotonic():
+            return fails("timed out", f"the episode took longer than {self._spec.episode_timeout_s:g} s (episode_timeout_s)")
+        if came.kind == "late":
+            return fails("timed out", f"timed out after {self._spec.timeout_s:g} s (timeout_s)")
+        return fails("lost" if came.kind == "lost" else "died", came.reason)
+
+
+def _ended(came: Stepped) -> End:
+    if not came.answers:
+        return End("returned") if came.turn else fails("no turn", "it ended before the model wrote anything")
+    (answer,) = to_answers(came.answers)
+    if answer.failure is not None:
+        return End("failed", answer.score(), "reported")
+    return End("scored", answer.score())

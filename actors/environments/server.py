@@ -2,61 +2,33 @@
 
 Beside its loop (`service`) it owns the pool of its episodes' processes. On close these are killed; clients begin their
 episodes again elsewhere, or here when it is back. Limits are those of the server, but for the number of turns, which each run
-bounds itself. A turn is played once, however often it is asked for: its answer is kept until the next one. The episodes of a
-client that is silent, or that names them no longer, are closed.
+bounds itself.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
-from async_rlhf.actors.environments.pool import Ended, EpisodePool, Event, Observation
-from async_rlhf.actors.environments.remote import (
-    BEAT_S,
-    PLAYED,
-    Beat,
-    Describe,
-    Description,
-    Gone,
-    Leave,
-    Message,
-    Step,
-    Stepped,
-)
-from async_rlhf.actors.workers.service import Client, Service
+from async_rlhf.actors.environments.pool import Ended, EpisodePool, Event, Lost, Observation
+from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.rewards import Answer
+from async_rlhf.actors.workers.messages import EnvironmentFields, Step, Stepped, to_fields
+from async_rlhf.actors.workers.service import Client, Service, Session
 from async_rlhf.buffers.errors import WireError
 
-_SILENT_S = 6 * BEAT_S
-# Episodes above it wait at their clients, who ask again.
-_MAX_EPISODES = 10_000
 _ANY_TURNS = 1 << 62
 
-Key = tuple[bytes, int]
-"""A client's name, and the number that it gave the episode."""
 
-
-@dataclass
-class _Episode:
-    """answer: to `turn`, None while it is played."""
-
-    turn: int = 0
-    answer: Stepped | None = None
-
-
-@dataclass
-class _Client(Client):
-    episodes: dict[int, _Episode] = field(default_factory=dict)
-
-
-class EnvironmentServer(Service[_Client]):
+class EnvironmentServer(Service):
     """See the module docstring."""
 
-    num_frames = 1
+    what = "an environment"
 
     def __init__(
         self,
@@ -64,99 +36,47 @@ class EnvironmentServer(Service[_Client]):
         config: EnvironmentConfig,
         address: str,
         key_dir: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        function: EnvironmentFunction | None = None,
+        **service: Any,
     ) -> None:
-        """Raises ConfigError for an address it may not or cannot have."""
-        super().__init__("an environment", address, key_dir, PLAYED, _SILENT_S, clock=clock)
+        """function: where only this process has it. service: as of `Service`. Raises ConfigError."""
+        super().__init__(address, key_dir, **service)
         self._spec = spec
-        self.counters = {"episodes": 0, "turns": 0, **self.counters}
-        self._pool = EpisodePool[Key](replace(spec, max_turns=_ANY_TURNS), config, self.wake)
+        self._pool = EpisodePool[int](replace(spec, max_turns=_ANY_TURNS), config, self._wake, function)
 
-    @property
-    def num_episodes(self) -> int:
-        return sum(len(client.episodes) for client in self._clients.values())
+    def _wake(self) -> None:
+        self._do(lambda: None)
 
     def _advance(self) -> None:
         """Raises EpisodeError when the processes of the environment do not come up."""
         for event in self._pool.poll():
-            self._happened(event)
+            self._answer(event.key, partial(self._stepped, event))
 
     def _close(self) -> None:
         self._pool.close()
 
-    def _handle(self, peer: bytes, message: Message) -> None:
-        if isinstance(message, Describe):  # of a process that may never play
-            self._send(peer, self._description())
-            return
-        client = self._clients.setdefault(peer, _Client(peer, 0.0))
-        client.last_seen = self._clock()
-        if isinstance(message, Step):
-            self._step(peer, client, message)
-        elif isinstance(message, Leave):
-            self._leave(peer, client, [message.id])
-        elif isinstance(message, Beat):
-            self._leave(peer, client, client.episodes.keys() - set(message.open))
-        else:
-            raise WireError(f"what is no message of a client: {message.type}")
+    def _begin(self, client: Client, session: Session, step: Step) -> None:
+        if len(step.members) != 1:
+            raise WireError("an episode begins with its fields")
+        self._pool.begin(client.key(step.id), self._spec.usable(step.members[0]))
 
-    def _step(self, peer: bytes, client: _Client, step: Step) -> None:
-        key, episode = (peer, step.id), client.episodes.get(step.id)
-        if episode is None and step.turn:
-            self._send(peer, Gone(id=step.id, turn=step.turn))
-        elif episode is None:
-            if step.fields is None:
-                raise WireError("an episode begins without fields")
-            if self.num_episodes < _MAX_EPISODES:
-                self.counters["episodes"] += 1
-                client.episodes[step.id] = _Episode()
-                self._pool.begin(key, self._spec.usable(step.fields))
-        elif step.turn == episode.turn:  # asked again
-            if episode.answer is not None:
-                self._send(peer, episode.answer)
-        elif step.turn == episode.turn + 1 and episode.answer is not None and episode.answer.content is not None:
-            if step.text is None:
-                raise WireError("a turn of an episode has no text")
-            self.counters["turns"] += 1
-            episode.turn, episode.answer = step.turn, None
-            self._pool.reply(key, step.text)
-        else:
-            raise WireError(f"turn {step.turn} of an episode whose turn is {episode.turn}")
+    def _go_on(self, client: Client, step: Step) -> None:
+        if step.text is None:
+            raise WireError("a turn of an episode has no text")
+        self._pool.reply(client.key(step.id), step.text)
 
-    def _happened(self, event: Event[Key]) -> None:
-        peer, id = event.key
-        client = self._clients.get(peer)
-        if client is None or (episode := client.episodes.get(id)) is None:
-            return
+    def _end(self, keys: Collection[int], streams: Collection[int]) -> None:
+        self._pool.discard(keys)
+
+    def _stepped(self, event: Event[int], client: Client, id: int, session: Session) -> Stepped | None:
+        if isinstance(event, Lost):
+            return None
         if isinstance(event, Observation):
-            episode.answer = Stepped(id=id, turn=episode.turn, content=event.content, score=event.score)
-        elif isinstance(event, Ended) and event.score is None:
-            episode.answer = Stepped(id=id, turn=episode.turn)
-        elif isinstance(event, Ended) and event.score is not None:
-            value, failure, metrics = event.score.value, event.score.failure, dict(event.score.metrics)
-            episode.answer = Stepped(id=id, turn=episode.turn, scored=True, value=value, failure=failure, metrics=metrics)
-        else:
-            del client.episodes[id]
-            self._send(peer, Gone(id=id, turn=episode.turn))
-            return
-        self._send(peer, episode.answer)
+            return Stepped(id=id, turn=session.turn, content=event.content, score=event.score)
+        assert isinstance(event, Ended)
+        score = event.score
+        answers = [] if score is None else [to_fields(Answer(score.value, score.failure, metrics=score.metrics))]
+        return Stepped(id=id, turn=session.turn, answers=answers)
 
-    def _leave(self, peer: bytes, client: _Client, ids: Iterable[int]) -> None:
-        known = [id for id in ids if client.episodes.pop(id, None) is not None]
-        self._pool.discard([(peer, id) for id in known])
-
-    def _drop(self, client: _Client) -> None:
-        self._leave(client.peer, client, list(client.episodes))
-
-    def _description(self) -> Description:
-        spec = self._spec
-        return Description(
-            name=spec.name,
-            max_turns=spec.max_turns,
-            timeout_s=spec.timeout_s,
-            episode_timeout_s=spec.episode_timeout_s,
-            at_limit=spec.at_limit,
-            required=list(spec.required),
-            fields=None if spec.fields is None else list(spec.fields),
-            tools=[dict(tool) for tool in spec.tools],
-            judges=spec.judges,
-        )
+    def _environment(self) -> EnvironmentFields:
+        return EnvironmentFields(**{name: getattr(self._spec, name) for name in EnvironmentFields.model_fields})

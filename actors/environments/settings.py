@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.actors.rewards.declaring import declared, declares
+from async_rlhf.actors.rewards.settings import declared, declares
 from async_rlhf.buffers.errors import ConfigError
 
 EnvironmentFunction = Callable[..., Any]

@@ -5,40 +5,36 @@ waits for   messages (in a thread of its own, so that the actor can always send)
 woken by    these
 on close    it is killed; episodes that are to be cleaned up have been closed before
 
-A blocked loop cannot report itself: the child writes into shared memory that its loop turns (`pulse`) and which asynchronous
-step runs on it (`watchdog`); the actor reads both.
+    actor -> process   BeginEpisode, Reply, CloseEpisode
+    process -> actor   None once the environment is imported, or StartFailed; EpisodeStep, EpisodeClosed
+
+Each BeginEpisode and each Reply is answered by one EpisodeStep; each episode ends with EpisodeClosed, after its generator's
+cleanup. An id names an episode of one actor's life.
+
+A blocked loop cannot report itself: the child writes into shared memory that its loop turns and which asynchronous step runs on
+it (`watchdog`); the actor reads both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from async_rlhf.actors.environments.generators import AsyncSteps, Steps, ThreadSteps
-from async_rlhf.actors.environments.loading import EnvironmentSpec, load
-from async_rlhf.actors.environments.messages import (
-    EPISODES,
-    BeginEpisode,
-    CloseEpisode,
-    EpisodeClosed,
-    EpisodeEnded,
-    Message,
-    Observed,
-    Reply,
-    StartFailed,
-    WorkerReady,
-)
+from async_rlhf.actors.environments.config import EnvironmentConfig
+from async_rlhf.actors.environments.generators import AsyncSteps, DaemonThreads, Steps, ThreadSteps
+from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
-from async_rlhf.actors.workers.process import OUT_OF_MEMORY, ended, obey_parent
+from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, ended, obey_parent
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import EpisodeError
 
@@ -46,23 +42,74 @@ from async_rlhf.buffers.errors import EpisodeError
 PULSE_S = 0.2
 
 
-class Limits(NamedTuple):
-    """As in `EnvironmentConfig`."""
+class BeginEpisode(NamedTuple):
+    """fields: what the environment can use of its columns, `prompt` and `seed`."""
 
-    max_concurrency: int
-    max_observation_bytes: int
-    worker_memory_mb: int | None
+    id: int
+    fields: Mapping[str, Any]
 
 
-def serve(connection: Connection, watchdog: LoopWatchdog, spec: EnvironmentSpec, limits: Limits, pulse: LoopWatchdog) -> None:
-    """Runs until the parent kills the process or is gone."""
-    obey_parent(limits.worker_memory_mb)
-    try:
-        function = load(spec)
-    except EpisodeError as error:
-        connection.send_bytes(EPISODES.pack(StartFailed(reason=_plain(str(error)))))
-        os._exit(1)  # whatever else the import has begun
-    asyncio.run(_Worker(connection, spec, limits, function, watchdog, pulse).run())
+class Reply(NamedTuple):
+    """What the model wrote in its turn."""
+
+    id: int
+    text: str
+
+
+class CloseEpisode(NamedTuple):
+    """Nothing more is wanted of it."""
+
+    id: int
+
+
+class StartFailed(NamedTuple):
+    """The environment cannot be imported; the process ends."""
+
+    reason: str
+
+
+class EpisodeStep(NamedTuple):
+    """What a step came to. began, ended: of it, in seconds since the epoch. retire: as of EpisodeClosed."""
+
+    id: int
+    came: Read | End
+    began: float
+    ended: float
+    retire: bool = False
+
+
+class EpisodeClosed(NamedTuple):
+    """failure: what its cleanup raised. retire: something of it runs on and cannot be stopped, or memory ran out: its process
+    should take no further episodes."""
+
+    id: int
+    failure: str
+    retire: bool
+
+
+Message = BeginEpisode | Reply | CloseEpisode | StartFailed | EpisodeStep | EpisodeClosed | None
+
+
+def serve(
+    connection: Connection,
+    watchdog: LoopWatchdog,
+    spec: EnvironmentSpec,
+    config: EnvironmentConfig,
+    function: EnvironmentFunction | None,
+) -> None:
+    """Until the other end of the connection is closed. function: in a thread of the process that has it."""
+    threads: Executor = DaemonThreads()
+    if function is None:
+        obey_parent(config.worker_memory_mb)
+        threads = ThreadPoolExecutor(config.max_concurrency, "episode")
+        try:
+            function = load(spec)
+        except EpisodeError as error:
+            connection.send(StartFailed(str(error)))
+            os._exit(1)  # whatever else the import has begun
+    else:
+        function = with_options(function, spec)
+    asyncio.run(_Worker(connection, spec, config, function, threads, watchdog).run())
 
 
 class _Episode:
@@ -91,31 +138,38 @@ class _Worker:
         self,
         connection: Connection,
         spec: EnvironmentSpec,
-        limits: Limits,
+        config: EnvironmentConfig,
         function: EnvironmentFunction,
+        threads: Executor,
         watchdog: LoopWatchdog,
-        pulse: LoopWatchdog,
     ) -> None:
-        self._connection, self._spec, self._limits, self._function = connection, spec, limits, function
-        self._watchdog, self._pulse = watchdog, pulse
-        self._threads = ThreadPoolExecutor(limits.max_concurrency, "episode")
-        self._places = asyncio.Semaphore(limits.max_concurrency)
+        self._connection, self._spec, self._config, self._function = connection, spec, config, function
+        self._threads, self._watchdog = threads, watchdog
+        self._places = asyncio.Semaphore(config.max_concurrency)
         self._episodes: dict[int, _Episode] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        self._pulse.begin(0)
-        self._send(WorkerReady())
-        loop = asyncio.get_running_loop()
-        arguments = (self._connection, lambda message: loop.call_soon_threadsafe(self._take, message))
-        threading.Thread(target=_read, args=arguments, name="messages", daemon=True).start()
-        while True:
-            await asyncio.sleep(PULSE_S)
-            self._pulse.begin(0)
+        self._watchdog.beat()
+        self._send(None)
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+        def read() -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    loop.call_soon_threadsafe(self._take, self._connection.recv())
+            end_worker(0)
+            loop.call_soon_threadsafe(over.set)
+
+        threading.Thread(target=read, name="messages", daemon=True).start()
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), PULSE_S)
+            self._watchdog.beat()
 
     def _send(self, message: Message) -> None:
         # The parent always reads, so this does not block the loop.
-        self._connection.send_bytes(EPISODES.pack(message))
+        self._connection.send(message)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, BeginEpisode):
@@ -127,9 +181,11 @@ class _Worker:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if (error := task.exception()) is not None:  # a defect of ours: the episode would never be answered
-            traceback.print_exception(error)
-            os._exit(1)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Of the connection where a thread was left behind; else a defect of ours: the episode would never be answered.
+            if not isinstance(error, OSError):
+                traceback.print_exception(error)
+            end_worker(1)
 
     def _begin(self, id: int, fields: Mapping[str, Any]) -> None:
         """At once, because a message to close it may come before its task runs."""
@@ -137,8 +193,8 @@ class _Worker:
             generator = self._function(**fields)
         except BaseException as error:  # noqa: BLE001  calling the function fails for arguments it does not take
             now = time.time()
-            self._send(episode_ended(id, raised(error), now, now))
-            self._send(EpisodeClosed(id=id, failure="", retire=False))
+            self._send(EpisodeStep(id, raised(error), now, now))
+            self._send(EpisodeClosed(id, "", retire=False))
             return
         steps: Steps = (
             AsyncSteps(generator, self._watchdog, id) if self._spec.kind == "async" else ThreadSteps(generator, self._threads)
@@ -156,10 +212,9 @@ class _Worker:
         turn, sent = 0, None
         while not episode.is_closed:
             came, began = await self._step(episode, sent, turn)
+            self._send(EpisodeStep(id, came, began, time.time(), episode.is_stuck or episode.retires))
             if isinstance(came, End):
-                self._send(episode_ended(id, came, began, time.time(), episode.is_stuck or episode.retires))
                 break
-            self._send(Observed(id=id, content=came.content, score=came.score, began=began, ended=time.time()))
             sent = await episode.replies.get()
             if sent is None:
                 break
@@ -167,11 +222,11 @@ class _Worker:
         episode.is_closed = True
         failure = await self._close(episode)
         del self._episodes[id]
-        self._send(EpisodeClosed(id=id, failure=_plain(failure), retire=episode.is_stuck or episode.retires))
+        self._send(EpisodeClosed(id, failure, episode.is_stuck or episode.retires))
 
     async def _step(self, episode: _Episode, sent: str | None, turn: int) -> tuple[Read | End, float]:
         """What one step of the environment came to, and when it began."""
-        reads = partial(read_yield, turn=turn, max_turns=self._spec.max_turns, max_bytes=self._limits.max_observation_bytes)
+        reads = partial(read_yield, turn=turn, max_turns=self._spec.max_turns)
         await self._places.acquire()
         began = time.time()
         left_s = episode.ends_at - time.monotonic()
@@ -185,7 +240,7 @@ class _Worker:
         if isinstance(came, End) and came.kind == "died":
             # What each episode holds cannot be told apart: memory comes back with a new process.
             episode.retires = True
-            came = fails("died", ended(OUT_OF_MEMORY, self._limits.worker_memory_mb, "environment.worker_memory_mb"))
+            came = fails("died", ended(OUT_OF_MEMORY, self._config.worker_memory_mb, "environment.worker_memory_mb"))
         return came, began
 
     def _timed_out(self, in_step: bool) -> End:
@@ -216,35 +271,3 @@ class _Worker:
         if done:
             self._places.release()
         return result
-
-
-def episode_ended(id: int, end: End, began: float, ended: float, retire: bool = False) -> EpisodeEnded:
-    """What the end of an episode is in a message."""
-    score = end.score
-    return EpisodeEnded(
-        id=id,
-        reason=end.reason,
-        kind=end.kind,
-        scored=score is not None,
-        value=None if score is None else score.value,
-        failure=None if score is None or score.failure is None else _plain(score.failure),
-        metrics={} if score is None else dict(score.metrics),
-        traceback=_plain(end.traceback),
-        began=began,
-        ended=ended,
-        retire=retire,
-    )
-
-
-def _plain(text: str) -> str:
-    """Also of an error that quotes half a surrogate pair."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _read(connection: Connection, take: Callable[[Message], object]) -> None:
-    """Until the parent closes its end of the connection, which ends the process."""
-    while True:
-        try:
-            take(EPISODES.unpack(connection.recv_bytes()))
-        except (EOFError, OSError):
-            os._exit(0)

@@ -9,40 +9,157 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from async_rlhf.actors.environments.book import EpisodeBook
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
-from async_rlhf.actors.environments.messages import (
-    EPISODES,
+from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.worker import (
     BeginEpisode,
     CloseEpisode,
     EpisodeClosed,
-    EpisodeEnded,
+    EpisodeStep,
     Message,
-    Observed,
     Reply,
     StartFailed,
-    WorkerReady,
+    serve,
 )
-from async_rlhf.actors.environments.worker import Limits, episode_ended, serve
-from async_rlhf.actors.environments.yields import Kind, fails
-from async_rlhf.actors.workers.pool import LOOK_S, Worker, WorkerPool
-from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
-from async_rlhf.buffers.errors import EpisodeError, WireError
+from async_rlhf.actors.environments.yields import Kind, Read, fails, raised
+from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
+from async_rlhf.actors.workers.watchdog import GRACE_S
+from async_rlhf.buffers.errors import EpisodeError
 
 logger = logging.getLogger(__name__)
 
 # Longest time that the other episodes of a retired process have to end.
 DRAIN_S = 60.0
-# Beside an observation, what a message holds; tracebacks and failures are cut off far below it.
-_OVERHEAD_BYTES = 1 << 20
 
-Happened = Callable[[int, Observed | EpisodeEnded | EpisodeClosed | None], None]
+Happened = Callable[[int, EpisodeStep | EpisodeClosed | None], None]
 """Takes what became of an episode, by its id; None: it is lost. EpisodeClosed: its cleanup failed. Called from the thread."""
+
+
+Phase = Literal["stepping", "waiting", "closing"]
+
+
+class Ended(NamedTuple):
+    """Ids of the episodes that a dead process leaves behind."""
+
+    failed: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+@dataclass
+class _Slot:
+    takes: bool = True
+    phases: dict[int, Phase] = field(default_factory=dict)
+
+
+class EpisodeBook:
+    """Which process runs which episode, and what becomes of them when one ends. Pure: a few sets and their rules.
+
+    An episode is `waiting` until it may step and while the model writes, `stepping` until the step is answered, and `closing`
+    once it has ended until its cleanup is done. When its process dies:
+
+        closing                                           is over
+        waiting                                           is lost, and begun again: it cannot be the cause
+        stepping, another or none of them is the cause    is lost
+        stepping, it is the cause                         has failed
+        stepping, the cause is not known                  is suspect: lost the first time, failed the second
+
+    Of the suspects in a process one steps at a time, so that the second crash identifies one and not all that happened to be
+    there. A process that is retired takes no new episodes; it has drained when none is left in it.
+
+    Episodes are named by id, processes by number. A key names what is begun again as another episode.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self._worker_of: dict[int, int] = {}
+        self._keys: dict[int, Hashable] = {}
+        self._suspects: set[Hashable] = set()
+
+    def open(self, worker: int) -> None:
+        """This process can run episodes."""
+        self._slots[worker] = _Slot()
+
+    def place(self, id: int, key: Hashable) -> int | None:
+        """The process that the episode is to begin in: the one with the fewest; None while none takes episodes."""
+        taking = [worker for worker, slot in self._slots.items() if slot.takes]
+        if not taking:
+            return None
+        worker = min(taking, key=lambda each: len(self._slots[each].phases))
+        self._slots[worker].phases[id] = "waiting"
+        self._worker_of[id], self._keys[id] = worker, key
+        return worker
+
+    def worker_of(self, id: int) -> int | None:
+        return self._worker_of.get(id)
+
+    def step(self, id: int) -> bool:
+        """Whether the episode may step now; it then does."""
+        phases = self._slots[self._worker_of[id]].phases
+        if self._keys[id] in self._suspects:
+            stepping = (self._keys[other] for other, phase in phases.items() if phase == "stepping")
+            if any(key in self._suspects for key in stepping):
+                return False
+        phases[id] = "stepping"
+        return True
+
+    def enter(self, id: int, phase: Literal["waiting", "closing"]) -> None:
+        """An ended episode is closing, and no longer suspect."""
+        self._slots[self._worker_of[id]].phases[id] = phase
+        if phase == "closing":
+            self._suspects.discard(self._keys[id])
+
+    def phase(self, id: int) -> Phase | None:
+        worker = self._worker_of.get(id)
+        return None if worker is None else self._slots[worker].phases[id]
+
+    def closed(self, id: int) -> None:
+        """Nothing of it is left."""
+        self._keys.pop(id, None)
+        if (worker := self._worker_of.pop(id, None)) is not None:
+            del self._slots[worker].phases[id]
+
+    def forget(self, keys: Iterable[Hashable]) -> None:
+        """These are not begun again."""
+        self._suspects -= frozenset(keys)
+
+    def retire(self, worker: int) -> None:
+        self._slots[worker].takes = False
+
+    def has_drained(self, worker: int) -> bool:
+        slot = self._slots[worker]
+        return not slot.takes and not slot.phases
+
+    def num_busy(self, worker: int) -> int:
+        """Episodes in the process, those that are being cleaned up included."""
+        return len(self.episodes(worker))
+
+    def episodes(self, worker: int) -> tuple[int, ...]:
+        """The ids of those in the process."""
+        return tuple(self._slots[worker].phases) if worker in self._slots else ()
+
+    def died(self, worker: int, causes: Collection[int] | None) -> Ended:
+        """causes: the episodes that ended the process; None: not known. Of a process that was never open: nothing."""
+        slot = self._slots.pop(worker, _Slot())
+        failed: list[int] = []
+        lost: list[int] = []
+        for id, phase in slot.phases.items():
+            key = self._keys.pop(id)
+            del self._worker_of[id]
+            if phase == "closing":
+                continue
+            is_cause = phase == "stepping" and (key in self._suspects if causes is None else id in causes)
+            (failed if is_cause else lost).append(id)
+            if is_cause:
+                self._suspects.discard(key)
+            elif phase == "stepping" and causes is None:
+                self._suspects.add(key)
+        return Ended(tuple(failed), tuple(lost))
 
 
 class _EpisodeWorker(Worker):
@@ -50,29 +167,20 @@ class _EpisodeWorker(Worker):
 
     memory_setting = "environment.worker_memory_mb"
 
-    def __init__(self, number: int, spec: EnvironmentSpec, limits: Limits) -> None:
-        self._timeout_s, self._max_bytes = spec.timeout_s, 2 * limits.max_observation_bytes + _OVERHEAD_BYTES
-        self._pulse = LoopWatchdog()
-        super().__init__(number, serve, (spec, limits, self._pulse), limits.worker_memory_mb)
+    def __init__(
+        self, number: int, spec: EnvironmentSpec, config: EnvironmentConfig, function: EnvironmentFunction | None
+    ) -> None:
+        self._timeout_s = spec.timeout_s
+        super().__init__(number, serve, (spec, config, function), config.worker_memory_mb, in_thread=function is not None)
         self.retired_until: float | None = None
         self._seen, self._looked, self._silent_s = 0.0, time.monotonic(), 0.0
-
-    def send(self, message: Message) -> None:
-        """Raises WireError for a column that cannot travel, BlockingIOError when the process takes nothing, OSError when it has
-        ended."""
-        self.connection.send_bytes(EPISODES.pack(message))
-
-    def receive(self) -> Message:
-        """Raises EOFError and OSError at its end, WireError for what is no message."""
-        return EPISODES.unpack(self.connection.recv_bytes(self._max_bytes))
 
     def blocked(self, now: float) -> tuple[str, int | None] | None:
         """Once its loop has not turned for longer than a step may take: why, and the episode whose step blocks it if known.
 
         Only time in which this process could look itself counts as silence.
         """
-        turn = self._pulse.look()
-        beat = 0.0 if turn is None else turn.since
+        beat = self.watchdog.beaten
         self._silent_s = self._silent_s + min(now - self._looked, 2 * LOOK_S) if beat == self._seen else 0.0
         self._seen, self._looked = beat, now
         if self._silent_s <= self._timeout_s + GRACE_S:
@@ -89,21 +197,22 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
 
     error = EpisodeError
 
-    def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, happened: Happened) -> None:
-        self._spec, self._happened = spec, happened
-        self._limits = Limits(config.max_concurrency, config.max_observation_bytes, config.worker_memory_mb)
+    def __init__(
+        self, spec: EnvironmentSpec, config: EnvironmentConfig, happened: Happened, function: EnvironmentFunction | None
+    ) -> None:
+        """function: where only this process has it; a thread then stands for each process, and is left behind."""
+        self._spec, self._config, self._happened, self._function = spec, config, happened, function
         self._book = EpisodeBook()
         self._unplaced: dict[int, tuple[Hashable, BeginEpisode]] = {}
         self._unsent: dict[int, BeginEpisode | Reply] = {}
         super().__init__(config.workers, f"the processes of environment {spec.name!r} ({spec.target})")
 
     def begin(self, id: int, key: Hashable, fields: Mapping[str, Any]) -> None:
-        message = BeginEpisode(id=id, fields=self._spec.usable(fields))
+        message = BeginEpisode(id, self._spec.usable(fields))
         self._act(partial(self._unplaced.__setitem__, id, (key, message)))
 
     def reply(self, id: int, text: str) -> None:
-        # What the model wrote has a UTF-8 form, unless it did not write it.
-        self._act(partial(self._reply, Reply(id=id, text=text.encode(errors="replace").decode())))
+        self._act(partial(self._reply, Reply(id, text)))
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         """Close these episodes; the keys are not begun again."""
@@ -116,11 +225,11 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
     # -- its thread --------------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> _EpisodeWorker:
-        return _EpisodeWorker(number, self._spec, self._limits)
+        return _EpisodeWorker(number, self._spec, self._config, self._function)
 
     def _patience_s(self) -> float:
         busy = any(not worker.takes or self._book.num_busy(number) for number, worker in self._workers.items())
-        return LOOK_S if busy else super()._patience_s()
+        return LOOK_S if busy else LONGEST_WAIT_S
 
     def _advance(self) -> None:
         """Begin episodes, and go on with them."""
@@ -150,37 +259,37 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
                 self._book.closed(id)
             elif worker is not None and self._book.phase(id) != "closing":
                 self._book.enter(id, "closing")
-                self._send(self._workers[worker], CloseEpisode(id=id))
+                self._send(self._workers[worker], CloseEpisode(id))
 
     def _send(self, worker: _EpisodeWorker, message: Message) -> None:
+        self._look_by(time.monotonic() + LOOK_S)
         try:
-            worker.send(message)
-        except WireError as error:  # of an episode that is to begin
-            assert isinstance(message, BeginEpisode)
-            self._book.closed(message.id)
-            self._happened(message.id, _failed(message.id, "not readable", str(error)))
+            worker.connection.send(message)
         except BlockingIOError:
             self._replace(worker, f"its process took no message for {GRACE_S:g} s", worker.running())
         except OSError:
             pass  # It has ended, as its connection will show.
+        except Exception as error:  # noqa: BLE001  a column may be an object of the user's, and raise anything
+            assert isinstance(message, BeginEpisode)
+            self._book.closed(message.id)
+            self._happened(message.id, _failed(message.id, "not readable", raised(error).failure))
 
     def _take(self, worker: _EpisodeWorker) -> None:
-        message = worker.receive()
-        if isinstance(message, WorkerReady):
+        message: Message = worker.connection.recv()
+        if message is None:
             self._is_up(worker)
             self._book.open(worker.number)
         elif isinstance(message, StartFailed):
             worker.failure = message.reason
-        elif isinstance(message, Observed | EpisodeEnded):
+        elif isinstance(message, EpisodeStep):
             if self._book.phase(message.id) == "stepping":  # Else it has been discarded.
-                is_lost = isinstance(message, EpisodeEnded) and message.kind == "lost" and self._book.loses(message.id)
-                self._book.enter(message.id, "waiting" if isinstance(message, Observed) else "closing")
-                self._happened(message.id, None if is_lost else message)
+                self._book.enter(message.id, "waiting" if isinstance(message.came, Read) else "closing")
+                self._happened(message.id, message)
         elif isinstance(message, EpisodeClosed):
             self._book.closed(message.id)
             if message.failure:
                 self._happened(message.id, message)
-        if isinstance(message, EpisodeEnded | EpisodeClosed) and message.retire and worker.takes:
+        if isinstance(message, EpisodeStep | EpisodeClosed) and message.retire and worker.takes:
             self._retire(worker)
         if not worker.takes and self._has(worker) and self._book.has_drained(worker.number):
             self._end_retired(worker)
@@ -226,7 +335,7 @@ class EpisodeWorkers(WorkerPool[_EpisodeWorker]):
         for number in tuple(self._workers):
             self._discard(self._book.episodes(number), ())
         while self.num_episodes() and (left_s := by - time.monotonic()) > 0:
-            self._turn(min(LOOK_S, left_s))
+            self._turn(time.monotonic() + min(LOOK_S, left_s))
 
     def _ended(self) -> None:
         self._happened(-1, None)  # Wakes the owner, whose `check` raises if this was not on purpose.
@@ -236,6 +345,6 @@ _NONE = -1
 """The id of no episode."""
 
 
-def _failed(id: int, kind: Kind, reason: str) -> EpisodeEnded:
+def _failed(id: int, kind: Kind, reason: str) -> EpisodeStep:
     now = time.time()
-    return episode_ended(id, fails(kind, reason), now, now)
+    return EpisodeStep(id, fails(kind, reason), now, now)

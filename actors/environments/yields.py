@@ -12,7 +12,6 @@ import msgpack
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.environments.settings import Content, Feedback, Message
 from async_rlhf.actors.rewards.answer import failed, read, shown
-from async_rlhf.buffers.errors import EpisodeLostError
 from async_rlhf.buffers.score import Score
 
 Reason = Literal["scored", "returned", "max_turns", "failed"]
@@ -20,6 +19,8 @@ Kind = Literal["", "raised", "timed out", "died", "not readable", "too large", "
 """Of a failure, to count by."""
 ROLES = ("system", "user", "assistant", "tool")
 
+# No model's context holds more; an environment that reads a page of the web or a log shortens it.
+MAX_BYTES = 1 << 20
 _EXPECTED = "text, a list of chat messages, Feedback or Score was expected"
 
 
@@ -54,14 +55,11 @@ def fails(kind: Kind, reason: str, traceback: str = "") -> End:
 def raised(error: BaseException) -> End:
     """The end of an episode whose environment raised. Call it while the exception is being handled."""
     answer = failed(error)
-    return fails("lost" if isinstance(error, EpisodeLostError) else "raised", answer.failure or "", answer.traceback)
+    return fails("raised", answer.failure or "", answer.traceback)
 
 
-def read_yield(value: Any, turn: int, max_turns: int, max_bytes: int) -> Read | End:
-    """What a yielded value means after `turn` turns of the model; None: the generator has returned.
-
-    max_bytes: of an observation, as UTF-8 text or as JSON.
-    """
+def read_yield(value: Any, turn: int, max_turns: int) -> Read | End:
+    """What a yielded value means after `turn` turns of the model."""
     if isinstance(value, Score):
         return _end(value, turn)
     feedback = value if isinstance(value, Feedback) else Feedback(value)
@@ -70,7 +68,7 @@ def read_yield(value: Any, turn: int, max_turns: int, max_bytes: int) -> Read | 
         return fails("not readable", f"Feedback with a score: {score.failure}")
     if score.value is not None and not turn:
         return fails("no turn", "it gave Feedback with a score before the model wrote anything")
-    content = _content(feedback.content, max_bytes)
+    content = _content(feedback.content)
     if isinstance(content, End):
         return content
     if turn >= max_turns:
@@ -94,7 +92,7 @@ def _end(given: Score, turn: int) -> End:
     return End("scored", answer.score())
 
 
-def _content(content: Any, max_bytes: int) -> Content | End:
+def _content(content: Any) -> Content | End:
     found: Content
     try:
         if isinstance(content, str):
@@ -114,9 +112,8 @@ def _content(content: Any, max_bytes: int) -> Content | End:
         return fails("not readable", f"yielded text that has no UTF-8 form: {error}")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         return fails("not readable", f"yielded chat messages that are no JSON data for text: {error}")
-    if size > max_bytes:
-        at_most = f"at most {_size(max_bytes)} are read (environment.max_observation_bytes)"
-        return fails("too large", f"returned {_size(size)}, {at_most}; shorten it, or yield a part of it")
+    if size > MAX_BYTES:
+        return fails("too large", f"returned {size} bytes, at most {MAX_BYTES} are read; shorten it, or yield a part of it")
     return found
 
 
@@ -127,10 +124,3 @@ def _problem(message: Any) -> str | None:
     if message.get("role") not in ROLES:
         return f"whose role is {message.get('role')!r}; choose one of: {', '.join(ROLES)}"
     return None
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.4g} {unit}"
-    return f"{num_bytes} bytes"

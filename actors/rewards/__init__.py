@@ -15,8 +15,6 @@ from async_rlhf.actors.rewards.adapters import adapted
 from async_rlhf.actors.rewards.answer import Answer, failed
 from async_rlhf.actors.rewards.loading import (
     BUILTINS,
-    CALLER,
-    CALLER_ADDRESS,
     RewardSpec,
     absolute,
     load,
@@ -30,8 +28,6 @@ from async_rlhf.buffers.score import Score
 
 __all__ = [
     "BUILTINS",
-    "CALLER",
-    "CALLER_ADDRESS",
     "FIELDS",
     "Answer",
     "RewardFunction",

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from async_rlhf.actors.rewards.answer import as_text, scalar, shown
-from async_rlhf.actors.rewards.declaring import SETTINGS
-from async_rlhf.actors.rewards.settings import RewardFunction, settings_of
+from async_rlhf.actors.rewards.settings import SETTINGS, RewardFunction, settings_of
 from async_rlhf.actors.rewards.signature import ALTERNATIVES, written
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.score import MAX_SCORE, Score

@@ -7,20 +7,21 @@ process starts, so a misspelt one costs seconds, not an hour.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from async_rlhf.actors.rewards.adapters import ADAPTERS, adapted
-from async_rlhf.actors.rewards.importing import attribute, found_in
 from async_rlhf.actors.rewards.settings import Declaration, RewardFunction, RewardSettings, settings_of
 from async_rlhf.actors.rewards.signature import Signature
-from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
-from async_rlhf.buffers.user_files import PRIVATE, is_guarded
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError, did_you_mean
+from async_rlhf.buffers.user_files import PRIVATE, MissingFileError, UnfinishedImportError, import_file, is_guarded
 
 # Built-ins are ordinary functions; each in its own module, so that a process imports only the libraries it needs.
 _HERE = "async_rlhf.actors.rewards.builtins"
@@ -35,9 +36,6 @@ BUILTINS = {
     "remote": "async_rlhf.actors.scoring.remote:remote",
     "reward_model": "async_rlhf.actors.scoring.model_stages:reward_model",
 }
-
-CALLER, CALLER_ADDRESS = "caller", "ASYNC_RLHF_CALLER_REWARDS"
-"""The address of the rewards that the process which started a run serves itself, and the variable that resolves it."""
 
 _FIX = "another process cannot import it; define it with 'def' at the top level of a module or a .py file"
 
@@ -122,7 +120,7 @@ def _spec(
 
 def spec_in_process(name: str, function: RewardFunction, columns: AbstractSet[str] | None) -> RewardSpec:
     """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
-    spec = _checked(name, f"{CALLER}:{name}", function, columns, {}, {})
+    spec = _checked(name, f"caller:{name}", function, columns, {}, {})
     if spec.scope == "group" or spec.stream_tokens or spec.holds_model:
         raise ConfigError(f"reward {name!r} judges groups, reads unfinished completions or loads a model: {_FIX}")
     return spec
@@ -260,3 +258,56 @@ def _function(target: str) -> RewardFunction:
         return adapted(found, scheme)
     except RewardError as error:
         raise RewardError(f"reward {target!r} {error}") from error
+
+
+# -- of any kind ----------------------------------------------------------------------------------------------------------
+
+
+def found_in(place: str, name: str, kind: str, target: str, error: type[AsyncRLHFError] = RewardError) -> Any:
+    """What `name` is at the top level of `place`, a module or a file. kind, target: what errors call it.
+
+    Raises the error for what cannot be imported, and for a name that is not there.
+    """
+    try:
+        module = _file_module(Path(place), kind) if place.endswith(".py") else _module(place, kind, target)
+    except RewardError as failed:
+        raise error(str(failed)) from failed
+    found = attribute(module, name)
+    if found is None:
+        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        hint = did_you_mean(name, public) if public else "it defines no function"
+        raise error(f"{kind} {target!r}: no {name!r} at the top level of {place}; {hint}")
+    return found
+
+
+def attribute(module: ModuleType, name: str) -> Any:
+    """What a dotted name leads to, None for nothing."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _module(name: str, kind: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise RewardError(f"{kind} {target!r}: importing {name} failed: {error}; install what it needs") from error
+        raise RewardError(
+            f"{kind} {target!r}: there is no module {error.name!r} on Python's path; "
+            f"name its file instead ('path/{name.rpartition('.')[2]}.py:{target.rpartition(':')[2]}') or install it"
+        ) from error
+    except (Exception, SystemExit) as error:  # the module is the user's own code and may raise anything
+        raise RewardError(f"{kind} {target!r}: importing {name} raised {type(error).__name__}: {error}") from error
+
+
+def _file_module(path: Path, kind: str) -> ModuleType:
+    try:
+        return import_file(path)
+    except MissingFileError as error:
+        raise RewardError(f"{kind} file {error}") from error
+    except UnfinishedImportError as error:
+        raise RewardError(f"{error} for its {kind}s; put what starts the run under: if __name__ == '__main__':") from error
+    except (Exception, SystemExit) as error:  # the file is the user's own code and may raise anything
+        raise RewardError(f"importing {kind} file {path} raised {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ Never here: finding a function by name (`loading`), or what calls it and when (`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,27 +77,19 @@ class Signature:
 
     def check(self, name: str, columns: AbstractSet[str], options: AbstractSet[str] = frozenset()) -> None:
         """Raises ConfigError when a parameter can get no value: no field, no column of the data, no option."""
-        known = FIELDS | columns | options | self._renamed.keys()
         for parameter in self.required:
             if self.form == "list" and parameter in _TRL_ONLY - columns - options:
                 way = "name it in environment.options.rewards" if parameter == "environments" else "give it a default of None"
                 raise ConfigError(f"reward {name!r} requires TRL's {parameter!r}, which an actor does not have; {way}")
-            if parameter not in known:
-                raise ConfigError(
-                    f"reward {name!r} asks for {parameter!r}, which is neither a field of a completion "
-                    f"({', '.join(sorted(FIELDS))}) nor a column of {_every_row(columns)} "
-                    f"nor an option (rewards.options.{name}); {did_you_mean(parameter, known)}"
-                )
+        accepted = None if self.any_column else (*self.required, *self.optional)
+        fields = FIELDS | self._renamed.keys()
+        check_parameters(f"reward {name!r}", f"rewards.options.{name}", self.required, accepted, fields, columns, options)
         for choices in self.alternatives:
-            if not known.intersection(choices):
+            if not (fields | columns | options).intersection(choices):
                 raise ConfigError(
                     f"reward {name!r} needs one of the columns {', '.join(choices)}; "
                     f"there is none in {_every_row(columns)}. Rename one with data.columns"
                 )
-        if not self.any_column and (unknown := options - set(self.required + self.optional)):
-            option = min(unknown)
-            hint = did_you_mean(option, self.required + self.optional)
-            raise ConfigError(f"rewards.options.{name}.{option}: reward {name!r} has no such parameter; {hint}")
 
     def arguments(self, members: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of one call. members: the fields of each completion it is about, one for form "one"."""
@@ -135,6 +127,31 @@ def written(member: Mapping[str, Any]) -> Any:
     if not isinstance(member.get("prompt"), list):
         return member["completion"]
     return member.get("completion_messages") or [{"role": "assistant", "content": member["completion"]}]
+
+
+def check_parameters(
+    what: str,
+    section: str,
+    required: Iterable[str],
+    accepted: Sequence[str] | None,
+    fields: AbstractSet[str],
+    columns: AbstractSet[str],
+    options: AbstractSet[str],
+) -> None:
+    """accepted: its parameters, None for any. section: of its options. fields: what is given beside the columns of every row.
+
+    Raises ConfigError when a parameter can get no value, and for an option that is none of them.
+    """
+    known = fields | columns | options
+    for parameter in required:
+        if parameter not in known:
+            raise ConfigError(
+                f"{what} asks for {parameter!r}, which is neither a field ({', '.join(sorted(fields))}) nor a column of "
+                f"{_every_row(columns)} nor an option ({section}); {did_you_mean(parameter, known)}"
+            )
+    if accepted is not None and (unknown := options - set(accepted)):
+        hint = did_you_mean(min(unknown), accepted) if accepted else "it takes none"
+        raise ConfigError(f"{section}.{min(unknown)}: {what} has no such parameter; {hint}")
 
 
 def _every_row(columns: AbstractSet[str]) -> str:

@@ -8,11 +8,10 @@ actors share one model through the scorer process, or through a reward server (`
 from __future__ import annotations
 
 import functools
-import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,24 +27,9 @@ if TYPE_CHECKING:
     from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
     from async_rlhf.buffers.record import SamplingMask
 
-P = ParamSpec("P")
-T = TypeVar("T")
 # Files any of which holds a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _CACHE_BYTES, _MAX_LENGTH = 1 << 30, 2048
-
-
-def _once(make: Callable[P, T]) -> Callable[P, T]:
-    """One object of this process for each set of arguments, defaults filled in."""
-    signature, kept = inspect.signature(make), functools.cache(make)
-
-    @functools.wraps(make)
-    def found(*args: P.args, **kwargs: P.kwargs) -> T:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return kept(*bound.args)
-
-    return found
 
 
 def check_incremental(path: str, of: str) -> None:
@@ -60,6 +44,18 @@ def check_incremental(path: str, of: str) -> None:
 
 
 # -- reward_model ----------------------------------------------------------------------------------------------------------
+
+
+class _Reward(NamedTuple):
+    """Options of `reward_model`, for which a process has one model and one judge."""
+
+    path: str
+    label: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    max_length: int = _MAX_LENGTH
+    cache_bytes: int = _CACHE_BYTES
 
 
 def check(path: str = "", label: int = 0, max_length: int = _MAX_LENGTH, **others: Any) -> None:
@@ -100,8 +96,8 @@ def _check_stream(path: str = "", cache_bytes: int = _CACHE_BYTES, **others: Any
         )
 
 
-def _prepare(path: str, label: int = 0, device: str = "cpu", dtype: str = "float32", threads: int = 1, **others: Any) -> None:
-    _reward_model(path, label, device, dtype, threads)
+def _prepare(**options: Any) -> None:
+    _reward_model(_Reward(**options))
 
 
 def _read(prompts: list[Any], completions: list[Any], model_prompt: list[Any] | None) -> tuple[list[Any], list[Any]]:
@@ -114,11 +110,11 @@ def _read(prompts: list[Any], completions: list[Any], model_prompt: list[Any] | 
 def _prefetch(
     prompts: list[Any], completions: list[Any], stream_ids: list[int], model_prompt: list[Any] | None = None, **options: Any
 ) -> None:
-    _reward_judge(**options).prefetch(stream_ids, _samples(*_read(prompts, completions, model_prompt)))
+    _reward_judge(_Reward(**options)).prefetch(stream_ids, _samples(*_read(prompts, completions, model_prompt)))
 
 
 def _forget(stream_ids: list[int], **options: Any) -> None:
-    _reward_judge(**options).forget(stream_ids)
+    _reward_judge(_Reward(**options)).forget(stream_ids)
 
 
 @reward(
@@ -149,50 +145,53 @@ def reward_model(
     that the end, where the score is read, stays. cache_bytes: most memory for keys and values of unfinished completions; one
     without room is scored at its end (metric `given_up`).
     """
-    read = _read(prompts, completions, model_prompt)
+    own, read = _Reward(path, label, device, dtype, threads, max_length, cache_bytes), _read(prompts, completions, model_prompt)
     if stream_ids is not None:
-        judge = _reward_judge(path, label, device, dtype, threads, max_length, cache_bytes)
-        return judge.score(stream_ids, _samples(*read))
-    return _reward_model(path, label, device, dtype, threads).score(*read, max_length)
+        return _reward_judge(own).score(stream_ids, _samples(*read))
+    return _reward_model(own).score(*read, max_length)
 
 
 @functools.cache
-def _reward_model(path: str, label: int, device: str, dtype: str, threads: int) -> RewardModel:
+def _reward_model(own: _Reward) -> RewardModel:
     from async_rlhf.actors.scoring.models import RewardModel
 
-    return RewardModel(Path(path), label=label, device=device, dtype=dtype, threads=threads)
+    return RewardModel(Path(own.path), label=own.label, device=own.device, dtype=own.dtype, threads=own.threads)
 
 
-@_once
-def _reward_judge(
-    path: str,
-    label: int = 0,
-    device: str = "cpu",
-    dtype: str = "float32",
-    threads: int = 1,
-    max_length: int = _MAX_LENGTH,
-    cache_bytes: int = _CACHE_BYTES,
-) -> IncrementalJudge[Score]:
+@functools.cache
+def _reward_judge(own: _Reward) -> IncrementalJudge[Score]:
     from async_rlhf.actors.scoring.incremental import IncrementalJudge, RewardHead
 
-    return IncrementalJudge(RewardHead(_reward_model(path, label, device, dtype, threads), max_length), cache_bytes)
+    return IncrementalJudge(RewardHead(_reward_model(own), own.max_length), own.cache_bytes)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------------
 
 
-def _prepare_reference(path: str, device: str = "cpu", dtype: str = "float32", threads: int = 1, **others: Any) -> None:
-    _reference_model(path, device, dtype, threads)
+class _Reference(NamedTuple):
+    """Options of `reference`, for which a process has one model and one judge."""
+
+    path: str
+    temperature: float
+    restricted: bool = True
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    cache_bytes: int = _CACHE_BYTES
+
+
+def _prepare_reference(**options: Any) -> None:
+    _reference_model(_Reference(**options))
 
 
 def _prefetch_reference(
     prompt_ids: list[list[int]], completion_ids: list[list[int]], stream_ids: list[int], **options: Any
 ) -> None:
-    _reference_judge(**options).prefetch(stream_ids, _samples(prompt_ids, completion_ids))
+    _reference_judge(_Reference(**options)).prefetch(stream_ids, _samples(prompt_ids, completion_ids))
 
 
 def _forget_reference(stream_ids: list[int], **options: Any) -> None:
-    _reference_judge(**options).forget(stream_ids)
+    _reference_judge(_Reference(**options)).forget(stream_ids)
 
 
 @reward(
@@ -223,16 +222,16 @@ def reference(
     vocabulary. cache_bytes: most memory for keys and values of unfinished completions. row_pieces: of a completion whose row
     begins anew, (start, num_prompt, stop) as in `record.Piece`; each is read alone, and 0 stands for the tokens of its prompt.
     """
+    options = _Reference(path, temperature, restricted, device, dtype, threads, cache_bytes)
     given = sampling_mask if restricted and sampling_mask is not None else [None] * len(completion_ids)
     masks = [None if own is None else _sampling_mask(*own) for own in given]
     cut = list(map(_cut, _samples(prompt_ids, completion_ids, masks), row_pieces or [None] * len(completion_ids)))
     samples = [sample for own in cut for sample in own]
     if stream_ids is not None:  # what was read ahead is of the first piece
         streams = [stream for first, own in zip(stream_ids, cut, strict=True) for stream in (first, *(None for _ in own[1:]))]
-        judge = _reference_judge(path, temperature, restricted, device, dtype, threads, cache_bytes)
-        found = judge.score(streams, samples)
+        found = _reference_judge(options).score(streams, samples)
     else:
-        model = _reference_model(path, device, dtype, threads)
+        model = _reference_model(options)
         read = zip(model.read([s.prompt for s in samples], [s.completion for s in samples]), samples, strict=True)
         found = [Logprobs(model.logprobs(hidden, s.completion, temperature, s.sampling_mask)) for hidden, s in read]
     each = iter(found)
@@ -240,25 +239,17 @@ def reference(
 
 
 @functools.cache
-def _reference_model(path: str, device: str, dtype: str, threads: int) -> ReferenceModel:
+def _reference_model(own: _Reference) -> ReferenceModel:
     from async_rlhf.actors.scoring.models import ReferenceModel
 
-    return ReferenceModel(Path(path), device=device, dtype=dtype, threads=threads)
+    return ReferenceModel(Path(own.path), device=own.device, dtype=own.dtype, threads=own.threads)
 
 
-@_once
-def _reference_judge(
-    path: str,
-    temperature: float,
-    restricted: bool = True,
-    device: str = "cpu",
-    dtype: str = "float32",
-    threads: int = 1,
-    cache_bytes: int = _CACHE_BYTES,
-) -> IncrementalJudge[Logprobs]:
+@functools.cache
+def _reference_judge(own: _Reference) -> IncrementalJudge[Logprobs]:
     from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead
 
-    return IncrementalJudge(ReferenceHead(_reference_model(path, device, dtype, threads), temperature), cache_bytes)
+    return IncrementalJudge(ReferenceHead(_reference_model(own), own.temperature), own.cache_bytes)
 
 
 def _sampling_mask(sizes: bytes, ids: bytes) -> SamplingMask:

@@ -22,8 +22,8 @@ from async_rlhf.actors.engine import Completion, Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
-from async_rlhf.actors.scoring.executor import Answers
 from async_rlhf.actors.scoring.reward_queue import Task
+from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Float32Array, SamplingMask, Score, pieces, sampled, source_of
 

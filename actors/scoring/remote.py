@@ -1,91 +1,90 @@
-"""The reward `remote`: the score of a reward server, from the event loop of asynchronous rewards.
+"""The executor of rewards that a server runs, and the reward `remote`, which names one.
 
-One socket for each server a process uses. ZeroMQ reconnects by itself; a request lost meanwhile times out and is retried as
-`retries` allows. Scoring changes nothing on the server, so a repeated request does no harm.
+A `remote` reward is not called in a process of the actor: the dispatcher hands its calls to the server's client. Scoring
+changes nothing on the server, so a request that is sent again does no harm.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import itertools
-import os
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
-from async_rlhf.actors.rewards import CALLER, CALLER_ADDRESS, Answer, TransientError, reward
-from async_rlhf.actors.scoring.messages import REWARDS, ScoreRequest, ScoreResponse, frames_of, to_answers
+from async_rlhf.actors.rewards import Answer, reward
+from async_rlhf.actors.scoring.reward_worker import Answered, Call, Shown, timed_out
+from async_rlhf.actors.workers.client import Failure, SessionClient
+from async_rlhf.actors.workers.messages import SERVED, STAGES, Show, Step, Stepped, to_answers
+from async_rlhf.actors.workers.messages import Shown as ShownThere
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.score import Score
-from async_rlhf.buffers.transport.keys import load_peer
-
-_SEND_HWM = 10_000
 
 
 @reward(retries=3, timeout_s=30.0)
-async def remote(address: str, keys: str = "", timeout_s: float = 30.0, reward_name: str = "", **fields: Any) -> Score:
+async def remote(address: str, keys: str = "", reward_name: str = "", **fields: Any) -> Score:
     """The score of the reward that the server at `address` serves.
 
-    keys: a key directory (`async-rlhf keys new`), needed for a server on another machine. timeout_s: the server drops the
-    request after it. reward_name: which of its rewards, where there are several.
+    keys: a key directory (`async-rlhf keys new`), needed for a server on another machine. reward_name: which of its rewards,
+    where there are several.
     """
-    if address == CALLER and not (address := os.environ.get(CALLER_ADDRESS, "")):
-        raise RewardError("its function is in the process that started this run; start the run with train(rewards=[...]) again")
-    answer = await _server(address, keys).score(reward_name, fields, timeout_s)
-    if answer.retry_after_s is not None:
-        raise TransientError(f"{address}: {answer.failure}", after_s=answer.retry_after_s)
-    return answer.score()
+    raise RewardError("the reward 'remote' runs at its server only")
 
 
-def connect(socket: zmq.Socket[Any], address: str, keys: str, max_bytes: int) -> None:
-    """To a server, as a key directory allows ("": without). Raises ConfigError for keys that cannot be read, zmq.ZMQError."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    if keys:
-        own = load_peer(Path(keys))
-        socket.setsockopt(zmq.CURVE_SERVERKEY, own.hub_public)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(own.secret))
-        socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
-    socket.connect(address)
+class RemoteRewards:
+    """An `Executor`. Batches, limits and the choice of what to prefetch are the server's."""
 
+    def __init__(
+        self, address: str, keys: str, names: Mapping[str, str], answered: Answered, shown: Shown, *, is_scorer: bool
+    ) -> None:
+        """names: by reward, that of its stage there. is_scorer: the scorer of this machine, which limits the time of calls
+        itself."""
+        self._names, self._answered, self._shown, self._is_scorer = names, answered, shown, is_scorer
+        self._timeouts: dict[int, float] = {}
+        self._client = SessionClient(address, keys, STAGES if is_scorer else SERVED, self._came, self._show)
 
-@functools.cache
-def _server(address: str, keys: str) -> _Server:
-    return _Server(address, keys)
+    @property
+    def num_resent(self) -> int:
+        return self._client.num_resent
 
+    def submit(self, call: Call) -> None:
+        """A prefetch gets no answer of its own: the server reports what it has read (`shown`)."""
+        self._client.do(partial(self._submit, call))
 
-class _Server:
-    """Owns a DEALER socket and the task that reads from it; both live as long as the process."""
+    def discard(self, call_ids: set[int]) -> None:
+        self._client.do(partial(self._discard, call_ids))
 
-    def __init__(self, address: str, keys: str) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        connect(self._socket, address, keys, REWARDS.max_bytes)
-        self._ids = itertools.count()
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
-        self._reader: asyncio.Task[None] | None = None
+    def check(self) -> None:
+        self._client.check()
 
-    async def score(self, stage: str, fields: dict[str, Any], timeout_s: float) -> Answer:
-        """Waits for the answer; the caller's time-out ends it."""
-        loop = asyncio.get_running_loop()
-        if self._reader is None or self._reader.done():
-            self._reader = loop.create_task(self._read())
-        request = ScoreRequest(id=next(self._ids), stage=stage, members=[fields], timeout_s=timeout_s)
-        answer = self._pending[request.id] = loop.create_future()
-        try:
-            await self._socket.send_multipart(frames_of(request, REWARDS))
-            found: Answer = await answer
-            return found
-        finally:
-            del self._pending[request.id]
+    def close(self, deadline_s: float) -> None:
+        self._client.close(deadline_s)
 
-    async def _read(self) -> None:
-        while True:
-            message = REWARDS.unpack(await self._socket.recv())
-            if isinstance(message, ScoreResponse):
-                pending = self._pending.get(message.id)
-                if pending is not None and not pending.done():
-                    pending.set_result(to_answers(message.answers)[0])
+    # -- the client's thread -----------------------------------------------------------------------------------------
+
+    def _submit(self, call: Call) -> None:
+        stage, members = self._names[call.name], [dict(member) for member in call.members]
+        if call.prefetch:
+            if call.forgotten:
+                self._client.leave((), call.forgotten)
+            for member in members:
+                self._client.show(Show.model_construct(stage=stage, stream=call.stream or 0, member=member))
+            return
+        self._timeouts[call.id] = call.timeout_s
+        step = Step.model_construct(id=call.id, stage=stage, members=members, tokens=call.tokens, stream=call.stream)
+        self._client.step(step, float("inf") if self._is_scorer else call.timeout_s)
+
+    def _discard(self, call_ids: set[int]) -> None:
+        self._client.leave(sorted(call_ids))
+        for call_id in call_ids:
+            if self._timeouts.pop(call_id, None) is not None:
+                self._answered(call_id, (Answer(None, "discarded"),))
+
+    def _came(self, call_id: int, came: Stepped | Failure) -> None:
+        timeout_s = self._timeouts.pop(call_id)
+        if isinstance(came, Stepped):
+            self._answered(call_id, to_answers(came.answers))
+        else:
+            self._answered(call_id, (timed_out(timeout_s) if came.kind == "late" else Answer(None, came.reason),))
+
+    def _show(self, message: ShownThere) -> None:
+        (answer,) = to_answers([message.answer])
+        self._shown(message.stage, tuple(message.streams), answer)

@@ -56,9 +56,13 @@ class RewardQueue:
         """Whether nothing waits and nothing runs."""
         return not (self._waiting or self._num_running)
 
-    def offer(self, task: Task, now: float) -> None:
+    def offer(self, task: Task, now: float) -> Answer | None:
+        """None, or why the task can never be called: it costs more than a whole minute's tokens."""
+        if self._tokens is not None and task.tokens > self._tokens.limit:
+            return Answer(None, f"needs {task.tokens} tokens, tokens_per_minute allows {self._tokens.limit:.0f}")
         task.waits_since = now
         self._waiting.append(task)
+        return None
 
     def discard(self, task_ids: set[int]) -> None:
         """Remove tasks that do not run yet."""
@@ -66,11 +70,12 @@ class RewardQueue:
         self._paused = [task for task in self._paused if task.id not in task_ids]
 
     def due(self, now: float) -> list[tuple[Task, ...]]:
-        """The batches to call now. A task above a whole minute's limit is left for `impossible`."""
-        self._return_paused(now)
+        """The batches to call now."""
+        if self._paused:
+            self._return_paused(now)
         calls = []
-        while self._has_capacity() and self._ripe_at(now) <= now:
-            batch = tuple(itertools.islice(self._waiting, self._spec.batch_size))
+        while self._waiting and self._has_capacity() and self._ripe_at(now) <= now:
+            batch = self._next_batch()
             cost = _cost(batch)
             if self._allowed_at(now, cost) > now:
                 break
@@ -84,21 +89,10 @@ class RewardQueue:
 
     def next_due(self, now: float) -> float:
         """The earliest time at which `due` may return something without another event; infinity for never."""
-        paused = min((task.not_before for task in self._paused), default=math.inf)
+        paused = min((task.not_before for task in self._paused), default=math.inf) if self._paused else math.inf
         if not self._waiting or not self._has_capacity():
             return paused
-        batch = itertools.islice(self._waiting, self._spec.batch_size)
-        return min(paused, max(self._ripe_at(now), self._allowed_at(now, _cost(batch))))
-
-    def impossible(self) -> list[tuple[Task, Answer]]:
-        """Removes the tasks that cost more than a whole minute's tokens; returns them with the reason."""
-        if self._tokens is None:
-            return []
-        limit = self._tokens.limit
-        found = [task for task in self._waiting if task.tokens > limit]
-        for task in found:
-            self._waiting.remove(task)
-        return [(t, Answer(None, f"needs {t.tokens} tokens, tokens_per_minute allows {limit:.0f}")) for t in found]
+        return min(paused, max(self._ripe_at(now), self._allowed_at(now, _cost(self._next_batch()))))
 
     def ended(self, batch: Sequence[Task], answers: Sequence[Answer], now: float) -> list[tuple[Task, Sequence[Answer]]]:
         """The tasks of a finished call with their final answers; the others wait for a retry.
@@ -127,6 +121,13 @@ class RewardQueue:
         if over:
             self._paused = [task for task in self._paused if task.not_before > now]
             self._waiting.extendleft(sorted(over, key=lambda task: -task.id))
+
+    def _next_batch(self) -> tuple[Task, ...]:
+        """The first that wait, as many as a minute's tokens allow at once."""
+        batch = tuple(itertools.islice(self._waiting, self._spec.batch_size))
+        while self._tokens is not None and len(batch) > 1 and _cost(batch) > self._tokens.limit:
+            batch = batch[:-1]
+        return batch
 
     def _has_capacity(self) -> bool:
         return self._spec.max_concurrency is None or self._num_running < self._spec.max_concurrency

@@ -1,34 +1,37 @@
 """The processes that run rewards: plain ones, one call at a time in each; or one process with asynchronous calls on its loop.
 
 A plain call is killed with its process at its time-out. Asynchronous calls share a process: when one blocks the loop past its
-time-out, or refuses to be cancelled, the process is killed, that call fails and the others are made again.
+time-out, or refuses to be cancelled, the process is killed, that call fails and the others are made again. Functions that only
+this process has run in threads of it, which are left behind where a process would be killed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import logging
-import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
-from async_rlhf.actors.rewards import Answer, RewardSpec, failed
-from async_rlhf.actors.scoring.executor import Answered, Answers, Call, timed_out, why_timed_out
-from async_rlhf.actors.scoring.reward_worker import SHOW_STACK, serve
-from async_rlhf.actors.workers.pool import LOOK_S, Worker, WorkerPool
+from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, failed
+from async_rlhf.actors.scoring.reward_worker import Answered, Answers, Call, serve, timed_out
+from async_rlhf.actors.workers.pool import LONGEST_WAIT_S, LOOK_S, Worker, WorkerPool
+from async_rlhf.actors.workers.process import WorkerThread
 from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import RewardError
 
 logger = logging.getLogger(__name__)
 
-# One step of a coroutine that takes longer delays every other call, and is logged once for each reward.
-LONG_TURN_S = 1.0
 # Calls that the only process of plain rewards is sent at once; they run one after the other. While one runs nothing is read
 # there, so that no more is sent than its socket holds.
 _AHEAD, _AHEAD_BYTES = 4, 32 << 10
+MAX_STUCK = 32
+_TOO_MANY = (
+    f"more than {MAX_STUCK} calls of rewards of the calling process ran past their time-out and never ended; put the "
+    "function into a .py file, where a call can be killed"
+)
 
 
 class _RewardWorker(Worker):
@@ -36,18 +39,24 @@ class _RewardWorker(Worker):
 
     memory_setting = "scoring.worker_memory_mb"
 
-    def __init__(self, number: int, specs: tuple[RewardSpec, ...], memory_mb: int | None) -> None:
-        super().__init__(number, serve, (specs, memory_mb), memory_mb)
+    def __init__(
+        self,
+        number: int,
+        specs: tuple[RewardSpec, ...],
+        memory_mb: int | None,
+        functions: Mapping[str, RewardFunction] | None,
+    ) -> None:
+        super().__init__(number, serve, (specs, memory_mb, functions), memory_mb, in_thread=functions is not None)
         self.calls: dict[int, Call] = {}
         self._is_async, self._began = specs[0].kind == "async", 0.0
         self._deadlines: list[tuple[float, int]] = []
 
-    def expect(self, call: Call) -> None:
+    def expect(self, call: Call, now: float) -> None:
         if not self.calls:
-            self._began = time.monotonic()
+            self._began = now
         self.calls[call.id] = call
         if self._is_async:
-            heapq.heappush(self._deadlines, (time.monotonic() + call.timeout_s + GRACE_S, call.id))
+            heapq.heappush(self._deadlines, (now + call.timeout_s + GRACE_S, call.id))
 
     def answered(self, call_id: int) -> None:
         del self.calls[call_id]
@@ -70,21 +79,28 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
     """An `Executor`. at_once: calls in each process at once.
 
     With a worker that dies the call on its loop fails, or all of its calls where none was: these may be tried again, because
-    the cause is not known. memory_mb: the limit of each process, None for none.
+    the cause is not known. memory_mb: the limit of each process, None for none. functions: by reward, those of this process.
     """
 
     error = RewardError
 
     def __init__(
-        self, specs: tuple[RewardSpec, ...], workers: int, at_once: int, memory_mb: int | None, answered: Answered
+        self,
+        specs: tuple[RewardSpec, ...],
+        workers: int,
+        at_once: int,
+        memory_mb: int | None,
+        answered: Answered,
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
-        self._specs, self._memory_mb, self._answered = specs, memory_mb, answered
+        self._specs, self._memory_mb, self._answered, self._functions = specs, memory_mb, answered, functions
+        self._stuck: list[WorkerThread] = []
         self._is_async = specs[0].kind == "async"
         # A call sent ahead waits in the process instead of here, where no other process could take it either.
         self._at_once = at_once if self._is_async or workers > 1 else _AHEAD
         self._waiting: deque[Call] = deque()
         self._packed: dict[int, memoryview] = {}
-        self._reported: set[str] = set()
+        self._found: list[tuple[int, Answers]] = []
         names = ", ".join(f"{spec.name} ({spec.target})" for spec in specs)
         super().__init__(workers, f"the worker processes of {names}")
 
@@ -92,7 +108,7 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
         try:
             packed = ForkingPickler.dumps(call)
         except Exception as error:  # noqa: BLE001  a column may be an object of the user's, and raise anything
-            self._answered(call.id, (failed(error),))
+            self._act(partial(self._answered, call.id, (failed(error),)))
             return
         self._act(partial(self._offer, call, packed))
 
@@ -103,15 +119,19 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
     # -- its thread --------------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> _RewardWorker:
-        return _RewardWorker(number, self._specs, self._memory_mb)
+        return _RewardWorker(number, self._specs, self._memory_mb, self._functions)
 
     def _offer(self, call: Call, packed: memoryview) -> None:
+        self._stuck = [thread for thread in self._stuck if thread.is_stuck]
+        if len(self._stuck) > MAX_STUCK:
+            self._answered(call.id, (Answer(None, _TOO_MANY),))
+            return
         self._packed[call.id] = packed
         self._waiting.append(call)
 
     def _answer(self, call_id: int, answers: Answers) -> None:
         del self._packed[call_id]
-        self._answered(call_id, answers)
+        self._found.append((call_id, answers))
 
     def _discard(self, call_ids: set[int]) -> None:
         dropped = [call for call in self._waiting if call.id in call_ids]
@@ -129,13 +149,15 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
         self._answer(call_id, answers)
 
     def _advance(self) -> None:
+        """Calls go first: whoever is woken by an answer would take the interpreter from this thread."""
         while self._waiting:
-            for worker in tuple(self._workers.values()):
-                if self._may_send(worker, self._waiting[0]):
-                    self._send(worker, self._waiting.popleft())
-                    break
-            else:
-                return
+            free = (worker for worker in self._workers.values() if self._may_send(worker, self._waiting[0]))
+            if (worker := next(free, None)) is None:
+                break
+            self._send(worker, self._waiting.popleft())
+        found, self._found = self._found, []
+        for call_id, answers in found:
+            self._answered(call_id, answers)
 
     def _may_send(self, worker: _RewardWorker, call: Call) -> bool:
         if not worker.is_ready or not worker.takes or len(worker.calls) >= self._at_once:
@@ -144,7 +166,9 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
         return ahead <= _AHEAD_BYTES
 
     def _send(self, worker: _RewardWorker, call: Call) -> None:
-        worker.expect(call)
+        now = time.monotonic()
+        worker.expect(call, now)
+        self._look_by(now + (LOOK_S if self._is_async else call.timeout_s))
         try:
             worker.connection.send_bytes(self._packed[call.id])
         except BlockingIOError:
@@ -155,17 +179,15 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
             worker.takes = False
 
     def _look(self, worker: _RewardWorker, now: float) -> None:
-        if self._is_async and (turn := worker.watchdog.look()) is not None and (call := worker.calls.get(turn.id)) is not None:
-            turn_s = now - turn.since
-            if turn_s > min(LONG_TURN_S, call.timeout_s) and call.name not in self._reported:
-                self._report(worker, call.name, turn_s)
-            if turn_s > call.timeout_s:
-                reason = (
-                    f"timed out: it blocked the event loop of asynchronous rewards for more than {call.timeout_s:g} s; "
-                    "a reward that does not await belongs in a plain 'def'"
-                )
-                self._replace(worker, reason, call.id)
-                return
+        turn = worker.watchdog.look() if self._is_async else None
+        call = None if turn is None else worker.calls.get(turn.id)
+        if turn is not None and call is not None and now - turn.since > call.timeout_s:
+            reason = (
+                f"timed out: it blocked the event loop of asynchronous rewards for more than {call.timeout_s:g} s; "
+                "a reward that does not await belongs in a plain 'def'"
+            )
+            self._replace(worker, reason, call.id)
+            return
         deadline = worker.next_deadline()
         if deadline is not None and deadline[0] <= now:
             limit_s = worker.calls[deadline[1]].timeout_s
@@ -173,16 +195,12 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
                 f"timed out after {limit_s:g} s and refused to be cancelled for {GRACE_S:g} s more; "
                 "let asyncio.CancelledError through"
             )
-            self._replace(worker, refused if self._is_async else why_timed_out(limit_s), deadline[1])
-
-    def _report(self, worker: _RewardWorker, name: str, turn_s: float) -> None:
-        self._reported.add(name)
-        logger.warning("reward %r has kept the event loop to itself for %.1f s; its stack follows", name, turn_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.process.pid or 0, SHOW_STACK)
+            self._replace(worker, refused if self._is_async else timed_out(limit_s).failure or "", deadline[1])
 
     def _lost(self, worker: _RewardWorker, reason: str, cause: int | None) -> None:
         """Of plain calls the first is the cause."""
+        if isinstance(worker.process, WorkerThread):
+            self._stuck.append(worker.process)
         at_fault = worker.calls.get(-1 if cause is None else cause) if self._is_async else worker.first
         lost = [at_fault] if at_fault is not None else list(worker.calls.values())
         again = [call for call in worker.calls.values() if call not in lost]
@@ -191,14 +209,16 @@ class RewardWorkers(WorkerPool[_RewardWorker]):
         self._waiting.extendleft(reversed(again))
         for call in lost:
             if reason.startswith("timed out"):
-                answer = timed_out(call.timeout_s)._replace(failure=reason)
+                answer = timed_out(call.timeout_s, reason)
             else:
                 answer = Answer(None, reason, retry_after_s=None if at_fault is not None else 0.0)
             self._answer(call.id, (answer,))
 
     def _patience_s(self) -> float:
-        longest_s = super()._patience_s()
-        deadlines = [found for worker in self._workers.values() if (found := worker.next_deadline()) is not None]
+        deadlines = [found[0] for worker in self._workers.values() if (found := worker.next_deadline()) is not None]
         if not deadlines:
-            return longest_s
-        return min(LOOK_S if self._is_async else longest_s, min(deadlines)[0] - time.monotonic())
+            return LONGEST_WAIT_S
+        return LOOK_S if self._is_async else min(deadlines) - time.monotonic()
+
+    def _ended(self) -> None:
+        self._answered(-1, ())  # wakes the owner, whose `check` raises if this was not on purpose

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Pipe
 from typing import Any, ClassVar, Generic, TypeVar
 
-from async_rlhf.actors.workers.process import WorkerContext, ended, is_over
+from async_rlhf.actors.workers.process import WorkerContext, WorkerProcess, WorkerThread, ended, is_over
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import DeadlineError, WireError
 from async_rlhf.buffers.transport.frames import Waker
@@ -40,19 +40,22 @@ LOOK_S = 0.25
 """How often to look at workers whose loop may be blocked."""
 END_S = 10.0
 """How long a process that was killed may be kept from the processor."""
-_LONGEST_WAIT_S = 60.0
+LONGEST_WAIT_S = 60.0
 
 
 class Worker:
     """One process and the parent's end of its connection.
 
-    serve: runs in the process, with its end of the connection, the watchdog and the arguments. is_ready: it has loaded its
-    user's code; failure: why it cannot, "" where no reason came. takes: it gets new sessions. ready_by: monotonic seconds.
+    serve: runs in the process, with its end of the connection, the watchdog and the arguments. in_thread: it is a thread of
+    this process instead. is_ready: it has loaded its user's code; failure: why it cannot, "" where no reason came. takes: it
+    gets new sessions. ready_by: monotonic seconds.
     """
 
     memory_setting: ClassVar[str]
 
-    def __init__(self, number: int, serve: Callable[..., None], arguments: tuple[Any, ...], memory_mb: int | None) -> None:
+    def __init__(
+        self, number: int, serve: Callable[..., None], arguments: tuple[Any, ...], memory_mb: int | None, in_thread: bool
+    ) -> None:
         """Raises OSError where no process can be started."""
         self.number, self._memory_mb = number, memory_mb
         self.connection, theirs = Pipe()
@@ -60,13 +63,15 @@ class Worker:
         with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
         self.watchdog = LoopWatchdog()
-        self.process = WorkerContext().Process(target=serve, args=(theirs, self.watchdog, *arguments), name="worker")
+        kind: Callable[..., WorkerProcess | WorkerThread] = WorkerThread if in_thread else WorkerContext().Process
+        self.process = kind(target=serve, args=(theirs, self.watchdog, *arguments), name="worker")
         try:
             self.process.start()
         except BaseException:  # an interrupt too: the pipe must not outlive a start that was given up
             self.connection.close()
+            theirs.close()
             raise
-        finally:
+        if not in_thread:
             theirs.close()
         self.is_ready, self.takes, self.failure = False, True, ""
         self.ready_by = time.monotonic() + START_LIMIT_S
@@ -109,6 +114,7 @@ class WorkerPool(Generic[Kind]):
         # Kept from wait to wait: a call of a quick reward costs little more than its messages.
         self._poll, self._by_descriptor = select.poll(), dict[int, Kind]()
         self._poll.register(self._waker.descriptor, select.POLLIN)
+        self._look_at = 0.0
         self._closing_by: float | None = None
         self._broken: str | None = None
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
@@ -143,7 +149,8 @@ class WorkerPool(Generic[Kind]):
     def _act(self, action: Callable[[], object]) -> None:
         """To be done by the thread."""
         self._actions.put(action)
-        if not self._is_rung:  # else the thread has not looked at its actions since
+        # Else it has not looked at its actions since, or is just acting itself.
+        if not self._is_rung and threading.get_ident() != self._thread.ident:
             self._is_rung = True
             self._waker.ring()
 
@@ -153,7 +160,7 @@ class WorkerPool(Generic[Kind]):
         try:
             while self._closing_by is None and self._broken is None:
                 self._start_missing()
-                self._turn(self._patience_s())
+                self._turn(self._look_at)
             if self._closing_by is not None:
                 self._drain(self._closing_by)
         finally:
@@ -162,19 +169,24 @@ class WorkerPool(Generic[Kind]):
                 worker.end()
             self._ended()
 
-    def _turn(self, patience_s: float) -> None:
-        """Wait for something, and see to all of it."""
-        ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, 1000 * patience_s))]
+    def _turn(self, until: float) -> None:
+        """Wait for something, until so many monotonic seconds, and see to all of it."""
+        wait_ms = max(0.0, 1000 * (until - time.monotonic())) if self._actions.empty() else 0
+        ready = [descriptor for descriptor, _ in self._poll.poll(wait_ms)]
         workers = [self._by_descriptor[descriptor] for descriptor in ready if descriptor in self._by_descriptor]
         if len(workers) < len(ready):
             self._waker.clear()
             self._is_rung = False
-        for _ in range(self._actions.qsize()):
-            self._actions.get_nowait()()
         for worker in workers:
             if self._has(worker):
                 self._receive(worker)
-        now = time.monotonic()
+        for _ in range(self._actions.qsize()):
+            self._actions.get_nowait()()
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at_all(now)
+        self._advance()
+
+    def _look_at_all(self, now: float) -> None:
         for worker in tuple(self._workers.values()):
             if not self._has(worker):
                 continue
@@ -182,7 +194,13 @@ class WorkerPool(Generic[Kind]):
                 self._look(worker, now)
             elif now >= worker.ready_by:
                 self._replace(worker, f"it was not ready within {START_LIMIT_S:g} s", None)
-        self._advance()
+        starting = any(not worker.is_ready for worker in self._workers.values())
+        self._look_at = now + (LOOK_S if starting else self._patience_s())
+
+    def _look_by(self, when: float) -> None:
+        """Not later than so many monotonic seconds."""
+        if when < self._look_at:
+            self._look_at = when
 
     def _has(self, worker: Kind) -> bool:
         return self._workers.get(worker.number) is worker
@@ -202,6 +220,7 @@ class WorkerPool(Generic[Kind]):
             except OSError as error:
                 self._broken = f"no process could be started for {self._what}: {error}"
                 return
+            self._look_by(time.monotonic() + LOOK_S)
             self._workers[worker.number] = self._by_descriptor[worker.connection.fileno()] = worker
             self._poll.register(worker.connection, select.POLLIN)
 
@@ -245,8 +264,8 @@ class WorkerPool(Generic[Kind]):
         raise NotImplementedError
 
     def _patience_s(self) -> float:
-        """Longest wait before the next look."""
-        return LOOK_S if any(not worker.is_ready for worker in self._workers.values()) else _LONGEST_WAIT_S
+        """Longest wait before the next look, where no session begins meanwhile (`_look_by`)."""
+        return LONGEST_WAIT_S
 
     def _drain(self, by: float) -> None:
         """Let sessions end; until so many monotonic seconds."""

@@ -1,4 +1,4 @@
-"""Worker processes: they end when the actor ends them, and never outlive it.
+"""Worker processes: they end when the actor ends them, and never outlive it. For what no other process can import: threads.
 
 A worker ignores the signals that a terminal or a scheduler sends to the process group: the actor ends it with SIGKILL,
 together with every program the reward started. On Linux a guard stands between the two (`guard`),
@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
@@ -119,6 +120,46 @@ def _preparation(name: str) -> dict[str, Any]:
     return preparation
 
 
+class WorkerThread:
+    """What stands for a `WorkerProcess` where the code is in this process only. It cannot be killed: it is left behind, and
+    ends when its code returns, with its connection (the first argument)."""
+
+    pid = None
+
+    def __init__(self, target: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
+        self.exitcode: int | None = None
+        self._target, self._args = target, args
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_wanted = True
+
+    @property
+    def is_stuck(self) -> bool:
+        """Left behind, and not at its end."""
+        return not self._is_wanted and self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def kill(self) -> None:
+        self._is_wanted = False
+
+    def join(self, timeout_s: float) -> None:
+        """Nothing is waited for."""
+
+    def is_alive(self) -> bool:
+        return self._is_wanted and self._thread.is_alive()
+
+    def _run(self) -> None:
+        with self._args[0]:
+            self._target(*self._args)
+
+
+def end_worker(exit_code: int) -> None:
+    """End this process at once, whatever runs in it, if it is a worker's; a thread goes on."""
+    if isinstance(multiprocessing.current_process(), WorkerProcess):
+        os._exit(exit_code)
+
+
 class WorkerContext(SpawnContext):
     """The multiprocessing context whose processes are workers."""
 
@@ -156,7 +197,7 @@ def _follow_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def is_over(process: SpawnProcess, timeout_s: float) -> bool:
+def is_over(process: SpawnProcess | WorkerThread, timeout_s: float) -> bool:
     """Waits that long for the end of a process that has been killed, or whose pipe has closed."""
     process.join(max(0.0, timeout_s))
     return not process.is_alive()

@@ -10,14 +10,14 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Generator
 from multiprocessing import util
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
 GRACE_S = 2.0
 """What is cancelled has so long to end, and a worker so long to take a message; then it is taken for stuck."""
-_IDLE, _BYTES = -1.0, 16
+_IDLE, _BYTES = -1.0, 24
 
 
 class Turn(NamedTuple):
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
 
 
 class LoopWatchdog:
-    """Two numbers in shared memory: one process writes, one reads. Goes to a child as an argument of its process.
+    """Three numbers in shared memory: one process writes, one reads. Goes to a child as an argument of its process.
 
     The memory is a file without a name: multiprocessing's own would leave a directory behind when everything is killed.
     """
@@ -57,6 +57,15 @@ class LoopWatchdog:
     def end(self) -> None:
         self._board[0] = _IDLE
 
+    def beat(self) -> None:
+        """The loop turns."""
+        self._board[2] = time.monotonic()
+
+    @property
+    def beaten(self) -> float:
+        """When it last did, in monotonic seconds; 0 before the first time."""
+        return self._board[2]
+
     def look(self) -> Turn | None:
         """Whose turn it is. A torn read is harmless: a turn counts only once it has lasted."""
         id = self._board[0]
@@ -64,13 +73,13 @@ class LoopWatchdog:
 
 
 class Watched:
-    """Awaits a coroutine and records when it runs; tasks that it starts itself are not seen."""
+    """Awaits what is awaited of a user's and records when it runs; tasks that it starts itself are not seen."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], watchdog: LoopWatchdog, id: int) -> None:
-        self._coroutine, self._watchdog, self._id = coroutine, watchdog, id
+    def __init__(self, awaited: Awaitable[Any], watchdog: LoopWatchdog, id: int) -> None:
+        self._awaited, self._watchdog, self._id = awaited, watchdog, id
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self._coroutine.__await__()
+        steps = self._awaited.__await__()
         sent: Any = None
         thrown: BaseException | None = None
         while True:

@@ -28,13 +28,13 @@ def serve_reward(
 ) -> None:
     """Serve a reward to actors, who name it `remote`. Ctrl-C ends it. --set takes keys of the sections rewards and scoring."""
     from async_rlhf.actors.config import RewardsConfig, ScoringConfig
-    from async_rlhf.actors.scoring.server import REWARD_SERVER, ScoringServer
+    from async_rlhf.actors.scoring.server import ScoringServer
     from async_rlhf.run.config import parse_settings
 
     given = parse_settings(("rewards", "scoring"), overrides or [])
     scoring = ScoringConfig.model_validate(given["scoring"])
     (spec,) = RewardsConfig.model_validate({**given["rewards"], "functions": [reward]}).specs(Path.cwd(), scoring.stages)
-    _serve(spec.name, ScoringServer([spec], scoring, address, REWARD_SERVER, keys))
+    _serve(spec.name, ScoringServer([spec], scoring, address, keys))
 
 
 @command(serve, "environment")

@@ -73,10 +73,9 @@ def check(
     for line in (*_plan_of(config, loaded, prepared), *_places_of(loaded), *prepared.remarks, *called):
         say(line)
     if graph:
-        from async_rlhf.actors.scoring.graph import drawing
         from async_rlhf.run.scoring import graph_of
 
-        for line in drawing(graph_of(loaded)):
+        for line in graph_of(loaded):
             typer.echo(line)
     if deep:
         from async_rlhf.learner.model.gguf import model_directory

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from async_rlhf.actors.scoring.remote_executor import server_state
+from async_rlhf.actors.workers.client import describe
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
 from async_rlhf.buffers.transport.link import Connect, connector
@@ -331,6 +331,6 @@ def _within(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def _scorer(address: str) -> dict[str, Any]:
     """What the scorer process has answered in its present life, and how much waits."""
     try:
-        return server_state(address, _PATIENCE_S).model_dump(include={"answered", "waiting"})
+        return describe(address, _PATIENCE_S).model_dump(include={"answered", "waiting"})
     except AsyncRLHFError as error:
         return {"state": str(error)}

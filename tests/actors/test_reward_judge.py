@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench
 
@@ -136,7 +135,9 @@ def test_each_way_a_judge_can_fail_is_named(scores: Callable[..., list[Score]]) 
     }
     never = told.pop("never")  # it alone is to time out
     found = [*scores(*told, timeout_s=60.0, retries=0), *scores("never", timeout_s=1.0, retries=0)]
-    for (said, reason), score in zip([*told.items(), ("never", never)], found, strict=True):
+    found += scores("1", options={"url": "http://127.0.0.1:9/v1"}, retries=0)
+    absent = "^TransientError: http://127.0.0.1:9/v1/chat/completions: ConnectError"
+    for (said, reason), score in zip([*told.items(), ("never", never), ("absent", absent)], found, strict=True):
         assert score.state == "failed", said
         with pytest.raises(AssertionError, match=reason):
             raise AssertionError(score.failure)
@@ -151,19 +152,9 @@ def test_a_busy_judge_is_asked_again_and_a_wrong_request_is_not(server: Judge, s
     ]
 
 
-def test_a_judge_that_is_not_there_is_a_failure_that_names_it(server: Judge, scores: Callable[..., list[Score]]) -> None:
-    (score,) = scores("1", options={"url": "http://127.0.0.1:9/v1"}, retries=0)
-    assert (score.failure or "").startswith("TransientError: http://127.0.0.1:9/v1/chat/completions: ConnectError")
-
-
 def test_connections_are_used_again(server: Judge, scores: Callable[..., list[Score]]) -> None:
     assert all(score.value == 0.4 for score in scores(*["4"] * 64, max_concurrency=4))
     assert len(server.asked) == 64 and server.connections <= 4
-
-
-def test_without_an_address_the_judge_is_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"reward 'judge' asks for 'url'.*nor an option \(rewards\.options\.judge\)"):
-        resolve(["judge"], Path.cwd(), {"answer"}, {"judge": {"model": "m"}})
 
 
 def test_a_judge_on_this_machine_is_asked_by_no_proxy(

@@ -22,21 +22,32 @@ def task(number: int, tokens: int = 0) -> Task:
     return Task(number, ({},), tokens)
 
 
-@given(st.integers(1, 6), st.lists(st.tuples(st.floats(0, 40), st.integers(1, 9)), min_size=1, max_size=60), st.integers(9, 20))
-def test_no_window_ever_holds_more_requests_or_tokens_than_allowed(
-    requests: int, offers: list[tuple[float, int]], tokens: int
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.floats(0, 40), st.integers(1, 9)), min_size=1, max_size=60),
+    st.integers(9, 20),
+    st.integers(1, 4),
+)
+def test_no_window_ever_holds_more_requests_or_tokens_than_allowed_and_nothing_waits_for_ever(
+    requests: int, offers: list[tuple[float, int]], tokens: int, batch_size: int
 ) -> None:
-    limited = queue_of(requests_per_minute=requests, tokens_per_minute=tokens)
-    now, calls = 0.0, list[tuple[float, int]]()
+    limited = queue_of(requests_per_minute=requests, tokens_per_minute=tokens, batch_size=batch_size)
+    now, calls, called = 0.0, list[tuple[float, int]](), list[int]()
+
+    def call() -> None:
+        for batch in limited.due(now):
+            calls.append((now, sum(each.tokens for each in batch)))
+            called.extend(each.id for each in batch)
+
     for number, (pause, cost) in enumerate(offers):
         limited.offer(task(number, cost), now)
-        calls += [(now, batch[0].tokens) for batch in limited.due(now)]
+        call()
         now += pause
     while (when := limited.next_due(now)) < math.inf:
         assert when >= now
         now = when
-        calls += [(now, batch[0].tokens) for batch in limited.due(now)]
-    assert len(calls) == len(offers)  # and nothing waits for ever
+        call()
+    assert called == list(range(len(offers)))
     for start, _ in calls:
         window = [cost for at, cost in calls if start <= at < start + 60.0]
         assert len(window) <= requests and sum(window) <= tokens
@@ -51,10 +62,9 @@ def test_a_limit_lets_through_again_exactly_when_the_window_has_passed() -> None
 
 def test_what_costs_more_than_a_minute_holds_fails_with_the_numbers_and_holds_up_nobody() -> None:
     limited = queue_of(tokens_per_minute=100)
-    limited.offer(task(0, 101), 0.0)
-    limited.offer(task(1, 100), 0.0)
-    ((refused, answer),) = limited.impossible()
-    assert refused.id == 0 and answer.failure == "needs 101 tokens, tokens_per_minute allows 100"
+    refused = limited.offer(task(0, 101), 0.0)
+    assert refused is not None and refused.failure == "needs 101 tokens, tokens_per_minute allows 100"
+    assert limited.offer(task(1, 100), 0.0) is None
     assert [[t.id for t in batch] for batch in limited.due(0.0)] == [[1]]
 
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import reasoning_gym as gym
 
@@ -44,24 +43,14 @@ def test_arguments_arrive_by_name_and_only_those_asked_for() -> None:
     assert Signature.of(takes_some).fields == ("answer", "completion_ids", "level")
 
 
-def test_open_keywords_get_every_field_and_column() -> None:
+def test_open_keywords_get_every_field_and_column_and_a_coroutine_of_a_plain_function_is_a_failure() -> None:
     def takes_all(**everything: Any) -> int:
         return int(everything == COMPLETION)
 
-    assert ask(takes_all) == Answer(1.0)
-    assert Signature.of(takes_all).fields is None
-
-
-@pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.bool_(True), np.array(1.0)])
-def test_any_single_number_is_a_value_and_none_is_not_applicable(value: Any) -> None:
-    assert ask(lambda completion: value) == Answer(1.0)
-    assert ask(lambda completion: None) == Answer(None)
-
-
-def test_a_coroutine_from_a_plain_function_is_a_failure() -> None:
     async def inner() -> float:
         return 1.0
 
+    assert ask(takes_all) == Answer(1.0) and Signature.of(takes_all).fields is None
     assert "async def" in (ask(lambda completion: inner()).failure or "")
 
 
@@ -74,39 +63,28 @@ def test_trl_functions_may_be_async_say_not_applicable_and_default_what_only_trl
     assert Signature.of(trl).fields == ("completion", "log_metric", "trainer_state", "prompt", "completion_messages")
 
 
-@pytest.mark.parametrize("result", [1.0, [], [1.0, 2.0]])
-def test_a_trl_function_must_return_one_score_for_one_completion(result: Any) -> None:
-    def trl(completions: list[str]) -> Any:
-        return result
-
-    assert "a list of 1 score was expected" in (ask(trl).failure or "")
-
-
 def test_a_failure_names_its_exception_is_short_and_carries_the_traceback() -> None:
     class Unprintable(Exception):
         def __str__(self) -> str:
             raise RuntimeError
 
-    for error, start in [(ValueError("no\n" * 999), "ValueError: no"), (Unprintable(), "Unprintable: ")]:
+    for error, start in [(ValueError("no\n" * 10**7), "ValueError: no"), (Unprintable(), "Unprintable: ")]:
         try:
             raise error
         except (ValueError, Unprintable) as caught:
             answer = failed(caught)
         assert answer.failure is not None and answer.failure.startswith(start) and len(answer.failure) <= 500
-        assert "test_rewards.py" in answer.traceback
+        assert "test_rewards.py" in answer.traceback and len(answer.traceback) <= 20_000
 
 
 # Built-ins.
 
 
-def test_exact_ignores_surrounding_white_space_only() -> None:
-    assert exact(" 4\n", "4") == 1.0 and exact("44", "4") == 0.0
-
-
 @pytest.mark.parametrize(
-    ("answer", "right", "wrong"), [(4, "4", "4.0"), (0.5, "0.5", ".5"), (4.0, "4.0", "4"), (True, "true", "True")]
+    ("answer", "right", "wrong"),
+    [("4", " 4\n", "44"), (4, "4", "4.0"), (0.5, "0.5", ".5"), (4.0, "4.0", "4"), (True, "true", "True")],
 )
-def test_exact_compares_what_is_no_text_as_json_writes_it(answer: float, right: str, wrong: str) -> None:
+def test_exact_compares_text_but_for_white_space_and_numbers_as_json_writes_them(answer: Any, right: str, wrong: str) -> None:
     assert (exact(right, answer), exact(wrong, answer)) == (1.0, 0.0)
 
 

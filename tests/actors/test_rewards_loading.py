@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.actors.rewards import RewardSpec, load, resolve, reward, spec_of
+from async_rlhf.actors.rewards import RewardSpec, load, resolve, reward, spec_in_process, spec_of
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.rewards.builtins.text import exact
 from async_rlhf.buffers.errors import ConfigError, RewardError
@@ -205,3 +205,10 @@ def test_a_reward_file_that_asks_for_its_own_rewards_when_imported_is_refused(fi
 def test_importing_rewards_brings_in_nothing_heavy() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'pydantic', 'reasoning_gym', 'math_verify', 'asyncio'}"
     assert run("-c", f"import sys, async_rlhf.actors.rewards; print({heavy} & set(sys.modules))") == "set()\n"
+
+
+def test_what_only_the_calling_process_has_is_checked_as_any_other_and_takes_no_groups() -> None:
+    with pytest.raises(ConfigError, match="judges groups"):
+        spec_in_process("all", reward(scope="group")(lambda completions: [1.0]), None)
+    with pytest.raises(ConfigError, match="asks for 'anser'"):
+        spec_in_process("one", lambda completion, anser: 1.0, {"answer"})

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
 from async_rlhf.actors.rewards.settings import TRANSIENT
-from async_rlhf.actors.scoring import messages
-from async_rlhf.actors.scoring.executor import Answers, Call, ready
-from async_rlhf.actors.scoring.reward_worker import run_call
+from async_rlhf.actors.scoring.reward_worker import Answers, Call, ready, run_call
+from async_rlhf.actors.workers import messages
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -87,7 +86,7 @@ def echo_group(completions: list[Any]) -> Any:
 
 
 TARGETS = [f"{__name__}:{name}" for name in ("echo", "echo_list", "echo_group")]
-READY = {spec.name: ready(spec) for spec in resolve(TARGETS, Path("/"))}
+READY = {spec.name: ready(spec, None) for spec in resolve(TARGETS, Path("/"))}
 
 
 def ask(name: str, value: Any, count: int = 1) -> Answers:
@@ -99,10 +98,10 @@ def check(answer: Answer) -> None:
     score = pickle.loads(pickle.dumps(answer)).score()
     assert score.value is None or (type(score.value) is float and abs(score.value) <= MAX_SCORE)
     assert score.failure is None or 0 < len(score.failure) <= 500
-    response = messages.ScoreResponse(id=0, answers=[messages.to_fields(answer)])
-    for codec in (messages.STAGES, messages.REWARDS):
+    response = messages.Stepped(id=0, turn=0, answers=[messages.to_fields(answer)])
+    for codec in (messages.STAGES, messages.SERVED):
         received = codec.unpack(codec.pack(response))
-        assert isinstance(received, messages.ScoreResponse)
+        assert isinstance(received, messages.Stepped)
         assert [each.score() for each in messages.to_answers(received.answers)] == [score]
 
 
@@ -125,17 +124,13 @@ def test_whatever_a_list_holds_each_member_has_a_score_or_a_failure(value: Any, 
 
 
 @pytest.mark.parametrize(
-    "wrong", [10**400, 10**5000, 2**63, math.nan, "text", np.longdouble("1e4000"), 1e308, Decimal(1), object()], ids=type
+    "wrong", [10**400, -(10**5000), 2**63, math.nan, "text", np.longdouble("1e4000"), 1e308, Decimal(1), object()], ids=type
 )
 def test_what_is_wrong_with_one_member_is_none_of_the_others(wrong: Any) -> None:
     first, second = ask("echo_group", [wrong, 2.0], count=2)
     assert first.failure is not None and second.value == 2.0
-
-
-@pytest.mark.parametrize("huge", [10**400, -(10**5000), 2**63, 1.7e308, math.nan, np.longdouble("1e4000")], ids=type)
-def test_a_number_that_is_too_large_is_a_failure_that_says_how_large_a_score_may_be(huge: Any) -> None:
-    (answer,) = ask("echo", huge)
-    assert answer.failure is not None and "a score must be finite and within +-1e+18" in answer.failure
+    if not isinstance(wrong, str | Decimal) and type(wrong) is not object:
+        assert "a score must be finite and within +-1e+18" in first.failure
 
 
 @pytest.mark.parametrize(
@@ -156,11 +151,6 @@ def test_whatever_a_reward_raises_is_a_failure(text: str, kind: type[BaseExcepti
     (answer,) = ask("echo", kind(text))
     check(answer)
     assert answer.failure is not None and answer.failure.startswith(kind.__name__)
-
-
-def test_an_exception_of_a_gigabyte_is_a_short_failure_and_a_short_traceback() -> None:
-    (answer,) = ask("echo", ValueError("x" * 10_000_000))
-    assert len(answer.failure or "") == 500 and len(answer.traceback) <= 20_000
 
 
 @given(st.one_of(NESTED, st.just(math.inf)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 
 from async_rlhf import Feedback, Score, environment
-from async_rlhf.actors.rewards.importing import attribute
+from async_rlhf.actors.rewards.loading import attribute
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.episodes import Trial, configuration, play
-from async_rlhf.run.caller_environment import played, target_of
+from async_rlhf.run.caller import served, target_of
 from async_rlhf.run.config import Config
 
 
@@ -30,7 +29,7 @@ def config(tmp_path: Path) -> Callable[..., Config]:
 
 def trials(function: Any, config: Config, *turns: str) -> list[Trial]:
     written = iter(turns)
-    with played(function, config, {"answer"}) as (resolved, variables), pytest.MonkeyPatch.context() as patch:
+    with served({}, function, config, {"answer"}) as (resolved, variables), pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
         return list(play(resolved, 2, lambda _: next(written, None)))
@@ -55,26 +54,6 @@ def test_its_steps_run_in_this_process_and_its_settings_hold_in_the_run(config: 
     assert found[1].parts[2].score == 0.25 and found[1].end == "max_turns"
     assert found[0].end == "scored" and found[0].score == Score(1.5, metrics={"length": 1.0})
     assert seen == ["closed", "no", "neither", "closed"]
-
-
-def test_an_asynchronous_one_waits_on_an_event_loop_of_this_process(config: Callable[..., Config]) -> None:
-    async def waits(prompt: str) -> Any:
-        text = yield prompt
-        await asyncio.sleep(0)
-        yield Score(float(len(text)))
-
-    assert [trial.score for trial in trials(waits, config(waits), "abc", "d")] == [Score(3.0), Score(1.0)]
-
-
-def test_what_it_raises_is_in_the_log_with_where_it_runs(
-    config: Callable[..., Config], caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(prompt: str) -> Iterator[Any]:
-        yield prompt
-        raise KeyError("hm")
-
-    assert trials(fails, config(fails), "8", "2")[0].score == Score(failure="KeyError: 'hm'")
-    assert "served by threads of this process" in caplog.text and 'raise KeyError("hm")' in caplog.text
 
 
 class Account:
@@ -106,12 +85,14 @@ def test_a_second_run_beside_it_has_its_own(config: Callable[..., Config]) -> No
         yield prompt
         yield Score(2.0)
 
-    with played(own, config(own), {"answer"}) as (_, variables):
+    with served({}, own, config(own), {"answer"}) as (_, variables):
         assert [trial.score for trial in trials(other, config(other), "8", "2")] == [Score(2.0), Score(2.0)]
-        with played(other, config(other), {"answer"}) as (_, others):
+        with served({}, other, config(other), {"answer"}) as (_, others):
             assert variables.keys() == others.keys() and variables != others
 
 
 def test_without_the_process_that_has_it_every_episode_says_so(config: Callable[..., Config]) -> None:
     found = list(play(config(lambda prompt: (yield prompt)), 1, lambda _: None))
-    assert [trial.score is not None and "train(environment=...) again" in str(trial.score.failure) for trial in found] == [True]
+    assert [
+        trial.score is not None and "is in the process that started this run" in str(trial.score.failure) for trial in found
+    ] == [True]

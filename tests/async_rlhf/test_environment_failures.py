@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from async_rlhf.api import run
-from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.run.run_dir import RunDir
 
 ENVIRONMENT = """
-import asyncio, os
+import os
 from async_rlhf import Score, environment
 
 @environment(max_turns=4, timeout_s=10)
@@ -23,12 +22,8 @@ async def trouble(prompt, act):
     text = yield prompt
     for turn in range(2):
         text = yield "on"
-    if act == "raises": raise ValueError("in turn 3")
-    if act == "yields a number": yield 1.0
     if act == "yields 100 MB": yield "x" * 100_000_000
-    if act == "hangs": await asyncio.sleep(1000)
     if act == "exits": os._exit(7)
-    if act == "eats memory": yield len(bytearray(2 << 30))
     if act == "fills the row": yield "x" * 200
     if act == "says nothing": yield ""
     if act == "goes on too long":
@@ -38,12 +33,8 @@ async def trouble(prompt, act):
 """
 FAILURES = {
     "never yields": "it ended before the model wrote anything",
-    "raises": "ValueError: in turn 3",
-    "yields a number": "yielded float 1.0; text, a list of chat messages, Feedback or Score was expected; a score is",
-    "yields 100 MB": "returned 100 MB, at most 1.049 MB are read (environment.max_observation_bytes)",
-    "hangs": "timed out after 10 s (timeout_s)",
+    "yields 100 MB": "returned 100000000 bytes, at most 1048576 are read",
     "exits": "its worker process ended with exit code 7",
-    "eats memory": "out of memory: limit 1024 MB (environment.worker_memory_mb)",
     "says nothing": "its observation is empty: the model has nothing to read",
 }
 LIMITS = {"fills the row": "context", "goes on too long": "max_turns"}
@@ -55,7 +46,7 @@ def settings(folder: Path, acts: list[str], **others: Any) -> dict[str, Any]:
     (folder / "rows.jsonl").write_text("\n".join(rows))
     return {
         "data": {"source": str(folder / "rows.jsonl"), "held_out": 0, "options": {}},
-        "environment": {"function": str(folder / "trouble.py:trouble"), "worker_memory_mb": 1024},
+        "environment": {"function": str(folder / "trouble.py:trouble")},
         "rewards.functions": [],
         "generation.max_episode_length": 80,
         **others,
@@ -64,7 +55,7 @@ def settings(folder: Path, acts: list[str], **others: Any) -> dict[str, Any]:
 
 def test_every_way_to_fail_has_a_name_and_the_run_goes_on(small: Any, tmp_path: Path) -> None:
     acts = [*FAILURES, *LIMITS, "good", "good"]
-    config = small(**settings(tmp_path, acts, **{"rewards.max_failed_ratio": 1.0, "queue.keep_rollouts": True, "max_steps": 3}))
+    config = small(**settings(tmp_path, acts, **{"rewards.max_failed_ratio": 1.0, "queue.keep_rollouts": True, "max_steps": 2}))
     assert run(config, quiet=True).finished
     groups = [group for batch in read_batches(config.run_dir / "queue") for group in batch.groups]
     assert sorted(group.columns["act"] for group in groups) == sorted(acts)
@@ -81,11 +72,3 @@ def test_every_way_to_fail_has_a_name_and_the_run_goes_on(small: Any, tmp_path: 
             assert all(score.value is not None for score in scores) and turns == {3}
     records = RunDir(config.run_dir).read_metrics()
     assert sum(record["rewards/trouble/failed_ratio"] * 4 for record in records) == pytest.approx(len(FAILURES))
-
-
-def test_a_run_whose_environment_mostly_fails_ends_with_the_reason(small: Any, tmp_path: Path) -> None:
-    config = small(**settings(tmp_path, ["raises"] * 8))
-    with pytest.raises(RewardError, match=r"16 of 16 scores failed \(100%\).*'trouble'.*ValueError: in turn 3"):
-        run(config, quiet=True)
-    log = (config.run_dir / "logs" / "actor-0.log").read_text()
-    assert "Traceback" in log and "trouble.py" in log

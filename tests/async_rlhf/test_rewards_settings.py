@@ -87,8 +87,6 @@ def test_a_rewards_own_check_is_made_before_the_run(judges: str) -> None:
         ),
         ({"scoring.stages": {"tagged": {"batch_size": 4}}}, "has batch_size = 4 but takes one completion"),
         ({"rewards.options": {"tagged": {"levl": 1}}}, "rewards.options.tagged.levl.*did you mean 'level'"),
-        ({"rewards.functions": ["exact", "exact"]}, "two rewards are called 'exact'"),
-        ({"rewards.functions": ["reward_model"]}, "asks for 'path'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_way_out(judges: str, changed: dict[str, Any], message: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.actors.scoring.graph import drawing
 from async_rlhf.api import run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
@@ -42,13 +41,6 @@ IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0
             {"scoring.stages.reasoning_gym.batchsize": 2},
             "unknown key .*reasoning_gym.batchsize': did you mean '.*reasoning_gym.batch_size'",
         ),
-        (
-            {"scoring.stages.reference.batchsize": 2},
-            "unknown key .*reference.batchsize': did you mean '.*reference.batch_size'",
-        ),
-        ({"scoring.stages.reasoning_gym.placement": "acter"}, "Input should be 'learner', 'actor' or 'process'"),
-        ({"scoring.stages.reasoning_gym.workers": -1}, "workers = -1: Input should be greater than or equal to 0"),
-        ({"scoring.stages.reasoning_gym.batch_size": 2}, "batch_size = 2 but takes one completion"),
         ({"scoring.stages.reasoning_gym.batch_wait_s": 0.1}, "set scoring.stages.reasoning_gym.batch_size above 1"),
         ({**ONE_JUDGE, "scoring.stages.judge.workers": 2}, "runs on one event loop; set scoring.stages.judge.max_concurrency"),
         ({**IN_THE_ACTOR, "scoring.stages.reference.max_concurrency": 3}, "highest: 1, or set .*reference.workers = 3"),
@@ -65,14 +57,14 @@ def test_the_reference_stands_in_the_graph_where_an_actor_computes_it() -> None:
         QUICK, {**IN_THE_ACTOR, "scoring.stages.reference.stream_tokens": 4, "scoring.stages.reference.batch_size": 8}
     )
     assert preflight(config).num_prompts > 0
-    drawn = drawing(graph_of(config))
+    drawn = graph_of(config)
     assert drawn[2] == (
         "-> reference  [up to 8 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
         "incremental, every 4 tokens]"
     )
-    left = drawing(graph_of(override(config, {"scoring.stages": {}})))
+    left = graph_of(override(config, {"scoring.stages": {}}))
     assert left[1:] == [left[1], left[2], "      -> reference  [batch; learner]"], left
-    assert "reference" not in str(drawing(graph_of(override(config, {"scoring.stages": {}, "loss.kl_coef": 0.0}))))
+    assert "reference" not in str(graph_of(override(config, {"scoring.stages": {}, "loss.kl_coef": 0.0})))
 
 
 def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have_asked(small: Callable[..., Any]) -> None:
@@ -92,7 +84,7 @@ def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have
 
 def test_stages_may_stand_in_one_scorer_process_for_all_actors(small: Callable[..., Any]) -> None:
     config = small(**{"scoring.placement": "process", **IN_THE_ACTOR})
-    drawn = drawing(graph_of(config))
+    drawn = graph_of(config)
     assert drawn[1].startswith("-> reasoning_gym  [completion; shared worker processes of the scorer, 1 at once")
     assert drawn[2].startswith("-> reference  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from async_rlhf.actors.environments.stand_in import STAND_IN
-from async_rlhf.actors.rewards import CALLER
+from async_rlhf.actors.workers import CALLER
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport import keys, link
@@ -139,14 +138,14 @@ def _networked(config: Config, hosts: Hosts) -> Config:
 
 def _check_rewards(config: Config) -> None:
     """Raises ConfigError for a reward, or an environment, that only processes of this machine can ask."""
-    if config.environment.function.endswith(STAND_IN):
+    if f"remote:{CALLER}" in config.environment.function:
         raise ConfigError(
             f"environment.function = {config.environment.function!r} with launch.kind = {config.launch.kind!r}: it is served "
             "on this machine only. Write the environment into a file"
         )
     for name, options in config.rewards.options.items():
         address = options.get("address")
-        if address == CALLER or str(address).startswith("ipc://"):
+        if str(address).startswith((CALLER, "ipc://")):
             raise ConfigError(
                 f"rewards.options.{name}.address = {address!r} with launch.kind = {config.launch.kind!r}: it is served on this "
                 "machine only. Write the reward into a file, or serve it over the network (async-rlhf serve reward)"

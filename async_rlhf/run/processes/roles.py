@@ -125,7 +125,7 @@ def run_scorer(run: RunDir, config: Config, address: str) -> None:
     from async_rlhf.actors.scoring.server import ScoringServer
 
     specs = [spec for spec in stage_specs(config) if config.scoring.in_process(spec.name)]
-    ScoringServer(specs, config.scoring, address).run()
+    ScoringServer(specs, config.scoring, address, is_private=True).run()
 
 
 def run_actor(

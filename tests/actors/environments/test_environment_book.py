@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from async_rlhf.actors.environments.book import EpisodeBook
+from async_rlhf.actors.environments.workers import EpisodeBook
 
 
 class Books(RuleBasedStateMachine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -14,13 +13,12 @@ import zmq
 
 from async_rlhf.actors.environments import EnvironmentConfig, remote
 from async_rlhf.actors.environments.pool import Ended, Lost, Observation
-from async_rlhf.actors.environments.remote import PLAYED, Beat, Describe, Gone, Leave, Message, Step, Stepped
 from async_rlhf.actors.environments.server import EnvironmentServer
+from async_rlhf.actors.workers import client
+from async_rlhf.actors.workers.messages import Beat, Describe, Gone, Leave, Missing, Refused, Step, Stepped
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.score import Score
-from async_rlhf.buffers.transport import keys
-from async_rlhf.buffers.transport.link import new_pair
 from tests.actors.environments.played import COLUMNS, Bench
+from tests.actors.served import Peer, running
 from tests.conftest import kept_port, wait_for
 
 ENVIRONMENTS = """
@@ -38,82 +36,74 @@ def echo(question, answer, path):
     finally:
         if path: open(path, "a").write("closed ")
 """
-Serve = Callable[..., EnvironmentServer]
 
 
-@pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    (tmp_path / "echoes.py").write_text(ENVIRONMENTS)
-    monkeypatch.setattr(remote, "_RESEND_S", 0.5)
-    running: list[tuple[EnvironmentServer, threading.Thread]] = []
+class Server:
+    """Starts and ends it, at one address."""
 
-    def start(address: str = "tcp://127.0.0.1:*", key_dir: Path | None = None, **more: Any) -> EnvironmentServer:
-        config = EnvironmentConfig(function=f"{tmp_path / 'echoes.py'}:echo")
-        spec = config.spec(tmp_path)
+    def __init__(self, directory: Path) -> None:
+        (directory / "echoes.py").write_text(ENVIRONMENTS)
+        self._config = EnvironmentConfig(function=f"{directory / 'echoes.py'}:echo")
+        self._directory, self._made, self.address = directory, ExitStack(), "tcp://127.0.0.1:*"
+
+    def start(self, **more: Any) -> EnvironmentServer:
+        spec = self._config.spec(self._directory)
         assert spec is not None
-        server = EnvironmentServer(spec, config, address, key_dir, **more)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        running.append((server, thread))
+        server = EnvironmentServer(spec, self._config, self.address, **more)
+        self._made.enter_context(running(server))
+        self.address = server.address
         return server
 
-    yield start
-    for server, thread in running:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive()
+    def stop(self) -> None:
+        self._made.close()
+        wait_for(partial(_is_free, self.address), "the address is free")
+
+
+def _is_free(address: str) -> bool:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        try:
+            socket.bind(address)
+        except zmq.ZMQError:
+            return False
+    return True
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Callable[[EnvironmentServer], Bench]]:
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made._made.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, server: Server) -> Iterator[Callable[..., Bench]]:
     """Plays as an actor does."""
     with ExitStack() as made:
-        yield lambda server: made.enter_context(Bench(tmp_path, f"remote:{server.address}"))
-
-
-class Peer:
-    """A socket of its own, to say what no client of ours says."""
-
-    def __init__(self, server: EnvironmentServer) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(server.address)
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._context.destroy()
-
-    def say(self, *messages: Message | bytes) -> None:
-        for message in messages:
-            self._socket.send(message if isinstance(message, bytes) else PLAYED.pack(message))
-
-    def hear(self) -> Message:
-        assert self._socket.poll(60_000), "nothing was answered"
-        return PLAYED.unpack(self._socket.recv())
+        yield lambda **settings: made.enter_context(Bench(tmp_path, f"remote:{server.address}", **settings))
 
 
 def fields(path: Path | None = None) -> dict[str, Any]:
     return {"question": "?", "answer": "4", "path": "" if path is None else str(path)}
 
 
-def test_a_served_environment_is_as_it_would_be_at_home(serve: Serve, bench: Callable[..., Bench], tmp_path: Path) -> None:
-    away = bench(serve())
-    with Bench(tmp_path / "echoes.py", "echo") as home:
+def test_a_served_environment_is_as_it_would_be_in_the_actor(
+    server: Server, bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    server.start()
+    there = bench()
+    with Bench(tmp_path / "echoes.py", "echo") as here:
         for texts in (("a", "stop"), ("bb", "c", "return"), ("raise",), ("a", "b", "c")):
-            there, here = away.play(*texts), home.play(*texts)
-            assert there[:-1] == here[:-1]
-            assert there[-1].score == here[-1].score or "ValueError: no" in there[-1].score.failure
-            assert (there[-1].reason, [each.score for each in away.events[len(away.events) - 1][:-1]]) == (
-                here[-1].reason,
-                [each.score for each in home.events[len(home.events) - 1][:-1]],
-            )
+            other, own = there.play(*texts), here.play(*texts)
+            assert (other[:-1], other[-1].score, other[-1].reason) == (own[:-1], own[-1].score, own[-1].reason)
+            scores = [[each.score for each in bench.events[len(bench.events) - 1][:-1]] for bench in (there, here)]
+            assert scores[0] == scores[1]
+    limited = bench(max_turns=1)
+    assert (limited.play("a")[-1].reason, limited.play("stop")[-1].reason) == ("max_turns", "scored")
 
 
-def test_what_a_run_must_know_of_it_is_asked_of_the_server(serve: Serve, tmp_path: Path) -> None:
-    config = EnvironmentConfig(function=f"remote:{serve().address}")
+def test_what_a_run_must_know_of_it_is_requested_from_the_server(server: Server, tmp_path: Path) -> None:
+    server.start()
+    config = EnvironmentConfig(function=f"remote:{server.address}")
     spec = config.spec(tmp_path, COLUMNS)
     assert spec is not None
     assert (spec.name, spec.max_turns, spec.at_limit, spec.required) == ("echo", 3, None, ("question", "answer", "path"))
@@ -129,102 +119,68 @@ def test_a_server_that_is_not_there_is_named_before_the_run(tmp_path: Path, monk
     monkeypatch.setattr(remote, "_DESCRIBE_S", 0.2)
     with pytest.raises(ConfigError, match=r"no environment answers at ipc://.*within 0.2 s, without keys.*serve environment"):
         EnvironmentConfig(function=f"remote:ipc://{tmp_path}/none").spec(tmp_path)
-    with pytest.raises(ConfigError, match="has no address"):
+    with pytest.raises(ConfigError, match="is no address"):
         EnvironmentConfig(function="remote:nowhere:1").spec(tmp_path)
 
 
-def test_a_turn_that_is_asked_for_twice_is_played_once(serve: Serve) -> None:
-    server = serve()
-    first, second = Step(id=7, turn=0, fields=fields(), text=None), Step(id=7, turn=1, fields=None, text="a")
-    with Peer(server) as peer:
-        peer.say(first, first)
-        assert peer.hear() == Stepped(id=7, turn=0, content="?")
-        peer.say(first)
-        assert peer.hear() == Stepped(id=7, turn=0, content="?")
-        peer.say(second)
-        answer = peer.hear()
-        peer.say(second)
-        assert peer.hear() == answer == Stepped(id=7, turn=1, content="a!", score=1.0)
-    assert server.counters == {"episodes": 1, "turns": 1, "refused": 0}
+def test_a_turn_that_comes_twice_is_played_once_and_one_that_cannot_follow_is_refused(server: Server) -> None:
+    started = server.start()
+    first, second = Step(id=7, members=[fields()]), Step(id=7, turn=1, text="a")
+    with Peer(server.address) as peer:
+        for step, answer in (
+            (first, Stepped(id=7, turn=0, content="?")),
+            (second, Stepped(id=7, turn=1, content="a!", score=1.0)),
+        ):
+            peer.send(step, step)
+            assert peer.receive() == answer
+            peer.send(step)
+            assert peer.receive() == answer
+        for wrong in (Step(id=7, turn=5, text="a"), Step(id=7, turn=2), Step(id=8)):
+            peer.send(wrong)
+            assert isinstance(peer.receive(), Refused)
+        peer.send(Step(id=9, turn=1, text="a"), Beat(open=[(7, 2), (9, -1)]))
+        assert [peer.receive(), peer.receive()] == [Gone(id=9), Missing(ids=[7, 9])]
+    assert started.counters == {"requested": 2, "answered": 2, "refused": 3}
 
 
-def test_an_episode_of_a_server_that_began_anew_is_begun_again_once(serve: Serve, bench: Callable[..., Bench]) -> None:
+def test_an_episode_of_a_server_that_began_anew_is_begun_again_once(
+    server: Server, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_UNANSWERED_BEAT_S", 0.5)
     with kept_port() as port:
-        server = serve(f"tcp://127.0.0.1:{port}")
-        played = bench(server)
+        server.address = f"tcp://127.0.0.1:{port}"
+        server.start()
+        played = bench()
         played.begin("one", path="")
         played.until(played.heard(1))
-        for times in (1, 2):
+        for heard in (3, 4):
             server.stop()
-            wait_for(partial(_is_free, server.address), "the address is free")
-            server = serve(server.address)
-            played.pool.reply("one", "a")
-            played.until(played.heard(2 * times))
-            if times == 1:
-                played.until(played.heard(3))
-    kinds = [type(event) for event in played.events["one"]]
-    assert kinds == [Observation, Lost, Observation, Ended] and "began anew" in played.failure("one")
+            server.start()
+            if heard == 3:
+                played.pool.reply("one", "a")
+            played.until(played.heard(heard))  # the second time while it is the model's turn
+    assert [type(event) for event in played.events["one"]] == [Observation, Lost, Observation, Ended]
+    assert "began anew" in played.failure("one")
 
 
-def _is_free(address: str) -> bool:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        try:
-            socket.bind(address)
-        except zmq.ZMQError:
-            return False
-    return True
-
-
-def test_an_episode_that_is_left_or_forgotten_or_whose_client_is_silent_is_closed(serve: Serve, tmp_path: Path) -> None:
+def test_an_episode_that_is_left_or_forgotten_or_whose_client_is_silent_is_closed(server: Server, tmp_path: Path) -> None:
     now = [0.0]
-    server = serve(clock=lambda: now[0])
-    with Peer(server) as peer:
-        for number, gone in enumerate((Leave(id=0), Beat(open=[]), None)):
+    started = server.start(clock=lambda: now[0])
+    with Peer(server.address) as peer:
+        for number, gone in enumerate((Leave(ids=[0]), Beat(open=[]), None)):
             path = tmp_path / f"{number}"
-            peer.say(Step(id=number, turn=0, fields=fields(path), text=None))
-            peer.hear()
-            assert not path.exists() and server.num_episodes == 1
-            peer.say(Beat(open=[number]))
+            peer.send(Step(id=number, members=[fields(path)]))
+            peer.receive()
+            assert not path.exists() and started.num_sessions == 1
+            peer.send(Beat(open=[(number, -1)]))
+            assert peer.receive() == Missing(ids=[])
             if gone is None:
-                peer.say(Describe())  # answered after the beat was heard
-                peer.hear()
                 now[0] = 3600.0
             else:
-                peer.say(gone)
+                peer.send(gone)
             wait_for(path.exists, "the generator is closed")
-        peer.say(Step(id=2, turn=1, fields=None, text="a"))
-        assert peer.hear() == Gone(id=2, turn=1)
-
-
-def test_rubbish_is_counted_and_the_server_goes_on(serve: Serve) -> None:
-    server = serve()
-    with Peer(server) as peer:
-        peer.say(b"", b"\xc1", PLAYED.pack(Stepped(id=0, turn=0)), Step(id=0, turn=0, fields=None, text=None))
-        peer.say(Step(id=1, turn=0, fields=fields(), text=None))
-        assert peer.hear() == Stepped(id=1, turn=0, content="?")
-        peer.say(Step(id=1, turn=5, fields=None, text="a"), Step(id=1, turn=1, fields=None, text=None))
-        peer.say(Step(id=1, turn=1, fields=None, text="stop"))
-        right = Score(1.0, metrics={"right": 4.0})
-        assert peer.hear() == Stepped(id=1, turn=1, scored=True, value=right.value, metrics=dict(right.metrics))
-    assert server.counters["refused"] == 6
-
-
-def test_with_keys_only_those_on_the_list_are_answered(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys.create(tmp_path / "keys", ["friend"], new_pair)
-    keys.create(tmp_path / "other", ["stranger"], new_pair)
-    server = serve(key_dir=tmp_path / "keys")
-    with_keys = {name: {"keys": str(tmp_path / name)} for name in ("keys/for-friend", "other/for-stranger")}
-    with Bench(tmp_path, f"remote:{server.address}", options=with_keys["keys/for-friend"]) as friend:
-        assert friend.play("stop")[-1].score == Score(1.0, metrics={"right": 4.0})
-    monkeypatch.setattr(remote, "_DESCRIBE_S", 0.5)
-    for options in ({}, with_keys["other/for-stranger"]):
-        with pytest.raises(ConfigError, match="no environment answers"):
-            EnvironmentConfig(function=f"remote:{server.address}", options=options).spec(tmp_path)
-
-
-def test_without_keys_an_environment_is_served_on_this_machine_only(serve: Serve) -> None:
-    with pytest.raises(ConfigError, match=r"served on this machine only.*--keys"):
-        serve("tcp://0.0.0.0:*")
-    server = serve()
-    with pytest.raises(ConfigError, match="cannot be used: Address already in use"):
-        serve(server.address)
+            if isinstance(gone, Beat):
+                peer.receive()
+        peer.send(Describe(), Step(id=2, turn=1, text="a"))
+        peer.receive()
+        assert peer.receive() == Gone(id=2)

@@ -62,6 +62,9 @@ def test_the_template_is_given_the_tools_and_a_prompt_of_text_is_then_a_message(
     assert '"name": "price"' in shown and shown.endswith("<|im_start|>user\nWhat is tea?<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ConfigError, match="leaves out the tool 'price'"):
         Renderer(tokenizer(CHATML), chat=False, tools=spec.tools).check()
+    refuses = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    with pytest.raises(ConfigError, match=r"answers of tools cannot be rendered.*no tools"):
+        Renderer(tokenizer(SHOWS_TOOLS.replace("<|im_start|>{{ m.role }}", refuses)), chat=True, tools=spec.tools).check()
 
 
 @pytest.mark.parametrize(

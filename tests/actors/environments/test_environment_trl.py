@@ -23,7 +23,7 @@ from async_rlhf.inspect.episodes import configuration
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.processes.environment import environment_of
 from tests.actors.environments.played import Bench, call, walk
-from tests.actors.environments.test_environment_rendering import CHATML, SHOWS_TOOLS, tokenizer
+from tests.actors.environments.test_environment_rendering import SHOWS_TOOLS, tokenizer
 
 SOURCE = '''
 class Counter:
@@ -228,18 +228,6 @@ def test_an_environment_is_used_again_after_its_episode_in_the_processes_of_a_ru
             _, read, end = bench.play(call("move", where="4") + call("look"), "there")
             assert read[1]["content"] == "environment 1"
             assert isinstance(end, Ended) and end.score is not None and end.score.value == 1.0
-
-
-def test_the_template_gets_the_tools_and_one_that_leaves_them_out_is_refused(folder: Path) -> None:
-    tools = spec_of(folder, "TOOLS").tools
-    assert '"name": "double"' in Renderer(tokenizer(SHOWS_TOOLS), chat=True, tools=tools).prompt(QUESTION).text
-    with pytest.raises(ConfigError, match="leaves out the tool 'double'"):
-        Renderer(tokenizer(CHATML), chat=True, tools=tools).check()
-    refuses = SHOWS_TOOLS.replace(
-        "<|im_start|>{{ m.role }}", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    )
-    with pytest.raises(ConfigError, match=r"answers of tools cannot be rendered.*no tools"):
-        Renderer(tokenizer(refuses), chat=True, tools=tools).check()
 
 
 def test_a_run_gives_the_template_the_tools_of_its_environment(folder: Path) -> None:

@@ -1,0 +1,171 @@
+"""The protocol of what is served to actors: sessions of users' code, each a call of a reward or an episode of an environment.
+
+    client -> server   Describe, Step, Show, Leave, Beat
+    server -> client   Description, Stepped, Shown, Missing, Gone, Refused
+
+A client's message is two frames: the number of its session, empty for other messages, then the packed message. So a step that
+cannot be read is refused by its number. The first step begins a session; each step has one answer, and one without `content`
+ends the session. Messages may be lost while ZeroMQ connects again: a client's beat names what it waits for, and the server
+sends once more what it has answered, and names what it does not know. A step is taken once, however often it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from async_rlhf.actors.rewards.answer import Answer
+from async_rlhf.buffers.protocol.codec import Codec
+from async_rlhf.buffers.protocol.message import Count, MessageBase
+
+NUM_IDS = 1 << 40
+
+Id = Annotated[int, Field(ge=0, lt=NUM_IDS)]
+"""Of a session or a stream, the client's own."""
+
+
+class Describe(MessageBase):
+    type: Literal["describe"] = "describe"
+
+
+class Step(MessageBase):
+    """The first of a session has members: the completions of a call, or the fields of an episode; each other what the model
+    wrote in its turn. stage: which reward, "" for the only one. tokens: expected cost. stream: of one that was shown."""
+
+    type: Literal["step"] = "step"
+    id: Id
+    turn: Count = 0
+    stage: str = ""
+    members: list[dict[str, Any]] = Field(default_factory=list)
+    text: str | None = None
+    tokens: Count = 0
+    stream: Id | None = None
+
+
+class Show(MessageBase):
+    """An unfinished completion that a stage may read ahead of its end."""
+
+    type: Literal["show"] = "show"
+    stage: str
+    stream: Id
+    member: dict[str, Any]
+
+
+class Leave(MessageBase):
+    """Nothing more is wanted of these sessions and streams."""
+
+    type: Literal["leave"] = "leave"
+    ids: list[Id] = Field(default_factory=list)
+    streams: list[Id] = Field(default_factory=list)
+
+
+class Beat(MessageBase):
+    """open: all sessions that are wanted, each with the turn whose answer is waited for, -1 for none."""
+
+    type: Literal["beat"] = "beat"
+    open: list[Annotated[tuple[Id, int], Field(strict=False)]]
+
+
+class EnvironmentFields(MessageBase):
+    """What a run must know of an environment; as in `EnvironmentSpec`."""
+
+    name: str
+    max_turns: int
+    timeout_s: float
+    episode_timeout_s: float | None
+    at_limit: float | None
+    required: Annotated[list[str], Field(strict=False)]
+    fields: Annotated[list[str], Field(strict=False)] | None
+    tools: Annotated[list[dict[str, Any]], Field(strict=False)]
+    judges: bool
+
+
+class Description(MessageBase):
+    """answered, waiting: steps in the server's life. environment: what is played, None for rewards."""
+
+    type: Literal["description"] = "description"
+    answered: int
+    waiting: int
+    environment: EnvironmentFields | None = None
+
+
+class AnswerFields(MessageBase):
+    """An `Answer`; logprobs: little-endian float32."""
+
+    value: float | None
+    failure: str | None
+    traceback: str
+    metrics: dict[str, float]
+    began: float
+    ended: float
+    retry_after_s: float | None
+    logprobs: bytes | None
+
+
+class Stepped(MessageBase):
+    """What the model reads next, and a score for its turn; or, without content, the end of the session and its answers: of a
+    call one for each member or one for all, of an episode that of its score if it has one."""
+
+    type: Literal["stepped"] = "stepped"
+    id: Id
+    turn: Count
+    content: str | list[dict[str, Any]] | None = None
+    score: float | None = None
+    answers: list[AnswerFields] = Field(default_factory=list)
+
+
+class Shown(MessageBase):
+    """A stage has read these streams, or failed to."""
+
+    type: Literal["shown"] = "shown"
+    stage: str
+    streams: list[Id]
+    answer: AnswerFields
+
+
+class Missing(MessageBase):
+    """Answers a beat. ids: of its sessions, those of which the step that is waited for has not come."""
+
+    type: Literal["missing"] = "missing"
+    ids: list[Id]
+
+
+class Gone(MessageBase):
+    """The server does not know the session whose turn this is, or the process that ran it died."""
+
+    type: Literal["gone"] = "gone"
+    id: Id
+
+
+class Refused(MessageBase):
+    type: Literal["refused"] = "refused"
+    id: Id
+    reason: str
+
+
+Message = Describe | Step | Show | Leave | Beat | Description | Stepped | Shown | Missing | Gone | Refused
+STAGES: Codec[Message] = Codec(Message, "a reward", 64 << 20)
+"""Between an actor and the scorer of its machine, both of one run."""
+SERVED: Codec[Message] = Codec(Message, "a session", 4 << 20, converts=True, has_plain_keys=True)
+"""Between any client and a server of a reward or an environment."""
+
+
+def frames_of(message: Message, codec: Codec[Message]) -> list[bytes]:
+    """A client's message as it is sent. Raises WireError."""
+    return [b"%d" % message.id if isinstance(message, Step) else b"", codec.pack(message)]
+
+
+def to_fields(answer: Answer) -> AnswerFields:
+    logprobs = None if answer.logprobs is None else answer.logprobs.astype("<f4").tobytes()
+    return AnswerFields(**{**answer._asdict(), "metrics": dict(answer.metrics), "logprobs": logprobs})
+
+
+def to_answers(found: Iterable[AnswerFields]) -> tuple[Answer, ...]:
+    return tuple(Answer(**{**each.model_dump(), "logprobs": _array(each.logprobs)}) for each in found)
+
+
+def _array(data: bytes | None) -> Any:
+    return None if data is None else np.frombuffer(data, "<f4").astype(np.float32, copy=False)
