@@ -10,12 +10,10 @@ import logging
 from collections.abc import Callable, Mapping
 
 from async_rlhf.buffers.errors import RefusedError, WireError
-from async_rlhf.buffers.hub import status
 from async_rlhf.buffers.hub.outbox import Outbox
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
@@ -28,16 +26,14 @@ class LearnerSession:
         self,
         admission: Admission,
         journal: Journal,
-        publication: WeightServer,
-        peers: Peers,
+        weights: WeightServer,
         outbox: Outbox,
         incarnation: str,
-        telemetry: Callable[[int], Mapping[str, float]] = lambda step: {},
+        telemetry: Callable[[int], Mapping[str, float]],
     ) -> None:
         """telemetry: what the batch of a step carries beside the actors'."""
-        self._admission, self._journal, self._weight_server = admission, journal, publication
-        self._peers, self._outbox, self._incarnation = peers, outbox, incarnation
-        self._telemetry = telemetry
+        self._admission, self._journal, self._weight_server = admission, journal, weights
+        self._outbox, self._incarnation, self._telemetry = outbox, incarnation, telemetry
         self._registration: tuple[bytes, int, wire.Registered] | None = None
         self._parked: tuple[bytes, int, wire.Take] | None = None
         self._newest_request = 0  # of the present learner
@@ -113,8 +109,14 @@ class LearnerSession:
             if alone is not None:
                 self._outbox.hold(identity, wire.Trial(step=take.step, number=alone), request, [alone])
                 return ""
-            batch = wire.Batch(step=take.step, telemetry={**status.fleet(admission, self._peers), **self._telemetry(take.step)})
-            self._outbox.hold(identity, batch, request, numbers)
+            telemetry = {
+                **admission.fleet.telemetry(),
+                "queue/depth": float(admission.num_queued),
+                "groups/filtered": float(admission.num_filtered),
+                "actors": float(len(admission.fleet.actors)),
+                **self._telemetry(take.step),
+            }
+            self._outbox.hold(identity, wire.Batch(step=take.step, telemetry=telemetry), request, numbers)
         elif admission.at_end:
             self._parked = None
             reason = "drained" if admission.num_left else "finished"
@@ -133,8 +135,27 @@ class LearnerSession:
         """Tell a learner that waits for its batch what it waits for. full: why nothing can be written now."""
         if self._parked is not None:
             identity, request, take = self._parked
-            detail = full or status.waiting_for(self._admission)
-            self._outbox.send(identity, wire.Waiting(step=take.step, detail=detail), request=request)
+            self._outbox.send(identity, wire.Waiting(step=take.step, detail=full or self.waiting_for()), request=request)
+
+    @property
+    def lacks_prompts(self) -> bool:
+        """Whether no batch can be made before further prompts come: all that are there have been made."""
+        admission = self._admission
+        can_come = admission.bound.coming and not admission.draining
+        return can_come and admission.order.next_number() is None and not admission.fleet.leased
+
+    def waiting_for(self) -> str:
+        """What the learner waits for, in words."""
+        admission = self._admission
+        if self.lacks_prompts:
+            if made := admission.bound.num_numbers:
+                return f"no prompts in the spool: all {made} groups of those that came were made"
+            return "no prompts in the spool: none has come yet"
+        ledger, actors = admission.ledger, admission.fleet.actors
+        if not actors:
+            return "no actor has joined"
+        holders = ", ".join(f"{name}: {len(actor.leases)}" for name, actor in actors.items())
+        return f"{ledger.queued} groups are ready, {ledger.leased} are being made ({holders})"
 
     def _check_fence(self, message: wire.Message) -> None:
         """Whether this is the present learner. Raises RefusedError: `fenced` for one that was replaced, which is for good;

@@ -14,7 +14,7 @@ from dataclasses import replace
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import ConfigError, WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.manifest import DeltaSpec, Place
+from async_rlhf.buffers.protocol.message import DeltaSpec, Place
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, mapped
 from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
 from async_rlhf.buffers.weights.store import Delta

@@ -11,7 +11,7 @@ from typing import cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.manifest import Canary
+from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import Connection
 from async_rlhf.buffers.weights import delta

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgpack
 
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, WeightsError
-from async_rlhf.buffers.files import DISK, FULL, Files, write_whole
+from async_rlhf.buffers.files import DISK, FULL, Disk, write_whole
 from async_rlhf.buffers.formats import WEIGHTS
-from async_rlhf.buffers.protocol.manifest import DeltaSpec
+from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.protocol.wire import Manifest
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory
@@ -41,7 +41,7 @@ class Delta:
 class WeightStore:
     """Owns sets, newest deltas and the directory. `make` is where sets that are read from it are put."""
 
-    def __init__(self, directory: Path | None = None, files: Files = DISK, make: MakeMemory = HeapMemory) -> None:
+    def __init__(self, directory: Path | None = None, files: Disk = DISK, make: MakeMemory = HeapMemory) -> None:
         self._directory, self._files = directory, files
         self._sets: dict[int, WeightSet] = {}
         self._deltas: dict[str, Delta] = {}
@@ -113,7 +113,7 @@ class WeightStore:
             self._files.unlink(self._directory / f"{version:08d}.weights")
 
 
-def _save(weights: WeightSet, path: Path, files: Files) -> None:
+def _save(weights: WeightSet, path: Path, files: Disk) -> None:
     head = msgpack.packb(
         {"format": WEIGHTS.newest, "type": Manifest.type, **weights.manifest().model_dump(exclude={"place", "deltas"})}
     )

@@ -68,7 +68,6 @@ def queue(bench: Bench) -> Iterator[Row]:
     scale = bench.size(1, 64)
     loads = [
         Load("2 KB", 2048, "off", 16384 // scale),
-        Load("2 KB", 2048, "interval", 16384 // scale),
         Load("2 KB", 2048, "group", 16384 // scale),
         Load("64 KB", 65536, "off", 2048 // scale),
         Load("64 KB", 65536, "group", 2048 // scale),

@@ -49,11 +49,6 @@ def test_a_number_beyond_is_named_by_its_key_in_toml(number: str) -> None:
         toml_table(f"[learner]\nrate = {number}\n")
 
 
-def test_an_integer_that_python_itself_does_not_read_is_named_with_its_line() -> None:
-    with pytest.raises(ValueError, match=r"^max_steps \(line 2\): numbers are integers"):
-        toml_table(f'name = "x"\nmax_steps = {"9" * 5000}\n')
-
-
 def test_words_for_infinity_and_digits_in_texts_are_no_such_numbers() -> None:
     assert json_value('{"a": Infinity, "b": "' + "9" * 400 + '", "c": 0.0000012345678901234567}') == {
         "a": math.inf, "b": "9" * 400, "c": 0.0000012345678901234567,

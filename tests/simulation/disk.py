@@ -1,4 +1,4 @@
-"""A disk in memory that loses, tears and fills up: `async_rlhf.buffers.files.Files` for the simulated hub.
+"""A disk in memory that loses, tears and fills up: `async_rlhf.buffers.files.Disk` for the simulated hub.
 
 Model. A crash keeps of every file what was synced, and of what was appended since any pages, in any order: those that were
 not written are zeros, and where the file ends is open. Of the names made, replaced and removed since their directory was
@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
-from async_rlhf.buffers.files import File
+from async_rlhf.buffers.files import Disk, File
 
 _PAGE_BYTES, _LOST_PAGES = 128, 0.4
 
@@ -56,7 +56,7 @@ class MemoryFile:
         self.closed = True
 
 
-class MemoryDisk:
+class MemoryDisk(Disk):
     """See the module docstring. `fuse`: disk operations until the hub is killed in one, or None."""
 
     def __init__(self, rng: Random) -> None:

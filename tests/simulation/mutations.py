@@ -20,8 +20,8 @@ from async_rlhf.buffers.queue.fleet import Fleet
 from async_rlhf.buffers.queue.journal import Journal, Replay
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
-from async_rlhf.buffers.weights.proxy import WeightCache
 from async_rlhf.buffers.weights.receiver import WeightReceiver
+from async_rlhf.buffers.weights.relay import WeightCache
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
 from tests.simulation.learner_role import LearnerRole

@@ -100,7 +100,7 @@ class Shape:
             "group", 1 << 20, keep_last=Random(f"keep {seed}").randint(1, 3),
             poison=Random(f"poison {seed}").choice((0.0, 0.0, 0.0, 0.2)),
         )  # fmt: skip
-        fsync: Fsync = rng.choice(("group", "group", "interval", "off"))
+        fsync: Fsync = rng.choice(("group", "group", "group", "off"))
         if exact:  # the configuration allows no other
             fsync = "group"
         drawn = replace(drawn, fsync=fsync, max_bytes=rng.choice((1, 700, 1500, 1 << 20)))

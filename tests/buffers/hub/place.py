@@ -56,6 +56,8 @@ class Place:
         """wanted: of the hub beside its configuration. keys: the hub's, and those of its peers that bring no others."""
         self.folder, self.address, self.bound = folder, address, bound
         self._wanted, self._keys, self.connect = dict(wanted or {}), keys, connector(keys)
+        if "max_frame_bytes" in config:
+            self._wanted["max_frame_bytes"] = config.pop("max_frame_bytes")
         self.config = QueueConfig(max_staleness=bound.max_staleness, window=bound.window, exact=bound.exact, **config)
         self._pool, self._peers = ThreadPoolExecutor(max_workers=4), ExitStack()
         self._running: Future[None] | None = None

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.prompts import Prompts
-from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
+from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
+from tests.buffers.hub.place import a_group
 
-ACTOR, LEARNER = b"a", b"c"
+ACTOR, OTHER, LEARNER, OPERATOR = b"a", b"b", b"c", b"s"
+Kind = TypeVar("Kind")
 
 
 class Spoken:
-    """`spool`: where prompts come from, or None."""
+    """credits: those of all actors, by number. said: what the hub has sent, and to whom. wanted: of the exchange."""
 
     def __init__(
         self,
@@ -30,33 +34,72 @@ class Spoken:
         store: WeightStore | None = None,
         prompts: Prompts | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        wanted: Mapping[str, Any] | None = None,
         **config: Any,
     ) -> None:
-        settings = QueueConfig(max_staleness=bound.max_staleness, exact=bound.exact, **config)
-        self.exchange = Exchange(settings, bound, journal, store or WeightStore(), clock, "x", prompts=prompts)
+        settings = QueueConfig(max_staleness=bound.max_staleness, exact=bound.exact, window=bound.window, **config)
+        given = {"prompts": prompts, **(wanted or {})}
+        self.exchange = Exchange(settings, bound, journal, store or WeightStore(), clock, "x", **given)
         self.spool = None if prompts is None else prompts.spool
+        self.credits: dict[int, wire.CreditItem] = {}
+        self.said: list[tuple[bytes, Any]] = []
+        self.fence = 0
 
     def status(self) -> dict[str, Any]:
-        return self.exchange.status()
+        status = self.exchange.status()
+        assert status["ledger"]["closes"]
+        return status
 
     def begin(self, step: int = 0) -> list[Any]:
         """The learner registers and publishes, and an actor that serves its version joins."""
-        self.hear(LEARNER, wire.Register(step=step, committed=0, learner="l"))
+        self.register(step)
         self.publish(step)
         return self.hello(step)
 
-    def hello(self, version: int = 0, holding: Sequence[tuple[int, int]] = ()) -> list[Any]:
-        return self.hear(ACTOR, wire.Hello(actor="anna", life="1", capacity=9, fence=1, version=version, holding=[*holding]))
+    def register(self, step: int = 0, learner: str = "l", who: bytes = LEARNER) -> list[Any]:
+        answers = self.hear(who, wire.Register(step=step, committed=0, learner=learner))
+        self.fence = self.status()["fence"]
+        return answers
 
-    def publish(self, version: int) -> None:
-        self.hear(LEARNER, WeightSet.of(1, version, {}).announcement())
+    def hello(
+        self, version: int = 0, holding: Sequence[tuple[int, int]] = (), name: str = "anna", who: bytes = ACTOR, **fields: Any
+    ) -> list[Any]:
+        given = {"life": "1", "capacity": 9, "fence": self.fence} | fields
+        return self.hear(who, wire.Hello(actor=name, version=version, holding=[*holding], **given))
 
-    def take(self, step: int) -> list[Any]:
-        return self.hear(LEARNER, wire.Take(fence=1, step=step))
+    def publish(self, version: int) -> list[Any]:
+        return self.hear(LEARNER, WeightSet.of(self.fence, version, {}).announcement())
 
-    def hear(self, who: bytes, message: wire.Message, arrays: Sequence[bytes] = ()) -> list[Any]:
+    def take(self, step: int, **fields: Any) -> list[Any]:
+        return self.hear(LEARNER, wire.Take(fence=self.fence, step=step, **fields))
+
+    def make(
+        self,
+        number: int,
+        score: float | str = 1.0,
+        *,
+        constant: bool = False,
+        text: str = "",
+        version: int | None = None,
+    ) -> list[Any]:
+        """A group that was credited is put; its members are sampled by this version, else by the one published last."""
+        sampled_by = (self.exchange._admission.published or 0) if version is None else version
+        group = a_group(number, self.credits[number].attempt, sampled_by, "anna", text)
+        given = Score(failure=score) if isinstance(score, str) else Score(score)
+        group = replace(group, rollouts=tuple(replace(rollout, scores={"right": given}) for rollout in group.rollouts))
+        header, arrays = packing.pack_group(group)
+        return self.hear(ACTOR, wire.Put(group=header, constant=constant), arrays)
+
+    def train(self, step: int) -> None:
+        self.take(step)
+        self.hear(LEARNER, wire.Trained(fence=self.fence, step=step))
+        self.publish(step + 1)
+
+    def hear(
+        self, who: bytes, message: wire.Message | wire.Frames, arrays: Sequence[bytes] = (), request: int = 1
+    ) -> list[Any]:
         """The answers, to all peers."""
-        self.exchange.receive(who, wire.encode(message, [*arrays], 1))
+        self.exchange.receive(who, message if isinstance(message, list) else wire.encode(message, [*arrays], request))
         return self.turn()
 
     def turn(self) -> list[Any]:
@@ -64,7 +107,23 @@ class Spoken:
             pass
         self.exchange.settle()
         frames, self.exchange.outbox.messages = self.exchange.outbox.messages, []
-        return [wire.decode(rest, max_frame_bytes=1 << 24)[1] for _, *rest in frames]
+        said = [(who, wire.decode(rest, max_frame_bytes=1 << 26)[1]) for who, *rest in frames]
+        self.said += said
+        for _, message in said:
+            if isinstance(message, wire.Credits):
+                self.credits |= {item.number: item for item in message.credits}
+        return [message for _, message in said]
+
+    def tick(self) -> list[Any]:
+        self.exchange.tick()
+        return self.turn()
+
+    def told(self, kind: type[Kind], who: bytes | None = None) -> list[Kind]:
+        """All messages of one kind that the hub has sent, to all or to one."""
+        return [message for to, message in self.said if isinstance(message, kind) and who in (None, to)]
+
+    def credited_to(self, who: bytes) -> list[int]:
+        return [item.number for message in self.told(wire.Credits, who) for item in message.credits]
 
 
 def spool_of(folder: Path, stream: Stream) -> Spool:

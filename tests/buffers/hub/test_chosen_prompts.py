@@ -15,17 +15,15 @@ from unittest.mock import patch
 import pytest
 
 from async_rlhf.buffers.config import CurriculumConfig
-from async_rlhf.buffers.curriculum.order import Order
+from async_rlhf.buffers.curriculum import Order
 from async_rlhf.buffers.files import Disk
 from async_rlhf.buffers.hub.prompts import Prompts
-from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.spool.deposit import put
 from async_rlhf.buffers.spool.stream import Stream
-from tests.buffers.hub.place import a_group
-from tests.buffers.hub.spoken import ACTOR, LEARNER, Spoken, spool_of
+from tests.buffers.hub.spoken import ACTOR, Spoken, spool_of
 
 BOUND = Bound(groups_per_batch=2, max_staleness=0, num_groups=1 << 62, numbers=0, coming=True)
 
@@ -35,41 +33,22 @@ class Chosen(Spoken):
 
     def __init__(self, folder: Path, num_rows: int, *, fed: bool = False, refills: int = 0, **settings: Any) -> None:
         config = CurriculumConfig(reward="right", **settings)
-        self.order, self.journal, spool = Order(folder / "data", config), Journal(folder / "queue"), None
-        if fed:
-            spool = spool_of(folder, Stream(folder / "own"))
+        self.order, self.journal = Order(folder / "data", config), Journal(folder / "queue")
+        spool = spool_of(folder, Stream(folder / "own")) if fed else None
         bound = replace(BOUND, refills=refills, numbers=self.order.num_numbers)
         super().__init__(bound, self.journal, prompts=Prompts(spool, self.order, config, num_rows))
-        self.credits: dict[int, wire.CreditItem] = {}
-        self.ends: list[str] = []
-        self.batches: list[wire.Batch] = []
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> list[Any]:
         super().publish(version)
-        self.hear(ACTOR, wire.Beat(capacity=9, fence=1, version=version))
+        return self.hear(ACTOR, wire.Beat(capacity=9, fence=1, version=version))
 
-    def make(self, number: int, score: float | str, *, constant: bool = False) -> None:
-        group = a_group(number, self.credits[number].attempt, self.exchange._admission.published or 0, "anna")
-        told = Score(failure=score) if isinstance(score, str) else Score(score)
-        group = replace(group, rollouts=tuple(replace(rollout, scores={"right": told}) for rollout in group.rollouts))
-        header, arrays = packing.pack_group(group)
-        self.hear(ACTOR, wire.Put(group=header, constant=constant), arrays)
+    @property
+    def batches(self) -> list[wire.Batch]:
+        return self.told(wire.Batch)
 
-    def train(self, step: int) -> None:
-        self.take(step)
-        self.hear(LEARNER, wire.Trained(fence=1, step=step))
-        self.publish(step + 1)
-
-    def turn(self) -> list[Any]:
-        answers = super().turn()
-        for said in answers:
-            if isinstance(said, wire.Credits):
-                self.credits |= {item.number: item for item in said.credits}
-            elif isinstance(said, wire.Ended):
-                self.ends.append(said.reason)
-            elif isinstance(said, wire.Batch):
-                self.batches.append(said)
-        return answers
+    @property
+    def ends(self) -> list[str]:
+        return [ended.reason for ended in self.told(wire.Ended)]
 
     def places(self) -> dict[int, int | None]:
         return {number: item.place for number, item in self.credits.items()}

@@ -90,7 +90,7 @@ def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exac
     @contextmanager
     def opened(folder: str) -> Iterator[Exchange]:
         with closing(Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")) as journal:
-            limits = {"lease_s": 10.0, "max_frame_bytes": 1 << 20, "segment_bytes": 1 << 12, "fsync": "off"}
+            limits = {"lease_s": 10.0, "segment_bytes": 1 << 12, "fsync": "off"}
             yield Spoken(bound, journal, clock=lambda: now, **limits).exchange
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,21 +1,21 @@
-"""Everything wrong that a peer can send: it is told which field has which value, it is counted, and the hub goes on."""
+"""Everything wrong that a peer can send: the answer names the field and its value, it is counted, and the hub goes on."""
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
-from async_rlhf.buffers.errors import DeadlineError, WireError
+from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.transport.link import SocketLink
-from tests.buffers.hub.place import DEADLINE_S, Place, a_group, taken
+from async_rlhf.buffers.queue.journal import Journal
+from tests.buffers.hub.place import a_group
+from tests.buffers.hub.spoken import ACTOR, OTHER, Spoken
 
 LIMIT = 1 << 20
 HEADER, ARRAYS = packing.pack_group(a_group(0, 0, 0, "ghost"))
@@ -137,58 +137,30 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
 }
 
 
-class Peer:
-    """Sends any message under its name."""
-
-    def __init__(self, place: Place, name: str) -> None:
-        self.link = SocketLink(place.address, name)
-
-    def say(self, frames: wire.Frames) -> wire.Message:
-        """The answer; what the hub says by itself is not."""
-        assert self.link.send(frames)
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            answer = self.link.receive(1.0)  # nothing, too, when the connection was made
-            if answer is not None:
-                request, message, _ = wire.decode(answer, max_frame_bytes=1 << 30)
-                if request == 9 or isinstance(message, wire.Refused):
-                    return message
-        raise DeadlineError("no answer")
-
-
-class Scene:
-    """A hub, the second of its learners, and a ghost that is known as an actor and was credited group 0."""
-
-    def __init__(self, hub: Place) -> None:
-        hub.learner(publishes=False)
-        self.hub, self.learner, self.ghost = hub, hub.learner(), Peer(hub, "ghost")
-        hello = wire.Hello(actor="ghost", life="1", capacity=1, fence=self.learner.fence, version=0)
-        self.ghost.say(wire.encode(hello, request=9))
-
-    def refusals(self, reason: str) -> int:
-        return int(self.hub.status()["refused"].get(reason, 0))
-
-
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """One for the whole table: whatever was said before, the next is refused as it should be."""
-    with tempfile.TemporaryDirectory(prefix="rlhf-") as short:
-        hub = Place(tmp_path_factory.mktemp("hub"), f"ipc://{short}/hub", Bound(1, 1, 100), max_frame_bytes=LIMIT)
-        hub.begin()
-        made = Scene(hub)
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spoken]:
+    """One for the whole table, with its second learner, and an actor that was credited group 0: whatever was sent before, the
+    next is refused as it should be."""
+    with closing(Journal(tmp_path_factory.mktemp("queue"))) as journal:
+        made = Spoken(Bound(1, 1, 100), journal, wanted={"max_frame_bytes": LIMIT})
+        made.register()
+        made.register(learner="another", who=b"d")
+        made.publish(0)
+        made.hello(name="ghost", capacity=1)
         yield made
-        made.ghost.link.close()
-        hub.close()
+
+
+def refusals(hub: Spoken, reason: str) -> int:
+    return int(hub.status()["refused"].get(reason, 0))
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_it_is_refused_with_its_reason_counted_and_the_peer_is_told(what: str, scene: Scene) -> None:
+def test_it_is_refused_with_its_reason_and_counted(what: str, hub: Spoken) -> None:
     frames, reason, detail = WRONG[what]
-    before = scene.refusals(reason)
-    answer = scene.ghost.say(frames)
-    assert isinstance(answer, wire.Refused), answer
-    assert answer.reason == reason and detail in answer.detail, answer
-    assert scene.refusals(reason) == before + 1
+    before = refusals(hub, reason)
+    (answer,) = hub.hear(ACTOR, frames)
+    assert isinstance(answer, wire.Refused) and answer.reason == reason and detail in answer.detail, answer
+    assert refusals(hub, reason) == before + 1
 
 
 @pytest.mark.parametrize(
@@ -207,38 +179,34 @@ def test_nor_does_a_journal_or_a_learner_read_what_does_not_fit_its_header(what:
 
 PUTS: dict[str, tuple[wire.Frames, str]] = {
     "an unknown group": (put(number=100), "unknown"),
-    "a group of somebody else": (put(number=3), "superseded"),
+    "a group of another actor": (put(number=3), "superseded"),
     "another attempt": (put(attempt=5), "superseded"),
     "a version of the future": (put(spans=[[(9, 3, None)], [(0, 3, None)]]), "future"),
 }
 
 
 @pytest.mark.parametrize("what", PUTS)
-def test_a_put_that_may_not_enter_is_answered_with_why(what: str, scene: Scene) -> None:
+def test_a_put_that_may_not_enter_is_answered_with_why(what: str, hub: Spoken) -> None:
     frames, reason = PUTS[what]
-    before = scene.refusals(reason)
-    answer = scene.ghost.say(frames)
+    before = refusals(hub, reason)
+    answer, *_ = hub.hear(ACTOR, frames)
     assert isinstance(answer, wire.Rejected) and answer.reason == reason, answer
-    assert scene.refusals(reason) == before + 1
+    assert refusals(hub, reason) == before + 1
 
 
 @pytest.mark.parametrize(
     "frames", [put(), said({"type": "beat", "capacity": 1, "fence": 2, "version": 0}), said({"type": "bye"})]
 )
-def test_who_has_not_said_hello_is_no_actor(frames: wire.Frames, scene: Scene) -> None:
-    stranger = Peer(scene.hub, "stranger")
-    answer = stranger.say(frames)
-    stranger.link.close()
+def test_who_has_not_sent_hello_is_no_actor(frames: wire.Frames, hub: Spoken) -> None:
+    (answer,) = hub.hear(OTHER, frames)
     assert isinstance(answer, wire.Refused) and answer.reason == "unknown-actor"
 
 
-def test_after_all_that_the_ghost_has_its_lease_and_the_learner_goes_on(scene: Scene) -> None:
-    assert scene.ghost.say(put()) == wire.Ack(groups=[(0, 0)])
-    assert taken(scene.learner, 0) == [0]
+def test_after_all_that_the_ghost_has_its_lease_and_the_learner_goes_on(hub: Spoken) -> None:
+    assert wire.Ack(groups=[(0, hub.credits[0].attempt)]) in hub.hear(ACTOR, put(attempt=hub.credits[0].attempt))
     for _ in range(2):  # a replayed request number, and a replayed group
-        assert scene.ghost.say(put()) == wire.Rejected(number=0, attempt=0, reason="duplicate")
-    for _ in range(2):  # said twice, done once
-        scene.learner.trained(0)
-    scene.learner.commit(0)  # answered after both
-    status = scene.hub.status()
-    assert status["step"] == 1 and status["ledger"]["trained"] == 1
+        assert hub.hear(ACTOR, put())[0] == wire.Rejected(number=0, attempt=0, reason="duplicate")
+    hub.hear(b"d", wire.Take(fence=2, step=0))
+    for _ in range(2):  # sent twice, done once
+        hub.hear(b"d", wire.Trained(fence=2, step=0), request=2)
+    assert hub.status()["step"] == 1 and hub.status()["ledger"]["trained"] == 1

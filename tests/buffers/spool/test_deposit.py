@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError, SpoolError
-from async_rlhf.buffers.files import DISK, Disk, Files
+from async_rlhf.buffers.files import DISK, Disk
 from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.deposit import END, Deposited, end, put
 from async_rlhf.buffers.spool.stream import Stream
@@ -46,7 +46,7 @@ class RefusingDisk(Disk):
 
 
 @contextmanager
-def running(folder: Path, files: Files = DISK) -> Iterator[Spool]:
+def running(folder: Path, files: Disk = DISK) -> Iterator[Spool]:
     """A run that takes every row of `spool` as it is."""
     with closing(Stream(folder / "run", files=files)) as stream:
         yield Spool(folder / "spool", folder / "run", stream, lambda lines: [line.decode() for line in lines], files)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.files import DISK, Disk, Files
+from async_rlhf.buffers.files import DISK, Disk
 from async_rlhf.buffers.spool import claims
 from async_rlhf.buffers.spool.claims import Rejected, Spool, has_claimed
 from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES, end
@@ -35,15 +35,6 @@ class CountingDisk(Disk):
         return piece
 
 
-class FarDisk(Disk):
-    """The spool is another file system than the run."""
-
-    def replace(self, path: Path, new: Path) -> None:
-        if path.parent.name == "spool" != new.parent.name:
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-        super().replace(path, new)
-
-
 def look(lines: Sequence[bytes]) -> list[str | Rejected]:
     return [line.decode() if line.startswith(b"{") else Rejected("it is no object") for line in lines]
 
@@ -53,7 +44,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Spool]]:
     """`opened(files)`: the spool of a run; the next is that of its next life."""
     with ExitStack() as streams:
 
-        def make(files: Files = DISK) -> Spool:
+        def make(files: Disk = DISK) -> Spool:
             streams.close()
             (tmp_path / "spool").mkdir(exist_ok=True)
             stream = streams.enter_context(closing(Stream(tmp_path / "own", files=files)))
@@ -143,17 +134,16 @@ def test_what_is_no_regular_file_is_left_alone_and_neither_read_nor_waited_for(
     assert os.listdir(tmp_path / "spool") == ["0-strange.jsonl"]
 
 
-@pytest.mark.parametrize("files", [DISK, FarDisk()])
 @pytest.mark.parametrize("make", KINDS)
 def test_what_becomes_no_file_in_the_last_moment_is_set_aside_unread(
-    make: Callable[[Path], Any], files: Files, opened: Opened, tmp_path: Path
+    make: Callable[[Path], Any], opened: Opened, tmp_path: Path
 ) -> None:
-    spool = opened(files)
+    spool = opened()
     make(tmp_path / "spool" / "0-strange.jsonl")
     with patch.object(Disk, "is_readable", lambda self, path: path.name[0].isdigit() and path.parent.name == "spool"):
         spool.turn()
     (tmp_path / "spool" / "1-good.jsonl").write_text(GOOD)
-    again = opened(files)
+    again = opened()
     while again.turn():
         pass
     assert again.stream.num_rows == 1 and not again.problem
@@ -162,16 +152,14 @@ def test_what_becomes_no_file_in_the_last_moment_is_set_aside_unread(
     assert "BEGIN KEY" not in str(lines)
 
 
-def test_a_file_of_another_file_system_is_read_where_it_lies_and_the_run_is_not_given_up_meanwhile(
-    opened: Opened, tmp_path: Path
-) -> None:
-    spool = opened(FarDisk())
+def test_a_run_is_not_given_up_while_files_that_it_has_claimed_lie_in_the_spool(opened: Opened, tmp_path: Path) -> None:
+    spool = opened()
     (tmp_path / "spool" / "a.jsonl").write_text(f"{GOOD}\n" * (claims._PIECE // 8))
     assert not has_claimed(tmp_path / "own")
     with patch.object(Stream, "append", side_effect=OSError(errno.ENOSPC, "full")):
         spool.turn()
-    assert has_claimed(tmp_path / "own") and not os.listdir(tmp_path / "own" / "claimed")
-    again = opened(FarDisk())
+    assert has_claimed(tmp_path / "own") and [name[:9] for name in os.listdir(tmp_path / "spool")] == [".claimed-"]
+    again = opened()
     while again.turn():
         pass
     assert again.stream.num_rows == claims._PIECE // 8 and not os.listdir(tmp_path / "spool")

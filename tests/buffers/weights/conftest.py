@@ -14,8 +14,8 @@ from tests.buffers.weights.fleet import Fleet
 
 @pytest.fixture
 def fleet(tmp_path: Path, socket_dir: Path, stack: ExitStack) -> Callable[..., Fleet]:
-    def make(*weights: Any, **keys: Path) -> Fleet:
-        made = Fleet(tmp_path / "run", f"ipc://{socket_dir}/hub", *weights, **keys)
+    def make(*weights: Any, **settings: Any) -> Fleet:
+        made = Fleet(tmp_path / "run", f"ipc://{socket_dir}/hub", *weights, **settings)
         stack.callback(made.close)
         return made
 

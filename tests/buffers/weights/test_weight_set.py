@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError, WeightsError
-from async_rlhf.buffers.protocol.manifest import TensorSpec
+from async_rlhf.buffers.protocol.message import TensorSpec
 from async_rlhf.buffers.protocol.wire import Publish
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import weight_set as weights_module
