@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.config import CurriculumConfig
 from async_rlhf.buffers.curriculum import FILE_NAME, Order, Outcome, Pools, pass_rate, point
 from async_rlhf.buffers.errors import ConfigError, DamagedError, JournalError
-from tests.simulation.disk import HubKilledError, JournalingDisk
+from tests.simulation.disk import HubKilledError, MemoryDisk
 
 SHARES = st.sampled_from([(0.5, 0.1), (0.2, 0.3), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.25, 0.75)])
 RATES = st.sampled_from([0.0, 0.25, 0.5, 1.0, None])
@@ -162,8 +162,8 @@ def steps(order: Order, until: int) -> None:
 def test_whatever_dies_when_each_number_keeps_its_place_and_the_order_is_that_of_a_hub_that_never_died(
     faults: list[tuple[str, int]], seed: int
 ) -> None:
-    disk, directory = JournalingDisk(Random(seed)), Path("/run/data")
-    whole = Order(Path("/other"), curriculum(), files=JournalingDisk(Random(0)))
+    disk, directory = MemoryDisk(Random(seed)), Path("/run/data")
+    whole = Order(Path("/other"), curriculum(), files=MemoryDisk(Random(0)))
     steps(whole, 12)
     promised: list[int] = []
     order: Order | None = None

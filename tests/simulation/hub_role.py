@@ -24,7 +24,7 @@ from async_rlhf.buffers.queue.recovery import Quarantine
 from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.buffers.weights.store import WeightStore
-from tests.simulation.disk import HubKilledError, JournalingDisk, MemoryDisk
+from tests.simulation.disk import HubKilledError, MemoryDisk
 from tests.simulation.invariants import Observer
 from tests.simulation.memory import Machine
 from tests.simulation.world import Network, ViolationError, World
@@ -60,7 +60,7 @@ class HubRole:
         self.world, self.bound, self.observer, self.machine = world, bound, observer, machine
         self.address = "ipc://hub" if shares else "hub"
         self.weights = WeightsConfig(transport="auto" if shares else "chunks")
-        self.disk = (JournalingDisk if fed or chosen else MemoryDisk)(world.rng)
+        self.disk = MemoryDisk(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
             max_staleness=bound.max_staleness,

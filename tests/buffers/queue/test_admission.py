@@ -55,9 +55,8 @@ def one_of(names: Collection[Any], chance: Random) -> Any:
 class Run:
     """Three actors, a learner, a hub, and what its journal and its weight store hold."""
 
-    def __init__(self, bound: Bound, max_attempts: int, constant_share: float = 0.0, poison_share: float = 0.0) -> None:
-        self.bound, self.max_attempts = bound, max_attempts
-        self.constant_share, self.poison_share = constant_share, poison_share
+    def __init__(self, bound: Bound, max_attempts: int, constant_share: float = 0.0) -> None:
+        self.bound, self.max_attempts, self.constant_share = bound, max_attempts, constant_share
         self.lives = 0
         self.hub = Admission(bound, max_attempts=max_attempts, lease_s=10.0)
         self.now = 0.0
@@ -77,7 +76,6 @@ class Run:
         self.filtered: set[int] = set()
         self.taken_back: set[int] = set()
         self.made_of: dict[int, list[int]] = {}
-        self.passed: set[int] = set()  # tried alone, and no poison
         # The morning of a run.
         self.register()
         for name in NAMES[:2]:
@@ -176,25 +174,6 @@ class Run:
             assert self.hub.fleet.expire(self.now) == [name]
             assert (self.hub.num_quarantined, self.hub.fleet.failures.suspects) == counted, "silence counted against a group"
 
-    def an_actor_beats_and_makes_no_progress(self, chance: Random) -> None:
-        self.hub.fleet.overdue(self.now, 60.0)  # looks at all of them
-        held = {number for actor in self.hub.fleet.actors.values() for number in actor.leases}
-        moved = {number for number in held if chance.random() < 0.7}
-        self.now += 61.0
-        for actor in self.hub.fleet.actors.values():
-            actor.last_seen = self.now
-            actor.progressed([(number, 1 + int(self.now)) for number in moved], self.now)
-        assert {number for _, number in self.hub.fleet.overdue(self.now, 60.0)} == held - moved
-
-    def the_hub_stands_still(self, chance: Random) -> None:
-        """Longer than any lease; what was not heard meanwhile ends nothing."""
-        self.hub.fleet.overdue(self.now, 60.0)
-        leased = {name: set(actor.leases) for name, actor in self.hub.fleet.actors.items()}
-        self.now += 1000.0
-        self.hub.fleet.forgive(1000.0, self.now)
-        late = self.hub.fleet.expire(self.now) + self.hub.fleet.overdue(self.now, 60.0)
-        assert not late and {name: set(actor.leases) for name, actor in self.hub.fleet.actors.items()} == leased
-
     def actors_adopt_what_they_were_told(self, chance: Random) -> None:
         for name, process in self.processes.items():
             if process.told and chance.random() < 0.7:
@@ -277,13 +256,6 @@ class Run:
         assert after.duplicates_refused == before.duplicates_refused + 1
         assert (after.credited, after.leased, after.queued) == (before.credited, before.leased, before.queued)
 
-    def somebody_puts_what_was_never_asked_for(self, chance: Random) -> None:
-        version = chance.randrange(-3, 60)
-        before = self.hub.ledger.as_dict() | {"duplicates_refused": 0}
-        with pytest.raises(RefusedError):
-            self.hub.put("nobody", chance.randrange(-3, 60), Entry(0, version, version, 1))
-        assert self.hub.ledger.as_dict() | {"duplicates_refused": 0} == before
-
     def a_group_of_impossible_versions_is_made_again(self, chance: Random) -> None:
         if leasing := [name for name, actor in self.hub.fleet.actors.items() if actor.leases]:
             name = one_of(leasing, chance)
@@ -337,9 +309,7 @@ class Run:
         if batch is None:
             return False
         if fresh:
-            self.made_of[step] = batch
-            assert self.hub.trial(step) is None
-            self.takes[step] = batch
+            self.made_of[step] = self.takes[step] = batch
             self.state = self.hub.remember()
         assert batch == sorted(set(batch))
         full = len(batch) + len(self.removed_of(step))
@@ -348,21 +318,8 @@ class Run:
         for number in batch:
             self.check_staleness(number, step)
             assert self.trained_in.get(number, step) == step, f"group {number} is in two batches"
-        if (alone := self.hub.trial(step)) is not None:
-            assert alone in batch and alone not in self.passed
-            self.hub.tried(step, alone, done=False)
-            if self.is_poison(alone):
-                self.the_learner_dies_and_resumes_from_its_checkpoint(Random())
-                assert alone in self.hub.remember().removed
-                return True
-            self.hub.tried(step, alone, done=True)
-            self.passed.add(alone)
-            return self.take()
         self.holds_batch = True
         return True
-
-    def is_poison(self, number: int) -> bool:
-        return Random(f"poison {number}").random() < self.poison_share
 
     def removed_of(self, step: int) -> set[int]:
         """Of the whole batch, as it was made."""
@@ -371,7 +328,7 @@ class Run:
     def forget_removed(self) -> None:
         for number in self.hub.remember().removed:
             if number in self.entries:
-                assert self.is_poison(number) or number in self.taken_back, "a good group was taken out"
+                assert number in self.taken_back, "a good group was taken out"
                 del self.entries[number]
             for step, batch in self.batch_of.items():
                 if number in batch:
@@ -417,9 +374,6 @@ class Run:
             self.train()
 
     def train(self) -> None:
-        if any(self.is_poison(number) for number in self.batch_of[self.step]):
-            self.the_learner_dies_and_resumes_from_its_checkpoint(Random())
-            return
         for number in self.batch_of[self.step]:
             self.trained_in[number] = self.step
         self.hub.trained(self.step)
@@ -521,10 +475,8 @@ class Run:
         self.processes["dora"] = Process(self.bound.groups_per_batch, self.another_life())
         for name in self.processes:
             self.say_hello(name)
-        for _ in range(10 * self.bound.num_groups * (1 + self.bound.refills) * (1 + 10 * (self.poison_share > 0)) + 100):
+        for _ in range(10 * self.bound.num_groups * (1 + self.bound.refills) + 100):
             trained = self.all_do_their_work()
-            if self.poison_share:
-                self.the_learner_writes_a_checkpoint(Random())
             self.check()
             if self.hub.at_end and not trained:
                 break
@@ -556,11 +508,8 @@ EVENTS = (
     "an_actor_is_cut_off",
     "the_supervisor_saw_an_actor_die",
     "an_actor_is_silent_for_too_long",
-    "an_actor_beats_and_makes_no_progress",
-    "the_hub_stands_still",
     "an_operator_takes_a_group_back",
     "an_actor_says_how_much_it_can_hold",
-    "somebody_puts_what_was_never_asked_for",
     "a_group_of_impossible_versions_is_made_again",
     "the_learner_registers",
     "the_learner_dies_and_resumes_from_its_checkpoint",
@@ -595,23 +544,17 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
 
 # Found here: two actors, each told in turn to go where the other's work needed it, left their own work for ever.
 @example(
-    Bound(2, 1, 6, exact=True), 1, 0.0, 0.0,
+    Bound(2, 1, 6, exact=True), 1, 0.0,
     [("an_actor_is_silent_for_too_long", 1), ("an_actor_says_how_much_it_can_hold", 207067)],
 )  # fmt: skip
-@given(bounds(), st.integers(1, 3), st.sampled_from((0.0, 0.4, 1.0)), st.sampled_from((0.0, 0.0, 0.1, 1.0)), histories())
+@given(bounds(), st.integers(1, 3), st.sampled_from((0.0, 0.4, 1.0)), histories())
 def test_whatever_happens_the_promises_hold_and_the_run_ends(
-    bound: Bound, max_attempts: int, constant_share: float, poison_share: float, history: list[tuple[str, int]]
+    bound: Bound, max_attempts: int, constant_share: float, history: list[tuple[str, int]]
 ) -> None:
-    run = Run(bound, max_attempts, constant_share, poison_share)
+    run = Run(bound, max_attempts, constant_share)
     for event in history:
         run.happen(*event)
     run.settle()
-
-
-def test_before_any_learner_registered_nobody_is_given_work() -> None:
-    hub = Admission(Bound(2, 0, 10))
-    hub.fleet.join("anna", Actor(capacity=4, fence=0, version=0, last_seen=0.0))
-    assert hub.credits() == {}
 
 
 @pytest.mark.parametrize("actor", [{"version": 1 << 40}, {"version": -1}, {"fence": 2}])

@@ -19,7 +19,7 @@ from async_rlhf.buffers.spool import claims
 from async_rlhf.buffers.spool.claims import Rejected, Spool
 from async_rlhf.buffers.spool.deposit import END
 from async_rlhf.buffers.spool.stream import Stream
-from tests.simulation.disk import HubKilledError, JournalingDisk, MemoryDisk
+from tests.simulation.disk import HubKilledError, MemoryDisk
 
 SPOOL = Path("/spool")
 
@@ -79,7 +79,7 @@ EVENTS = st.lists(
 def test_whatever_dies_when_every_good_row_is_bound_once_and_stays(
     events: list[tuple[str, int | list[bool]]], num_runs: int, repeat: int, seed: int
 ) -> None:
-    disk = JournalingDisk(Random(seed))
+    disk = MemoryDisk(Random(seed))
     runs = [Run(disk, f"run-{number}", repeat) for number in range(num_runs)]
     rng, good, bad, files = Random(seed), list[str](), list[str](), 0
 
@@ -125,7 +125,7 @@ def test_whatever_dies_when_every_good_row_is_bound_once_and_stays(
 def test_a_claim_may_be_cut_at_every_operation_on_files_and_once_more_behind_it(power: bool) -> None:
     good, bad = ['{"n":0}', '{"n":1}', '{"n":2}'], ["bad 0"]
     for first, second in product(range(50), (None, *range(0, 24, 2))):
-        disk = JournalingDisk(Random(first))
+        disk = MemoryDisk(Random(first))
         run = Run(disk, "run", 1)
         drop(disk, "a.jsonl", ["bad 0", '{"n":0}', '{"n":1}'])
         drop(disk, "b.jsonl", ['{"n":2}'])
