@@ -125,13 +125,6 @@ def test_new_places_get_their_share_hard_ones_theirs_and_those_between_the_rest(
     assert draws.pools.describe()["hard"] == pytest.approx(250, abs=10)
 
 
-def test_without_an_outcome_the_first_pass_is_in_order_and_a_small_set_comes_again_rather_than_none() -> None:
-    draws = Draws(curriculum(), {place: [0.5] for place in range(5)}, 3, late=1000)
-    while draws.draw():
-        pass
-    assert draws.chosen == [*range(5)] * 3
-
-
 def test_a_pass_rate_is_of_the_members_with_a_value() -> None:
     assert pass_rate([1.0, 0.5, "timed out", None, 2.0], 1.0) == pytest.approx(2 / 3)
     assert pass_rate(["timed out", None], 1.0) is None

@@ -1,13 +1,15 @@
-"""Admission under every disorder a run can meet: actors come, go, pause and are cut off; learner and hub die and come back.
+"""Admission under every disorder a run can meet: actors come, go and pause; learner and hub die and come back.
 
 Random events, and after each of them the ledger closes and the promises of `bound` and `admission` hold. At the end the
-actors behave and nobody dies any more: then the run must end, with every live number trained exactly once.
+actors behave and nothing dies any more: then the run must end, with every live number trained exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -26,26 +28,15 @@ NAMES = ("anna", "ben", "carl")
 
 
 @dataclass
-class Work:
-    """A group an actor works on, or has put (as `put`) without having heard what became of it."""
-
-    attempt: int
-    oldest: int
-    newest: int
-    put: Entry | None = None
-
-
-@dataclass
 class Process:
-    """An actor as it sees itself; one that is cut off hears nothing until it says hello again."""
+    """An actor as it sees itself. told: the weights that it is to adopt. work: number -> attempt, oldest and newest version."""
 
     capacity: int
-    life: str = ""
+    life: str
     fence: int = 0
     version: int = -1
     told: tuple[int, int] | None = None
-    is_cut_off: bool = False
-    work: dict[int, Work] = field(default_factory=dict)
+    work: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 def one_of(names: Collection[Any], chance: Random) -> Any:
@@ -55,11 +46,10 @@ def one_of(names: Collection[Any], chance: Random) -> Any:
 class Run:
     """Three actors, a learner, a hub, and what its journal and its weight store hold."""
 
-    def __init__(self, bound: Bound, max_attempts: int, constant_share: float = 0.0) -> None:
+    def __init__(self, bound: Bound, max_attempts: int, constant_share: float) -> None:
         self.bound, self.max_attempts, self.constant_share = bound, max_attempts, constant_share
-        self.lives = 0
         self.hub = Admission(bound, max_attempts=max_attempts, lease_s=10.0)
-        self.now = 0.0
+        self.now, self.lives = 0.0, itertools.count()
         self.processes: dict[str, Process] = {}
         self.state = QueueSnapshot()
         self.entries: dict[int, Entry] = {}
@@ -68,23 +58,18 @@ class Run:
         # The learner: steps done, newest checkpoint, whether it has a batch.
         self.step = self.saved = 0
         self.registered = self.holds_batch = False
-        # What was ever seen, whoever died since.
+        # What was ever seen, whatever died since.
         self.versions: set[int] = set()
         self.batch_of: dict[int, list[int]] = {}
+        self.made_of: dict[int, list[int]] = {}
         self.trained_in: dict[int, int] = {}
-        self.sent: list[tuple[str, int, Entry]] = []
+        self.sent: list[tuple[int, Entry]] = []
         self.filtered: set[int] = set()
         self.taken_back: set[int] = set()
-        self.made_of: dict[int, list[int]] = {}
-        # The morning of a run.
         self.register()
         for name in NAMES[:2]:
-            self.processes[name] = Process(4, self.another_life())
+            self.processes[name] = Process(4, str(next(self.lives)))
             self.say_hello(name)
-
-    def another_life(self) -> str:
-        self.lives += 1
-        return str(self.lives)
 
     def happen(self, kind: str, seed: int) -> None:
         note(kind)
@@ -103,25 +88,21 @@ class Run:
             target, process = self.hub.target(name), self.processes[name]
             if target in self.weights:
                 is_serving = (self.hub.fence, target) == (process.fence, process.version)
-                process.told = None if process.is_cut_off or is_serving else (self.hub.fence, target)
+                process.told = None if is_serving else (self.hub.fence, target)
         for name, credits in self.hub.credits().items():
             process = self.processes[name]
             for credit in credits:
                 self.check_credit(credit.number, process)
-                if not process.is_cut_off:
-                    process.work[credit.number] = Work(credit.attempt, process.version, process.version)
+                process.work[credit.number] = credit.attempt, process.version, process.version
         if self.hub.published is not None:
             lowest = self.hub.lowest_needed_version()
             self.weights = {version: fence for version, fence in self.weights.items() if version >= lowest}
 
     def check_credit(self, number: int, process: Process) -> None:
         """By the definition of the bound, not by its code: when can this group be trained on at the latest?"""
-        assert not self.hub.draining
-        last = self.last_step(number)
-        assert process.version in self.versions
-        assert process.version >= last - self.bound.max_staleness
-        if self.bound.exact:
-            assert process.version == max(0, last - self.bound.max_staleness)
+        lowest = self.last_step(number) - self.bound.max_staleness
+        assert not self.hub.draining and process.version in self.versions and process.version >= lowest
+        assert not self.bound.exact or process.version == max(0, lowest)
 
     def last_step(self, number: int) -> int:
         position = number - sum(below < number for below in {*self.hub.remember().quarantined, *self.filtered})
@@ -132,28 +113,19 @@ class Run:
     def a_new_process_joins(self, chance: Random) -> None:
         """Also one that takes the name of an actor that was killed: it holds nothing."""
         name = one_of(NAMES, chance)
-        self.processes[name] = Process(chance.randrange(13), self.another_life())
+        self.processes[name] = Process(chance.randrange(13), str(next(self.lives)))
         self.say_hello(name)
 
     def an_actor_says_hello_again(self, chance: Random) -> None:
         if self.processes:
             self.say_hello(one_of(self.processes, chance))
 
-    def an_actor_is_cut_off(self, chance: Random) -> None:
-        """What the hub tells it is lost, until the connection is made again and it says hello."""
-        if self.processes:
-            process = self.processes[one_of(self.processes, chance)]
-            process.is_cut_off, process.told = True, None
-
     def say_hello(self, name: str) -> None:
         process = self.processes[name]
-        process.is_cut_off = False
         actor = Actor(process.capacity, process.fence, process.version, self.now, life=process.life)
-        holding = [(number, work.attempt) for number, work in process.work.items()]
+        holding = [(number, attempt) for number, (attempt, *_) in process.work.items()]
         self.hub.fleet.join(name, actor, holding)
         assert {(credit.number, credit.attempt) for credit in actor.leases.values()} <= set(holding)
-        for number in [number for number, work in process.work.items() if work.put]:
-            self.send(name, number)  # unacknowledged: repeated
         self.pump()
 
     def the_supervisor_saw_an_actor_die(self, chance: Random) -> None:
@@ -183,14 +155,10 @@ class Run:
         assert process.told is not None
         (fence, version), process.told = process.told, None
         if version < process.version:
-            begun = [number for number, work in process.work.items() if not work.put]
-            self.hub.release(name, begun)
-            for number in begun:
-                del process.work[number]
+            self.hub.release(name, list(process.work))
+            process.work.clear()
         process.fence, process.version = fence, version
-        for work in process.work.values():
-            if not work.put:
-                work.newest = version
+        process.work = {number: (attempt, oldest, version) for number, (attempt, oldest, _) in process.work.items()}
         if name in self.hub.fleet.actors:
             self.hub.fleet.actors[name].fence, self.hub.fleet.actors[name].version = fence, version
 
@@ -200,21 +168,15 @@ class Run:
             self.processes[name].capacity = self.hub.fleet.actors[name].capacity = chance.randrange(-1, 13)
 
     def an_actor_puts_a_group(self, chance: Random) -> None:
-        if busy := [name for name, process in self.processes.items() if process.work]:
+        if busy := [name for name, process in self.processes.items() if process.work and name in self.hub.fleet.actors]:
             name = one_of(busy, chance)
-            self.send(name, one_of(self.processes[name].work, chance), heard=chance.random() < 0.8)
+            self.send(name, one_of(self.processes[name].work, chance))
 
-    def send(self, name: str, number: int, heard: bool = True) -> None:
-        """Put, or put again; what is not heard of is kept and repeated after the next hello."""
-        process = self.processes[name]
-        work = process.work[number]
-        work.put = work.put or Entry(work.attempt, work.oldest, work.newest, num_tokens=1 + work.newest - work.oldest)
-        if name not in self.hub.fleet.actors:
-            return  # the hub answers that it does not know this actor
-        if heard and not process.is_cut_off:
-            del process.work[number]
-        self.sent.append((name, number, work.put))
-        reason = self.put(name, number, work.put)
+    def send(self, name: str, number: int) -> None:
+        attempt, oldest, newest = self.processes[name].work.pop(number)
+        entry = Entry(attempt, oldest, newest, num_tokens=1 + newest - oldest)
+        self.sent.append((number, entry))
+        reason = self.put(name, number, entry)
         assert reason in {"", "duplicate", "superseded"} or self.bound.exact, "an honest group was thrown away"
 
     def put(self, name: str, number: int, entry: Entry) -> str:
@@ -236,14 +198,14 @@ class Run:
         return ""
 
     def something_arrives_that_was_sent_before(self, chance: Random) -> None:
-        """Late, repeated, from somebody else, or of another attempt: refused, and what is leased stays leased."""
+        """Late, repeated, from another actor, or of another attempt: refused, and what is leased stays leased."""
         name, attempt = one_of(NAMES, chance), chance.randrange(-1, 3)
         leased = [(number, who) for who, actor in self.hub.fleet.actors.items() for number in actor.leases]
         if leased and chance.random() < 0.5:
             number, name = chance.choice(leased)
             entry = Entry(attempt, self.step, self.step, 1)
         elif self.sent:
-            _, number, entry = chance.choice(self.sent)
+            number, entry = chance.choice(self.sent)
         else:
             return
         credit = self.hub.fleet.actors[name].leases.get(number) if name in self.hub.fleet.actors else None
@@ -251,9 +213,8 @@ class Run:
             return  # that is no late duplicate but the work itself
         before = self.hub.ledger
         reason = self.put(name, number, Entry(attempt, entry.oldest_version, entry.newest_version, 1))
-        assert reason in {"duplicate", "superseded"}
         after = self.hub.ledger
-        assert after.duplicates_refused == before.duplicates_refused + 1
+        assert reason in {"duplicate", "superseded"} and after.duplicates_refused == before.duplicates_refused + 1
         assert (after.credited, after.leased, after.queued) == (before.credited, before.leased, before.queued)
 
     def a_group_of_impossible_versions_is_made_again(self, chance: Random) -> None:
@@ -277,7 +238,7 @@ class Run:
             self.register()
 
     def register(self) -> None:
-        deleted = self.hub.register(self.hub.fence + 1, self.step, self.saved, self.another_life())
+        deleted = self.hub.register(self.hub.fence + 1, self.step, self.saved, str(next(self.lives)))
         self.forget_removed()
         self.journal_state(deleted)
         self.registered, self.holds_batch = True, False
@@ -312,18 +273,18 @@ class Run:
             self.made_of[step] = self.takes[step] = batch
             self.state = self.hub.remember()
         assert batch == sorted(set(batch))
-        full = len(batch) + len(self.removed_of(step))
+        full = len(batch) + len(set(self.hub.remember().removed).intersection(self.made_of.get(step, ())))
         assert full == self.bound.groups_per_batch or self.hub.num_left == 0
         assert self.batch_of.setdefault(step, batch) == batch, "a batch was offered again, but another one"
         for number in batch:
-            self.check_staleness(number, step)
+            entry = self.entries[number]
+            ages = [abs(step - version) for version in range(entry.oldest_version, entry.newest_version + 1)]
+            assert max(ages) <= self.bound.max_staleness
+            if self.bound.exact:
+                assert entry.oldest_version == entry.newest_version == max(0, step - self.bound.max_staleness)
             assert self.trained_in.get(number, step) == step, f"group {number} is in two batches"
         self.holds_batch = True
         return True
-
-    def removed_of(self, step: int) -> set[int]:
-        """Of the whole batch, as it was made."""
-        return {number for number in self.hub.remember().removed if number in self.made_of.get(step, ())}
 
     def forget_removed(self) -> None:
         for number in self.hub.remember().removed:
@@ -332,8 +293,7 @@ class Run:
                 del self.entries[number]
             for step, batch in self.batch_of.items():
                 if number in batch:
-                    self.batch_of[step] = [other for other in batch if other != number]
-                    self.takes[step] = self.batch_of[step]
+                    self.batch_of[step] = self.takes[step] = [other for other in batch if other != number]
 
     def an_operator_takes_a_group_back(self, chance: Random) -> None:
         number = chance.randrange(-1, self.bound.num_groups + 3)
@@ -352,22 +312,6 @@ class Run:
         self.trained_in.pop(number, None)  # by a learner that was restored since
         self.forget_removed()
         self.entries.pop(number, None)
-
-    def check_staleness(self, number: int, step: int) -> None:
-        entry = self.entries[number]
-        ages = [abs(step - version) for version in range(entry.oldest_version, entry.newest_version + 1)]
-        assert max(ages) <= self.bound.max_staleness
-        if self.bound.exact:
-            assert entry.oldest_version == entry.newest_version == max(0, step - self.bound.max_staleness)
-
-    def the_learner_asks_for_another_step(self, chance: Random) -> None:
-        if self.registered:
-            for step in (self.step - 1, self.step + 1):
-                for ask in (self.hub.take, self.hub.trained, self.hub.publish):
-                    with pytest.raises(RefusedError, match="order"):
-                        ask(step)
-            with pytest.raises(RefusedError, match="order"):
-                self.hub.commit(self.step + 1)
 
     def the_learner_trains(self, chance: Random) -> None:
         if self.registered and self.holds_batch:
@@ -397,14 +341,19 @@ class Run:
             assert self.trained_in[number] < self.state.committed_step
         self.takes = {step: numbers for step, numbers in self.takes.items() if step >= self.state.committed_step}
 
-    def a_learner_with_an_old_fence_or_of_another_run_is_refused(self, chance: Random) -> None:
-        with pytest.raises(RefusedError, match="fenced"):
-            self.hub.register(self.hub.fence, self.step, self.saved)
-        with pytest.raises(RefusedError, match="unknown-step"):
-            self.hub.register(self.hub.fence + 1, self.bound.num_groups + 1, 0)
-        if self.state.committed_step > 0:
-            with pytest.raises(RefusedError, match="committed"):
-                self.hub.register(self.hub.fence + 1, self.state.committed_step - 1, 0)
+    def a_learner_out_of_step_with_an_old_fence_or_of_another_run_is_refused(self, chance: Random) -> None:
+        fence, committed, calls = self.hub.fence, self.state.committed_step, list[tuple[str, Callable[[], object]]]()
+        calls += [("fenced", lambda: self.hub.register(fence, self.step, self.saved))]
+        calls += [("unknown-step", lambda: self.hub.register(fence + 1, self.bound.num_groups + 1, 0))]
+        if committed > 0:
+            calls += [("committed", lambda: self.hub.register(fence + 1, committed - 1, 0))]
+        if self.registered:
+            asked = (self.hub.take, self.hub.trained, self.hub.publish)
+            calls += [("order", partial(ask, step)) for step in (self.step - 1, self.step + 1) for ask in asked]
+            calls += [("order", lambda: self.hub.commit(self.step + 1))]
+        for reason, call in calls:
+            with pytest.raises(RefusedError, match=reason):
+                call()
 
     # -- hub -----------------------------------------------------------------------------------------------------------
 
@@ -422,7 +371,7 @@ class Run:
         if chance.random() < 0.1:
             self.hub.draining = True
 
-    # -- everybody -----------------------------------------------------------------------------------------------------
+    # -- all of them ---------------------------------------------------------------------------------------------------
 
     def all_is_well_for_a_while(self, chance: Random) -> None:
         if self.registered:
@@ -434,13 +383,12 @@ class Run:
             if process.told is not None:
                 self.adopt(name, process)
             self.pump()
-            for number in sorted(process.work):
+            for number in sorted(process.work) if name in self.hub.fleet.actors else ():
                 self.send(name, number)
             self.pump()
         if not (self.holds_batch or self.take()):
             return False
-        if self.holds_batch:
-            self.train()
+        self.train()
         return True
 
     # -- what holds after every event ----------------------------------------------------------------------------------
@@ -469,10 +417,10 @@ class Run:
         assert len({*past.consumed} - {*past.removed}) < self.bound.window, "what is remembered grows"
 
     def settle(self) -> None:
-        """Nobody dies any more, and one actor with room joins: the run ends."""
+        """Nothing dies any more, and one actor with room joins: the run ends."""
         if not self.registered:
             self.register()
-        self.processes["dora"] = Process(self.bound.groups_per_batch, self.another_life())
+        self.processes["dora"] = Process(self.bound.groups_per_batch, str(next(self.lives)))
         for name in self.processes:
             self.say_hello(name)
         for _ in range(10 * self.bound.num_groups * (1 + self.bound.refills) + 100):
@@ -487,8 +435,7 @@ class Run:
         most = min(self.bound.num_groups, self.bound.num_numbers - len(dead)) - len(removed)
         assert self.hub.num_left == most - len(trained_ever)
         assert self.hub.draining or len(trained_ever) == most
-        if not self.bound.refills:
-            assert trained_ever | dead | removed <= set(range(self.bound.num_groups))
+        assert self.bound.refills or trained_ever | dead | removed <= set(range(self.bound.num_groups))
         assert self.hub.ledger.in_flight == 0
         self.journal_state(self.hub.commit(self.step))
         assert self.hub.ledger.committed == self.hub.ledger.trained == len(trained_ever)
@@ -498,25 +445,12 @@ class Run:
 EVENTS = (
     *["an_actor_puts_a_group"] * 8,
     *["actors_adopt_what_they_were_told"] * 6,
-    *["all_is_well_for_a_while"] * 3,
-    *["the_learner_takes"] * 3,
-    *["the_learner_trains"] * 3,
-    *["the_learner_writes_a_checkpoint"] * 2,
-    *["a_new_process_joins"] * 2,
-    *["something_arrives_that_was_sent_before"] * 2,
-    "an_actor_says_hello_again",
-    "an_actor_is_cut_off",
-    "the_supervisor_saw_an_actor_die",
-    "an_actor_is_silent_for_too_long",
-    "an_operator_takes_a_group_back",
-    "an_actor_says_how_much_it_can_hold",
-    "a_group_of_impossible_versions_is_made_again",
-    "the_learner_registers",
-    "the_learner_dies_and_resumes_from_its_checkpoint",
-    "the_learner_asks_for_another_step",
-    "a_learner_with_an_old_fence_or_of_another_run_is_refused",
-    "the_hub_is_restarted",
-    "the_operator_drains",
+    *["all_is_well_for_a_while", "the_learner_takes", "the_learner_trains"] * 3,
+    *["the_learner_writes_a_checkpoint", "a_new_process_joins", "something_arrives_that_was_sent_before"] * 2,
+    *("an_actor_says_hello_again", "the_supervisor_saw_an_actor_die", "an_actor_is_silent_for_too_long"),
+    *("an_operator_takes_a_group_back", "an_actor_says_how_much_it_can_hold", "a_group_of_impossible_versions_is_made_again"),
+    *("the_learner_registers", "the_learner_dies_and_resumes_from_its_checkpoint", "the_hub_is_restarted"),
+    *("a_learner_out_of_step_with_an_old_fence_or_of_another_run_is_refused", "the_operator_drains"),
 )
 
 

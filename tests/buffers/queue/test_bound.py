@@ -129,8 +129,3 @@ def test_the_aim_moves_while_the_run_goes_on_and_what_is_begun_is_kept() -> None
     assert len(found) == 24
     assert found[5] == 3 and found[12] == 0 and found[23] == 3
     assert max(found) == 3
-
-
-def test_in_exact_mode_an_aim_changes_nothing() -> None:
-    bound = Bound(4, max_staleness=2, num_groups=40, exact=True)
-    assert all(bound.allows(5, number, target_staleness=0) == bound.allows(5, number) for number in range(40))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.buffers.errors import ConfigError, RefusedError
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.bound import Bound
 from tests.buffers.queue.ready import Ready, entry
@@ -54,12 +54,6 @@ def test_where_everything_is_constant_the_cap_lets_batches_through() -> None:
     assert hub.ledger.filtered == 8
 
 
-def test_without_refill_a_constant_group_enters() -> None:
-    hub = ready(Bound(2, 0, 4))
-    make(hub, None)
-    assert hub.train() == [0, 1] and hub.ledger.filtered == 0
-
-
 @given(st.integers(1, 4), st.integers(1, 3), st.sets(st.integers(0, 40)), st.randoms(use_true_random=False))
 def test_in_a_synchronous_run_the_order_of_puts_decides_nothing(
     groups_per_batch: int, refills: int, constant: set[int], random: Random
@@ -87,15 +81,6 @@ def test_of_each_batch_only_so_many_are_filtered() -> None:
         first = batch[-1] + 1
 
 
-def test_when_the_data_end_the_last_batch_is_what_is_left() -> None:
-    hub = ready(Bound(2, 0, 4, refills=2, numbers=5))
-    make(hub, {1, 4})
-    assert hub.train() == [0, 2]
-    make(hub, {1, 4})
-    assert hub.train() == [3]
-    assert hub.at_end and hub.ledger.closes
-
-
 def test_a_restarted_hub_knows_what_was_filtered_and_forgets_numbers_that_no_longer_matter() -> None:
     bound = Bound(2, 1, 40, refills=3, numbers=ENDLESS)
     hub = ready(bound)
@@ -110,15 +95,6 @@ def test_a_restarted_hub_knows_what_was_filtered_and_forgets_numbers_that_no_lon
         assert again.remember() == state and again.num_filtered == hub.num_filtered
         assert again.num_left == hub.num_left and again.ledger.closes
     assert hub.num_filtered >= 14
-
-
-def test_a_late_copy_of_a_filtered_group_is_a_duplicate() -> None:
-    hub = ready(Bound(1, 0, 4, refills=3, numbers=ENDLESS))
-    hub.credits()
-    assert not hub.put("anna", 0, entry(), constant=True)
-    with pytest.raises(RefusedError, match="duplicate"):
-        hub.put("anna", 0, entry(), constant=True)
-    assert 0 not in hub.join("anna", [(0, 0)]).leases
 
 
 def test_refill_is_refused_where_each_group_has_its_version() -> None:

@@ -133,15 +133,3 @@ def test_a_spool_that_is_away_is_named_until_it_is_back_and_what_is_no_file_stay
         claim_all(spool)
         assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""}
         assert sorted(os.listdir(source)) == [".written", "folder", "pipe", "written.tmp"]
-
-
-def test_a_line_that_is_longer_than_a_row_may_be_is_set_aside_and_the_next_is_not(tmp_path: Path) -> None:
-    source = tmp_path / "spool"
-    source.mkdir()
-    (source / "rows.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "' + b"x" * (3 << 20) + b'"}\n{"prompt": "b"}')
-    with running(tmp_path) as spool:
-        claim_all(spool)
-        assert [spool.stream.row(number) for number in (0, 1)] == ['{"prompt": "a"}', '{"prompt": "b"}']
-        assert (spool.status()["rows"], spool.status()["rejected"]) == (2, 1)
-    (rejected,) = (tmp_path / "run" / "rejected").iterdir()
-    assert '"line": 2, "reason": "it is longer than 1048576 bytes", "row": "{' in rejected.read_text()

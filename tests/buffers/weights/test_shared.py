@@ -19,7 +19,7 @@ from async_rlhf.buffers.protocol.message import Place
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import shared
 from async_rlhf.buffers.weights.assembly import Assembly
-from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory, attach, is_local
+from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.conftest import REPOSITORY
 
@@ -131,11 +131,6 @@ def test_a_set_without_bytes_or_too_large_for_any_memory_is_no_special_case() ->
     assert isinstance(SealedMemory.make(0), HeapMemory)
     with pytest.raises(WeightsError, match="no room for"):
         SealedMemory.make(sys.maxsize)
-
-
-def test_an_address_tells_whether_it_is_on_this_machine() -> None:
-    assert all(map(is_local, ("ipc:///run/hub", "tcp://127.0.0.1:5", "tcp://localhost:5")))
-    assert not any(map(is_local, ("tcp://10.0.0.1:5", "hub")))
 
 
 def test_a_set_is_sealed_as_soon_as_the_kernel_lets_go_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:

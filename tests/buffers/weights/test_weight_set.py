@@ -127,11 +127,6 @@ def test_a_large_set_is_copied_by_several_threads_into_the_same_set(monkeypatch:
         assert Assembly(together.announcement(), given=together.memory).whole() == alone
 
 
-def test_a_set_without_bytes_is_complete_at_once() -> None:
-    empty = WeightSet.of(1, 1, {})
-    assert Assembly(empty.announcement()).whole() == empty
-
-
 def test_a_store_serves_what_it_was_given_until_it_is_dropped() -> None:
     store = WeightStore()
     for version in (1, 2, 3):
