@@ -137,8 +137,8 @@ class QueueConfig(Section):
 class WeightsConfig(Section):
     """How weights get from the learner to the actors."""
 
-    transport: Literal["auto", "shared", "chunks"] = "auto"
-    """`shared`: sealed memory of one machine; `chunks`: sent; `auto`: shared where possible."""
+    transport: Literal["auto", "chunks"] = "auto"
+    """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent."""
     delta: bool = True
     """Where sets are sent, send what changed when that is less than half; an actor then keeps the previous set."""
 

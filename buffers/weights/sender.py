@@ -27,7 +27,7 @@ class WeightSender:
 
     def __init__(self, connection: Connection, address: str, config: WeightsConfig, timeout_s: float) -> None:
         self._connection, self._timeout_s, self._config = connection, timeout_s, config
-        self._shares = config.transport == "shared" or (config.transport == "auto" and is_local(address))
+        self._shares = config.transport == "auto" and is_local(address)
         self._before: WeightSet | None = None
         self._wants_delta = False
 

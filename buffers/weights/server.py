@@ -107,11 +107,6 @@ class WeightServer:
         ):
             raise WeightsError(f"version {announced.version}: a delta of {delta.num_bytes} bytes is none of this set")
         given = attach(announced.place, announced.num_bytes) if announced.place and transport != "chunks" else None
-        if given is None and transport == "shared" and announced.num_bytes:
-            raise WeightsError(
-                "the learner's memory cannot be mapped here, and weights.transport is 'shared': learner and hub must be "
-                "processes of one user on one machine. Use 'auto' or 'chunks'."
-            )
         base = self.store.find(delta.base) if delta is not None and given is None else None
         wanted = wire.Wanted(
             chunks=given is None and base is None,

@@ -46,7 +46,7 @@ def publication(bench: Bench, megabytes: Megabytes = 2048) -> Iterator[Row]:
 def beside_generation(turns: int, num_bytes: int) -> Row:
     published = list[Published]()
     matrix = torch.ones(_WIDTH, _WIDTH)
-    with Fleet.of("ipc", "shared", num_bytes) as fleet:
+    with Fleet.of("ipc", "auto", num_bytes) as fleet:
 
         def ours() -> float:
             published.append(fleet.publish(lambda: torch.mm(matrix, matrix)))

@@ -57,7 +57,7 @@ def weights(bench: Bench, megabytes: Megabytes = 1024) -> Iterator[Row]:
     held, arrays = WeightSet.of(1, 1, as_tensors(make_words(num_bytes)), make=SealedMemory.make), dict[str, Any]()
     yield beside("adopt", 0.3, ours=partial(adopt_seconds, held, arrays), memcpy=copy)
     del held, arrays
-    with Fleet.of("ipc", "shared", num_bytes) as fleet:
+    with Fleet.of("ipc", "auto", num_bytes) as fleet:
         yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with Fleet.of("tcp", "chunks", num_bytes) as fleet:
         raw = iter(raw_seconds(num_bytes, turns + 1))

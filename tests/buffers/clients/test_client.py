@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
-from async_rlhf.buffers.errors import DeadlineError, RefusedError, WeightsError
+from async_rlhf.buffers.errors import DeadlineError, RefusedError, WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import Connection
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from tests.buffers.hub.place import a_group
+from tests.buffers.hub.place import a_group, until
 
 Sent = tuple[int, wire.Message]
 
@@ -70,9 +70,9 @@ def credit(number: int, attempt: int = 0) -> wire.Credits:
     return wire.Credits(credits=[wire.CreditItem(number=number, attempt=attempt, lowest_version=0)])
 
 
-def joined() -> tuple[ActorClient, Wire]:
+def joined(beat_s: float = 1.0) -> tuple[ActorClient, Wire]:
     link = Wire()
-    client = ActorClient("nowhere", "anna", beat_s=1.0, timeout_s=10.0, connect=lambda address, name: link)
+    client = ActorClient("nowhere", "anna", beat_s=beat_s, timeout_s=10.0, connect=lambda address, name: link)
     look(client)
     ((request, _),) = link.heard(wire.Hello)
     link.say(WELCOME, request=request)
@@ -201,6 +201,22 @@ def test_the_time_in_which_a_process_was_stopped_is_no_silence_of_the_hub() -> N
     with pytest.raises(DeadlineError, match="anna received nothing from the hub for 10 s"):
         for _ in range(6):
             client.poll(STATE, wire.Telemetry(), timeout_s=1.0)
+
+
+def test_beats_go_out_while_the_actors_own_thread_is_busy() -> None:
+    """An engine loads weights."""
+    client, link = joined(beat_s=0.01)
+    client.keep_beating()
+    for _ in range(2):
+        link.now += 1.0
+        until(lambda: link.heard(wire.Beat))
+    client.close()
+
+
+def test_a_group_larger_than_the_hub_takes_is_refused_where_it_is_made() -> None:
+    client, _ = joined()
+    with pytest.raises(WireError, match="cannot be sent: the limits are"):
+        client.put(a_group(1, 0, 1, "anna", "x" * wire.MAX_HEADER_BYTES))
 
 
 def test_bytes_that_arrive_are_no_silence_and_the_question_is_not_repeated_behind_them() -> None:

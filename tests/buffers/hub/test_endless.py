@@ -1,4 +1,4 @@
-"""One message that never ends, by a peer that writes ZeroMQ's protocol (ZMTP 3, RFC 23) himself: libzmq would not send it."""
+"""Messages that never end, or take long, by a peer that writes ZeroMQ's protocol (ZMTP 3, RFC 23) itself: libzmq would not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
+from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from tests.buffers.hub.place import DEADLINE_S, Place, until
 from tests.conftest import kept_port
@@ -60,3 +61,24 @@ def test_who_sends_as_much_in_messages_that_end_is_not_cut(hub: Place) -> None:
             operator.status()
         until(lambda: operator.status()["refused"].get("malformed", 0) == 60)
         assert operator.status()["endless_messages"] == 0
+
+
+def test_bytes_that_still_arrive_keep_a_lease(place: Callable[..., Place], stack: ExitStack) -> None:
+    """A large group over a slow uplink, with the beats behind it."""
+    now = [0.0]
+    address = f"tcp://127.0.0.1:{stack.enter_context(kept_port())}"
+    hub = place(Bound(1, 1, 8), address, lease_s=2.0, wanted={"clock": lambda: now[0]})
+    hello = wire.encode(wire.Hello(actor="far", life="1", capacity=1, fence=0, version=-1))[0]
+    with by_hand(address) as raw:
+        raw.sendall(b"\x00" + bytes([len(hello)]) + hello)
+        until(lambda: "far" in hub.status()["actors"])
+        raw.sendall(b"\x02" + struct.pack(">Q", 1 << 20))
+
+        def later() -> bool:
+            now[0] += 0.1
+            return "far" not in hub.status()["actors"]
+
+        while now[0] < 8.0:
+            raw.sendall(bytes(1 << 10))
+            assert not later(), f"after {now[0]} s"
+        until(later)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -37,9 +34,6 @@ from tests.buffers.hub.place import (
     train,
     until,
 )  # fmt: skip
-from tests.conftest import kept_port
-
-LEASE_S = 0.6
 
 
 @pytest.fixture
@@ -277,58 +271,3 @@ def test_a_well_formed_message_in_an_old_dialect_is_answered_like_any_other(make
     before = sum(hub.status()["refused"].values())
     shout(hub.address, b"\x01\x00", bytes([len(header) + 1, 0]) + header)
     assert sum(hub.status()["refused"].values()) == before
-
-
-@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux says how many bytes a connection has received")
-def test_bytes_that_still_arrive_keep_a_lease(make: Callable[..., Place], stack: ExitStack) -> None:
-    """A large group over a slow uplink, with the beats behind it."""
-    port = stack.enter_context(kept_port())
-    slow = SlowUplink(port)
-    # The hub's time is what the uplink has passed on, so that a thread that stands still ends no lease.
-    clock = {"clock": lambda: slow.passed / 400_000}
-    hub = make(f"tcp://127.0.0.1:{port}", lease_s=LEASE_S, max_attempts=1, wanted=clock)
-    anna, far = hub.actor(capacity=0), hub.actor("far", address=f"tcp://127.0.0.1:{slow.port}")
-    hub.learner()
-    until(holds(far, 0), far, anna)
-    slow.bytes_per_s = 400_000
-    far.put(0, text="x" * 600_000)  # of two rollouts: three seconds, five leases
-    until(delivered(far), far, anna)
-    assert not far.client.refused and hub.status()["ledger"]["failed"] == 0
-    slow.close()
-
-
-class SlowUplink:
-    """A proxy before the hub that passes on what the peer sends at `bytes_per_s`, and what the hub sends at once."""
-
-    def __init__(self, hub_port: int) -> None:
-        self._hub_port, self.bytes_per_s, self.passed = hub_port, 1 << 30, 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        try:
-            while True:
-                peer, _ = self._listener.accept()
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-                hub = socket.create_connection(("127.0.0.1", self._hub_port))
-                for way in ((peer, hub, True), (hub, peer, False)):
-                    threading.Thread(target=self._pass, args=way, daemon=True).start()
-        except OSError:
-            pass
-
-    def _pass(self, source: socket.socket, sink: socket.socket, slowly: bool) -> None:
-        try:
-            while data := source.recv(1 << 14):
-                if slowly:
-                    time.sleep(len(data) / self.bytes_per_s)  # what a slow link is
-                sink.sendall(data)
-                self.passed += len(data) if slowly else 0
-        except OSError:
-            pass
-        finally:
-            source.close()
-            sink.close()

@@ -631,3 +631,17 @@ def test_what_is_committed_is_remembered_by_number_only_where_it_must_be() -> No
     assert hub.commit(1) == [1, 2]
     state = hub.remember()
     assert (state.head, state.consumed, state.committed_groups) == (0, (1, 2), 2)
+
+
+def test_beyond_the_limit_only_what_the_next_batch_needs_is_begun_or_let_in() -> None:
+    hub, large = Ready(Bound(groups_per_batch=2, max_staleness=3, num_groups=20), max_bytes=100), entry(num_bytes=90)
+    hub.join(capacity=20)
+    assert len(hub.credits()["anna"]) == 8  # nothing is known of sizes yet
+    hub.put("anna", 5, large)
+    for late in (4, 7):
+        with pytest.raises(RefusedError, match=r"later: .* 100"):
+            hub.put("anna", late, large)
+    for due in (0, 1):
+        hub.put("anna", due, large)
+    assert hub.train() == [0, 1] and hub.ledger.leased == 5
+    assert hub.credits() == {}, "seven groups of up to 90 bytes do not fit"

@@ -48,10 +48,9 @@ def test_the_hub_sends_a_set_and_a_delta_once_however_many_actors_adopt_them(hub
 # Memory that cannot be changed any more is Linux's (memfd seals); without it a relay sends chunks, which is tested above.
 @pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
 def test_actors_on_the_relays_machine_map_its_memory(hub: Fleet) -> None:
-    relay = hub.relay(weights=WeightsConfig(transport="auto"))
+    relay = hub.relay(weights=WeightsConfig())
     relay.begin()
-    shared = WeightsConfig(transport="shared")
-    crew = [hub.member(name, shared, address=relay.address) for name in ("anna", "ben")]
+    crew = [hub.member(name, WeightsConfig(), address=relay.address) for name in ("anna", "ben")]
     for content in (0, 1):
         hub.publish(content)
         for actor in crew:
