@@ -25,8 +25,7 @@ from typing import Any
 
 from async_rlhf.buffers.config import MAX_FRAME_BYTES, QueueConfig, WeightsConfig
 from async_rlhf.buffers.errors import DiskFullError, JournalError, RefusedError, WireError
-from async_rlhf.buffers.hub.learner_session import LearnerSession
-from async_rlhf.buffers.hub.outbox import Outbox
+from async_rlhf.buffers.hub.learner_session import LearnerSession, Outbox
 from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire

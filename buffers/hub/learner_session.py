@@ -1,4 +1,5 @@
-"""The learner's side of the hub: which learner is registered, and its requests. One at a time, by its fence.
+"""The learner's side of the hub: which learner is registered, and its requests. One at a time, by its fence. Also the hub's
+messages (`Outbox`), those that are held back until the journal is durable among them.
 
 Knows no socket and no clock, like `exchange`, which passes on a learner's messages and looks for the answer to a Take whenever
 something has changed. What rests on a decision is held back in the outbox until the journal is durable.
@@ -7,16 +8,52 @@ something has changed. What rests on a decision is held back in the outbox until
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from async_rlhf.buffers.errors import RefusedError, WireError
-from async_rlhf.buffers.hub.outbox import Outbox
-from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """messages: to be sent now, each [identity, header, arrays...], in order. Sends nothing: `hub` empties them."""
+
+    def __init__(self) -> None:
+        self.messages: list[wire.Frames] = []
+        self._held: list[tuple[bytes, wire.Message, int, Sequence[int]]] = []
+        # By actor: what it put since the last release, and its newest Put, which the one Ack answers.
+        self._put: dict[bytes, tuple[list[tuple[int, int]], int]] = {}
+
+    def send(self, identity: bytes, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
+        """At once."""
+        self.messages.append([identity, *wire.encode(message, arrays, request)])
+
+    def hold(self, identity: bytes, message: wire.Message, request: int = 0, numbers: Sequence[int] = ()) -> None:
+        """With the next release, together with the groups `numbers`."""
+        self._held.append((identity, message, request, numbers))
+
+    def acknowledge(self, identity: bytes, group: tuple[int, int], request: int) -> None:
+        """With the next release: one Ack an actor, for all its groups."""
+        self._put[identity] = [*self._put.get(identity, ([], 0))[0], group], request
+
+    @property
+    def acknowledging(self) -> list[tuple[int, int]]:
+        """The groups that the next release acknowledges, as (number, attempt)."""
+        return [group for groups, _ in self._put.values() for group in groups]
+
+    def release(self, read: Callable[[int], memoryview]) -> None:
+        """The journal is durable: send what was held back. read: the bytes of a group, by number."""
+        for identity, (groups, request) in self._put.items():
+            self.send(identity, wire.Ack(groups=groups), request=request)
+        self._put.clear()
+        for identity, message, request, numbers in self._held:
+            arrays = [frame for number in numbers for frame in packing.from_bytes(read(number))]
+            self.send(identity, message, arrays, request)
+        self._held.clear()
 
 
 class LearnerSession:

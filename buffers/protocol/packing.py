@@ -10,6 +10,7 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -180,8 +181,8 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
     ids, logprobs = _arrays(header, arrays)
     id_lengths, logprob_lengths = _lengths(header)
     size = len(header.num_tokens)
-    prompt, *parts = np.split(ids, np.cumsum(id_lengths)[:-1])
-    numbers = np.split(logprobs, np.cumsum(logprob_lengths)[:-1])
+    prompt, *parts = (ids[end - length : end] for length, end in zip(id_lengths, accumulate(id_lengths), strict=True))
+    numbers = [logprobs[end - length : end] for length, end in zip(logprob_lengths, accumulate(logprob_lengths), strict=True)]
     masks, references = iter(parts[size:]), iter(numbers[size:])
     try:
         rollouts = tuple(
