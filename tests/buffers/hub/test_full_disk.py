@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -22,10 +21,7 @@ from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.queue.recovery import Quarantine
 from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.store import WeightStore
-from async_rlhf.buffers.weights.weight_set import WeightSet
-from tests.buffers.hub.place import Begun, delivered, holds, taken, tensors, until
 from tests.buffers.hub.spoken import LEARNER, Spoken
-from tests.conftest import file_size_limit
 from tests.simulation.disk import MemoryDisk
 
 ENTRY = Entry(attempt=0, oldest_version=0, newest_version=0, num_tokens=1, num_bytes=100)
@@ -104,28 +100,6 @@ def test_what_a_dead_hub_left_half_written_does_not_become_damage_in_an_older_se
     assert {0, 2} <= journal_on(disk).replay.entries.keys()
 
 
-def test_producers_wait_the_status_says_why_and_all_go_on_when_there_is_room(begun: Callable[..., Begun]) -> None:
-    hub, anna, learner = begun(Bound(2, 1, 8))
-    until(holds(anna, 0, 1, 2), anna)
-    anna.makes(0)
-    size = sum(path.stat().st_size for path in (hub.folder / "queue").glob("*.log"))
-    with file_size_limit(size + 100):
-        anna.put(1)
-        until(lambda: hub.status()["state"] == "disk full", anna)
-        anna.put(2)
-        until(lambda: hub.status()["puts_later"] >= 2, anna)  # asked to wait, and asked again
-        waiting = hub.meanwhile(lambda: taken(learner, 0))
-        until(lambda: "the disk is full" in hub.status()["waiting_for"], anna)
-        assert anna.client.unacknowledged == [(1, 0), (2, 0)], "nothing is acknowledged that is not on disk"
-    until(delivered(anna), anna)
-    until(waiting.done, anna)
-    assert waiting.result() == [0, 1]
-    assert hub.status()["state"] == "running"
-    hub.restart()  # and what was acknowledged is really there
-    learner.register(0, 0)
-    assert taken(learner, 0) == [0, 1]
-
-
 def test_nothing_is_acknowledged_committed_or_published_while_the_disk_is_full_and_all_of_it_when_there_is_room() -> None:
     """In exact mode every version is kept on disk: the learner waits for that, and no actor is given it before."""
     disk = MemoryDisk(Random(0))
@@ -156,25 +130,6 @@ def test_nothing_is_acknowledged_committed_or_published_while_the_disk_is_full_a
     assert hub.hear(LEARNER, wire.Check(fence=1, version=2)) == [wire.Checked(done=True)]
     disk.crash()
     assert 2 in WeightStore(Path("/weights"), disk)
-
-
-@settings(max_examples=20)
-@given(SEEDS)
-def test_a_set_that_found_no_room_is_kept_once_there_is_some(seed: int) -> None:
-    disk = MemoryDisk(Random(seed))
-    store = WeightStore(Path("/weights"), disk)
-    sets = [WeightSet.of(1, version, tensors(version)) for version in (0, 1)]
-    store.add(sets[0])
-    disk.full = True
-    for _ in range(2):
-        with pytest.raises(DiskFullError, match="version 1 cannot be kept in /weights"):
-            store.add(sets[1])
-        assert 1 not in store
-    disk.full = False
-    store.add(sets[1])
-    disk.crash()
-    again = WeightStore(Path("/weights"), disk)
-    assert [again.get(version).tensors() for version in (0, 1)] == [each.tensors() for each in sets]
 
 
 def test_the_file_follows_the_journal_after_a_crash() -> None:
