@@ -79,7 +79,7 @@ class Spool:
         self._waiting: list[Path] | None = None  # claims that are not bound whole; None: to be looked up
         self._claim: _Claim | None = None  # the first of them
         self._next = 1
-        self._num_rejected = 0
+        self._num_rejected: dict[str, int] = {}  # by the name of the claim
         self.problem = ""
         """Why nothing more can be claimed or bound now."""
 
@@ -105,8 +105,8 @@ class Spool:
         return bool(self._waiting or self._seen)
 
     def status(self) -> dict[str, Any]:
-        """For an operator: rows that are bound, lines set aside by this hub, whether there is an end, and the problem."""
-        num_rejected = self._num_rejected + (0 if self._claim is None else self._claim.num_rejected)
+        """For an operator: rows that are bound, lines set aside, whether there is an end, and what stands in the way."""
+        num_rejected = sum(self._num_rejected.values()) + (0 if self._claim is None else self._claim.num_rejected)
         return {"rows": self.stream.num_rows, "rejected": num_rejected, "ended": self.stream.ended, "problem": self.problem}
 
     # -- claiming ----------------------------------------------------------------------------------------------------
@@ -114,6 +114,9 @@ class Spool:
     def _begin(self) -> list[Path]:
         """The claims that are not bound whole, in order."""
         self._files.make(self._rejected)
+        rejected = [name for name in self._files.names(self._rejected) if is_ready(name)]
+        if not self._num_rejected:
+            self._num_rejected = {name: self._num_lines(self._rejected / name) for name in rejected}
         claims: dict[int, Path] = {}
         with suppress(FileNotFoundError):  # what was claimed must not come back when power fails
             self._files.sync_path(self._source)
@@ -124,8 +127,7 @@ class Spool:
                     for name in self._files.names(self._source)
                     if name.startswith(self._prefix)
                 }
-        known = [*claims, self.stream.tail[0], *(_number(name) for name in self._files.names(self._rejected) if is_ready(name))]
-        self._next = max(self._next, 1 + max(known))
+        self._next = max(self._next, 1 + max([*claims, self.stream.tail[0], *map(_number, rejected)]))
         for number in [number for number in claims if number < self.stream.tail[0]]:
             self._files.unlink(claims.pop(number))
         return [path for _, path in sorted(claims.items())]
@@ -137,6 +139,14 @@ class Spool:
             write_whole(path, secrets.token_hex(8), files=self._files)
         self._files.sync_path(self._directory)  # a hub that was killed while it wrote it may have left that undone
         self._prefix = f".claimed-{self._files.read(path).decode()}-"
+
+    def _num_lines(self, path: Path) -> int:
+        reader = self._files.reader(path)
+        try:
+            pieces = (self._files.read_at(reader, 1 << 20, offset) for offset in range(0, self._files.size(path), 1 << 20))
+            return sum(piece.count(b"\n") for piece in pieces)
+        finally:
+            reader.close()
 
     def _collect(self, waiting: list[Path]) -> None:
         """Claim the next of what is there. Where there is nothing and the spool has ended, so has the stream."""
@@ -193,7 +203,7 @@ class Spool:
         rows = [row for row in self._good(lines) if row[0] > self.stream.tail]
         for claim in done:
             if num_rejected := claim.finish():
-                self._num_rejected += num_rejected
+                self._num_rejected[claim.name] = num_rejected
                 _log.warning("%s: %d set aside, with the reasons, in %s", claim.name, num_rejected, self._rejected)
         if rows:
             self.stream.append(rows)
