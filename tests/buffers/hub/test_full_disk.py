@@ -21,7 +21,7 @@ from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.queue.recovery import Quarantine
 from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.store import WeightStore
-from tests.buffers.hub.spoken import LEARNER, Spoken
+from tests.buffers.hub.in_process import LEARNER, InProcessHub
 from tests.simulation.disk import MemoryDisk
 
 ENTRY = Entry(attempt=0, oldest_version=0, newest_version=0, num_tokens=1, num_bytes=100)
@@ -104,30 +104,30 @@ def test_nothing_is_acknowledged_committed_or_published_while_the_disk_is_full_a
     """In exact mode every version is kept on disk: the learner waits for that, and no actor is given it before."""
     disk = MemoryDisk(Random(0))
     store = WeightStore(Path("/weights"), disk)
-    hub = Spoken(Bound(1, 1, 8, exact=True), journal_on(disk), store)
+    hub = InProcessHub(Bound(1, 1, 8, exact=True), journal_on(disk), store)
     hub.begin()
     hub.make(0)
     hub.train(0)
-    acknowledged = hub.told(wire.Ack)
+    acknowledged = hub.sent_of(wire.Ack)
     disk.full = True
     hub.make(1, version=0)
     commit = wire.Commit(fence=1, step=1)
-    assert [type(message) for message in hub.hear(LEARNER, commit)] == [wire.Waiting]
+    assert [type(message) for message in hub.receive(LEARNER, commit)] == [wire.Waiting]
     hub.take(1)
     for _ in range(2):
         hub.tick()
-    assert hub.status()["state"] == "disk full" and hub.told(wire.Ack) == acknowledged and len(hub.told(wire.Batch)) == 1
+    assert hub.status()["state"] == "disk full" and hub.sent_of(wire.Ack) == acknowledged and len(hub.sent_of(wire.Batch)) == 1
     disk.full = False
-    assert wire.Ack(groups=[(1, 0)]) in hub.tick() and len(hub.told(wire.Batch)) == 2
-    assert hub.hear(LEARNER, commit) == [wire.Done()]
-    hub.hear(LEARNER, wire.Trained(fence=1, step=1))
+    assert wire.Ack(groups=[(1, 0)]) in hub.tick() and len(hub.sent_of(wire.Batch)) == 2
+    assert hub.receive(LEARNER, commit) == [wire.Done()]
+    hub.receive(LEARNER, wire.Trained(fence=1, step=1))
     disk.full = True
     assert isinstance(hub.publish(2)[0], wire.Waiting) and "version 2 cannot be kept" in hub.status()["waiting_for"]
     assert hub.status()["version"] == 1 and 2 not in store
     disk.full = False
     hub.tick()
     assert (hub.status()["version"], hub.status()["state"]) == (2, "running")
-    assert hub.hear(LEARNER, wire.Check(fence=1, version=2)) == [wire.Checked(done=True)]
+    assert hub.receive(LEARNER, wire.Check(fence=1, version=2)) == [wire.Checked(done=True)]
     disk.crash()
     assert 2 in WeightStore(Path("/weights"), disk)
 

@@ -19,10 +19,10 @@ from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.record import Rollout, SamplingMask, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
+from tests.buffers.hub.in_process import ACTOR, LEARNER, OPERATOR, OTHER, InProcessHub
 from tests.buffers.hub.place import a_group, tensors
-from tests.buffers.hub.spoken import ACTOR, LEARNER, OPERATOR, OTHER, Spoken
 
-Spoke = Callable[..., Spoken]
+MakeHub = Callable[..., InProcessHub]
 
 
 class Clock:
@@ -38,13 +38,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def spoke(tmp_path: Path, clock: Clock) -> Iterator[Spoke]:
+def make_hub(tmp_path: Path, clock: Clock) -> Iterator[MakeHub]:
     """A hub in whose run two groups make a batch; the next is its next life."""
     with ExitStack() as journals:
 
-        def make(bound: Bound = Bound(2, 1, 8), **options: Any) -> Spoken:  # noqa: B008 (frozen)
+        def make(bound: Bound = Bound(2, 1, 8), **options: Any) -> InProcessHub:  # noqa: B008 (frozen)
             journals.close()
-            return Spoken(bound, journals.enter_context(closing(Journal(tmp_path / "queue"))), clock=clock, **options)
+            return InProcessHub(bound, journals.enter_context(closing(Journal(tmp_path / "queue"))), clock=clock, **options)
 
         yield make
 
@@ -52,18 +52,18 @@ def spoke(tmp_path: Path, clock: Clock) -> Iterator[Spoke]:
 # -- actors ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_actor_whose_end_the_supervisor_saw_loses_its_groups_at_once(spoke: Spoke) -> None:
-    hub = spoke()
+def test_an_actor_whose_end_the_supervisor_saw_loses_its_groups_at_once(make_hub: MakeHub) -> None:
+    hub = make_hub()
     hub.begin()
     hub.hello(name="ben", who=OTHER)
     assert hub.credited_to(OTHER) == []
-    hub.hear(OPERATOR, wire.Gone(actor="anna"))
+    hub.receive(OPERATOR, wire.Gone(actor="anna"))
     assert hub.credited_to(OTHER) == hub.credited_to(ACTOR) == [0, 1, 2, 3]
     assert list(hub.status()["actors"]) == ["ben"]
 
 
-def test_a_name_belongs_to_the_process_that_sends_and_to_the_next_when_it_is_silent(spoke: Spoke, clock: Clock) -> None:
-    hub = spoke(lease_s=60.0, max_attempts=1)
+def test_a_name_belongs_to_the_process_that_sends_and_to_the_next_when_it_is_silent(make_hub: MakeHub, clock: Clock) -> None:
+    hub = make_hub(lease_s=60.0, max_attempts=1)
     hub.begin()
     for _ in range(5):
         (refused,) = hub.hello(life="2", who=OTHER)
@@ -71,25 +71,25 @@ def test_a_name_belongs_to_the_process_that_sends_and_to_the_next_when_it_is_sil
         assert "an actor called 'anna' is in the run" in refused.detail
         clock.now += 2.0
         hub.tick()
-        hub.hear(ACTOR, wire.Beat(capacity=9, fence=1, version=0))
+        hub.receive(ACTOR, wire.Beat(capacity=9, fence=1, version=0))
     clock.now += 3.1
     assert isinstance(hub.hello(life="2", who=OTHER)[0], wire.Welcome)
     assert hub.status()["ledger"]["quarantined"] == 4, "the end of the first was seen: it counts"
-    hub.hear(OTHER, wire.Bye())
+    hub.receive(OTHER, wire.Bye())
     assert hub.status()["ledger"]["quarantined"] == 4, "and an orderly end does not"
 
 
-def test_one_connection_that_sends_hello_under_two_names_is_one_actor(spoke: Spoke) -> None:
-    hub = spoke()
+def test_one_connection_that_sends_hello_under_two_names_is_one_actor(make_hub: MakeHub) -> None:
+    hub = make_hub()
     hub.register()
     for name in ("ghost", "spook", "ghost"):
         hub.hello(name=name)
         assert list(hub.status()["actors"]) == [name]
 
 
-def test_an_actor_of_another_configuration_is_refused_by_name(spoke: Spoke) -> None:
+def test_an_actor_of_another_configuration_is_refused_by_name(make_hub: MakeHub) -> None:
     shared = {"model": "a1", "tokenizer": "b1", "data": "c1"}
-    hub = spoke(wanted={"shared": shared})
+    hub = make_hub(wanted={"shared": shared})
     hub.register()
     for given, other in (({"model": "a1", "tokenizer": "XX"}, "data, tokenizer"), ({}, "data, model, tokenizer")):
         (refused,) = hub.hello(name="stranger", shared=given)
@@ -97,8 +97,8 @@ def test_an_actor_of_another_configuration_is_refused_by_name(spoke: Spoke) -> N
     assert isinstance(hub.hello(name="friend", shared=shared)[0], wire.Welcome)
 
 
-def test_a_hub_that_stood_still_for_longer_than_a_lease_ends_none(spoke: Spoke, clock: Clock) -> None:
-    hub = spoke(max_attempts=1)
+def test_a_hub_that_stood_still_for_longer_than_a_lease_ends_none(make_hub: MakeHub, clock: Clock) -> None:
+    hub = make_hub(max_attempts=1)
     hub.begin()
     hub.tick()
     clock.now += 1000.0
@@ -110,24 +110,24 @@ def test_a_hub_that_stood_still_for_longer_than_a_lease_ends_none(spoke: Spoke, 
     assert hub.status()["actors"] == {}
 
 
-def test_what_gone_actors_counted_stays_and_they_do_not(spoke: Spoke) -> None:
-    hub = spoke(Bound(1, 0, 8))
+def test_what_gone_actors_counted_stays_and_they_do_not(make_hub: MakeHub) -> None:
+    hub = make_hub(Bound(1, 0, 8))
     hub.begin()
     counted = wire.Telemetry(tokens_total=10.0, scoring=4.0)
     for number in range(5):
         hub.hello(name=f"ghost{number}", who=OTHER, capacity=0)
-        hub.hear(OTHER, wire.Beat(capacity=0, fence=1, version=0, telemetry=counted))
-        hub.hear(OTHER, wire.Bye())
-    hub.hear(ACTOR, wire.Beat(capacity=9, fence=1, version=0, telemetry=counted))
+        hub.receive(OTHER, wire.Beat(capacity=0, fence=1, version=0, telemetry=counted))
+        hub.receive(OTHER, wire.Bye())
+    hub.receive(ACTOR, wire.Beat(capacity=9, fence=1, version=0, telemetry=counted))
     hub.hello()  # over the same connection: it goes on counting
     hub.make(0)
     hub.take(0)
-    (batch,) = hub.told(wire.Batch)
+    (batch,) = hub.sent_of(wire.Batch)
     assert (batch.telemetry["tokens_total"], batch.telemetry["scoring"], batch.telemetry["actors"]) == (60.0, 4.0, 1.0)
 
 
-def test_a_slow_actor_is_given_a_newer_set_only_when_the_one_it_fetches_can_earn_nothing_more(spoke: Spoke) -> None:
-    hub = spoke(Bound(groups_per_batch=1, max_staleness=4, num_groups=40))
+def test_a_slow_actor_is_given_a_newer_set_only_when_the_one_it_fetches_can_earn_nothing_more(make_hub: MakeHub) -> None:
+    hub = make_hub(Bound(groups_per_batch=1, max_staleness=4, num_groups=40))
     hub.register()
     hub.publish(0)
     hub.hello(capacity=1)
@@ -135,46 +135,46 @@ def test_a_slow_actor_is_given_a_newer_set_only_when_the_one_it_fetches_can_earn
     for step in range(12):
         hub.make(step)
         hub.train(step)
-        hub.hear(ACTOR, wire.Beat(capacity=1, fence=1, version=step + 1))
-        newest = hub.told(wire.Adopt, OTHER)[-1].version
+        hub.receive(ACTOR, wire.Beat(capacity=1, fence=1, version=step + 1))
+        newest = hub.sent_of(wire.Adopt, OTHER)[-1].version
         if newest >= step - 1:  # within the bound of what is begun next
-            (manifest,) = hub.hear(OTHER, wire.Fetch(fence=1, version=newest))
+            (manifest,) = hub.receive(OTHER, wire.Fetch(fence=1, version=newest))
             assert isinstance(manifest, wire.Manifest), "the set is still there"
-    told = [adopt.version for adopt in hub.told(wire.Adopt, OTHER)]
-    assert told == sorted(set(told)) and told[0] == 0 and 2 <= len(told) <= 5
+    announced = [adopt.version for adopt in hub.sent_of(wire.Adopt, OTHER)]
+    assert announced == sorted(set(announced)) and announced[0] == 0 and 2 <= len(announced) <= 5
 
 
-def test_a_corrupted_chunk_is_refused_and_the_old_version_stays_served(spoke: Spoke) -> None:
-    hub = spoke(Bound(1, 1, 8))
+def test_a_corrupted_chunk_is_refused_and_the_old_version_stays_served(make_hub: MakeHub) -> None:
+    hub = make_hub(Bound(1, 1, 8))
     hub.begin()
     hub.make(0)
     hub.take(0)
-    hub.hear(LEARNER, wire.Trained(fence=1, step=0))
+    hub.receive(LEARNER, wire.Trained(fence=1, step=0))
     good = WeightSet.of(1, 1, tensors(1, size=CHUNK_BYTES + 9))
     parts = [(wire.Chunk(fence=1, version=1, index=index), bytes(good.chunk(index))) for index in (0, 1)]
-    hub.hear(LEARNER, good.announcement())
-    hub.hear(LEARNER, parts[0][0], [parts[0][1]])
-    (refused,) = hub.hear(LEARNER, parts[1][0], [bytes([parts[1][1][0] ^ 1]) + parts[1][1][1:]])
+    hub.receive(LEARNER, good.announcement())
+    hub.receive(LEARNER, parts[0][0], [parts[0][1]])
+    (refused,) = hub.receive(LEARNER, parts[1][0], [bytes([parts[1][1][0] ^ 1]) + parts[1][1][1:]])
     assert (refused.reason, refused.detail) == ("weights", "version 1: tensor 'w' does not match its digest")
-    assert hub.status()["version"] == 0 and not [adopt for adopt in hub.told(wire.Adopt) if adopt.version == 1]
-    hub.hear(LEARNER, good.announcement())
+    assert hub.status()["version"] == 0 and not [adopt for adopt in hub.sent_of(wire.Adopt) if adopt.version == 1]
+    hub.receive(LEARNER, good.announcement())
     for chunk, data in parts:
-        hub.hear(LEARNER, chunk, [data])
-    hub.hear(LEARNER, wire.Check(fence=1, version=1))
-    assert hub.status()["version"] == 1 and hub.told(wire.Adopt, ACTOR)[-1].version == 1
+        hub.receive(LEARNER, chunk, [data])
+    hub.receive(LEARNER, wire.Check(fence=1, version=1))
+    assert hub.status()["version"] == 1 and hub.sent_of(wire.Adopt, ACTOR)[-1].version == 1
 
 
 # -- the learner -----------------------------------------------------------------------------------------------------
 
 
-def test_a_registration_that_was_sent_twice_is_one(spoke: Spoke) -> None:
-    hub = spoke()
+def test_a_registration_that_was_sent_twice_is_one(make_hub: MakeHub) -> None:
+    hub = make_hub()
     assert hub.register() == hub.register() == [wire.Registered(fence=1, incarnation="x")]
 
 
 @pytest.mark.parametrize("goes_on", ["take", "publish", "commit"])
-def test_who_goes_on_has_trained_on_the_batch_before_whatever_was_lost(spoke: Spoke, goes_on: str) -> None:
-    hub = spoke(Bound(1, 1, 8))
+def test_who_goes_on_has_trained_on_the_batch_before_whatever_was_lost(make_hub: MakeHub, goes_on: str) -> None:
+    hub = make_hub(Bound(1, 1, 8))
     hub.begin()
     hub.make(0)
     hub.make(1)
@@ -182,25 +182,25 @@ def test_who_goes_on_has_trained_on_the_batch_before_whatever_was_lost(spoke: Sp
     if goes_on == "publish":
         hub.publish(1)
     elif goes_on == "commit":
-        hub.hear(LEARNER, wire.Commit(fence=1, step=1))
+        hub.receive(LEARNER, wire.Commit(fence=1, step=1))
     hub.take(1)
-    assert [batch.step for batch in hub.told(wire.Batch)] == [0, 1] and hub.status()["ledger"]["trained"] == 1
+    assert [batch.step for batch in hub.sent_of(wire.Batch)] == [0, 1] and hub.status()["ledger"]["trained"] == 1
 
 
-def test_a_learner_may_wait_before_the_first_actor_comes(spoke: Spoke) -> None:
-    hub = spoke(Bound(2, 0, 4))
+def test_a_learner_may_wait_before_the_first_actor_comes(make_hub: MakeHub) -> None:
+    hub = make_hub(Bound(2, 0, 4))
     hub.register()
     hub.publish(0)
     hub.take(0)
     assert hub.status()["waiting_for"] == "no actor has joined"
     hub.tick()
-    assert hub.told(wire.Waiting)[-1].detail == "no actor has joined"
+    assert hub.sent_of(wire.Waiting)[-1].detail == "no actor has joined"
     hub.hello()
     assert hub.status()["waiting_for"] == "0 groups are ready, 2 are being made (anna: 2)"
 
 
-def test_the_data_end_with_a_batch_of_what_is_left_and_every_actor_is_stopped(spoke: Spoke) -> None:
-    hub = spoke(Bound(groups_per_batch=2, max_staleness=1, num_groups=3))
+def test_the_data_end_with_a_batch_of_what_is_left_and_every_actor_is_stopped(make_hub: MakeHub) -> None:
+    hub = make_hub(Bound(groups_per_batch=2, max_staleness=1, num_groups=3))
     hub.begin()
     for number in (0, 1, 2):
         hub.make(number)
@@ -210,12 +210,12 @@ def test_the_data_end_with_a_batch_of_what_is_left_and_every_actor_is_stopped(sp
     assert hub.hello(name="late", who=OTHER) == [wire.Stop(reason="finished")]
 
 
-def test_a_drain_finishes_what_is_begun_and_ends(spoke: Spoke) -> None:
-    hub = spoke(Bound(groups_per_batch=2, max_staleness=1, num_groups=100))
+def test_a_drain_finishes_what_is_begun_and_ends(make_hub: MakeHub) -> None:
+    hub = make_hub(Bound(groups_per_batch=2, max_staleness=1, num_groups=100))
     hub.register()
     hub.publish(0)
     hub.hello(capacity=3)
-    hub.hear(OPERATOR, wire.Drain())
+    hub.receive(OPERATOR, wire.Drain())
     assert hub.status()["state"] == "draining"
     hub.make(0)
     hub.make(1)
@@ -224,32 +224,32 @@ def test_a_drain_finishes_what_is_begun_and_ends(spoke: Spoke) -> None:
     assert hub.credited_to(ACTOR) == [0, 1, 2], "nothing was credited after the drain"
 
 
-def test_a_learner_that_has_enough_stops_the_actors_and_no_group_is_blamed(spoke: Spoke) -> None:
-    hub = spoke(max_attempts=1)
+def test_a_learner_that_has_enough_stops_the_actors_and_no_group_is_blamed(make_hub: MakeHub) -> None:
+    hub = make_hub(max_attempts=1)
     hub.begin()
     for number in (0, 1, 2):
         hub.make(number)
     hub.train(0)
     hub.take(1, enough=True)
-    assert hub.told(wire.Stop, ACTOR) == [wire.Stop(reason="finished")]
-    hub.hear(OPERATOR, wire.Gone(actor="anna"))
+    assert hub.sent_of(wire.Stop, ACTOR) == [wire.Stop(reason="finished")]
+    hub.receive(OPERATOR, wire.Gone(actor="anna"))
     ledger = hub.status()["ledger"]
     assert (ledger["trained"], ledger["queued"], ledger["leased"], ledger["quarantined"]) == (2, 1, 0, 0)
-    again = spoke()
+    again = make_hub()
     again.begin(1)
     again.make(3)
     again.take(1)
-    assert len(again.told(wire.Batch)) == 1, "what was ready is trained on when the run goes on"
+    assert len(again.sent_of(wire.Batch)) == 1, "what was ready is trained on when the run goes on"
 
 
-def test_many_long_texts_make_a_batch(spoke: Spoke) -> None:
+def test_many_long_texts_make_a_batch(make_hub: MakeHub) -> None:
     """Each group's header is within its limit; a batch of them is not one header."""
-    hub = spoke(Bound(groups_per_batch=4, max_staleness=0, num_groups=4))
+    hub = make_hub(Bound(groups_per_batch=4, max_staleness=0, num_groups=4))
     hub.begin()
     for number in range(4):
         hub.make(number, text="é" * (wire.MAX_HEADER_BYTES // 5))
     hub.take(0)
-    assert len(hub.told(wire.Batch)) == 1
+    assert len(hub.sent_of(wire.Batch)) == 1
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -296,18 +296,18 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", UNFIT)
-def test_a_group_that_the_learner_could_not_use_is_refused_at_the_door(spoke: Spoke, what: str) -> None:
-    hub = spoke(wanted={"schema": SCHEMA})
+def test_a_group_that_the_learner_could_not_use_is_refused_at_the_door(make_hub: MakeHub, what: str) -> None:
+    hub = make_hub(wanted={"schema": SCHEMA})
     hub.begin()
     changed, message = UNFIT[what]
     header, arrays = packing.pack_group(replace(a_group(0, 0, 0, "anna"), **changed))
-    (refused,) = hub.hear(ACTOR, wire.Put(group=header), arrays)
+    (refused,) = hub.receive(ACTOR, wire.Put(group=header), arrays)
     assert refused.reason == "schema" and refused.detail.startswith(f"group 0: {message}"), refused
     assert hub.status()["ledger"]["queued"] == 0
 
 
 def test_a_defect_of_the_hub_refuses_the_message_that_met_it_and_no_other(
-    spoke: Spoke, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_hub: MakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     honest = Exchange._put
 
@@ -317,7 +317,7 @@ def test_a_defect_of_the_hub_refuses_the_message_that_met_it_and_no_other(
         return honest(self, identity, request, put, frames)
 
     monkeypatch.setattr(Exchange, "_put", broken)
-    hub = spoke()
+    hub = make_hub()
     hub.begin()
     hub.make(0)
     for _ in range(2):

@@ -14,8 +14,8 @@ from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
+from tests.buffers.hub.in_process import ACTOR, OTHER, InProcessHub
 from tests.buffers.hub.place import a_group
-from tests.buffers.hub.spoken import ACTOR, OTHER, Spoken
 
 LIMIT = 1 << 20
 HEADER, ARRAYS = packing.pack_group(a_group(0, 0, 0, "ghost"))
@@ -24,10 +24,10 @@ FIELDS = HEADER.model_dump()
 
 def put(arrays: list[bytes] | None = None, **changed: Any) -> wire.Frames:
     """The group the ghost was credited, with something wrong."""
-    return said({"type": "put", "group": FIELDS | changed}, arrays)
+    return encoded({"type": "put", "group": FIELDS | changed}, arrays)
 
 
-def said(message: Any, arrays: list[bytes] | None = None, protocol: Any = wire.PROTOCOL) -> wire.Frames:
+def encoded(message: Any, arrays: list[bytes] | None = None, protocol: Any = wire.PROTOCOL) -> wire.Frames:
     return [msgpack.packb([protocol, 9, message]), *(arrays if arrays is not None else ARRAYS if "group" in message else [])]
 
 
@@ -48,11 +48,11 @@ def nested(depth: int) -> Any:
 
 OLD = {"fence": 1, "step": 0}
 WRONG: dict[str, tuple[wire.Frames, str, str]] = {
-    "another protocol": (said({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side has protocol"),
-    "a protocol of text": (said({"type": "bye"}, protocol="two"), "protocol", "protocol two"),
-    "an unknown type": (said({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol"),
-    "no type": (said({}), "unknown-type", "is no message of this protocol"),
-    "a message for others": (said({"type": "stop", "reason": "x"}), "unknown-type", "'stop' is not for the hub"),
+    "another protocol": (encoded({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side has protocol"),
+    "a protocol of text": (encoded({"type": "bye"}, protocol="two"), "protocol", "protocol two"),
+    "an unknown type": (encoded({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol"),
+    "no type": (encoded({}), "unknown-type", "is no message of this protocol"),
+    "a message for others": (encoded({"type": "stop", "reason": "x"}), "unknown-type", "'stop' is not for the hub"),
     "an empty header": ([b""], "malformed", "no MessagePack"),
     "a header cut short": ([put()[0][:-9], *ARRAYS], "malformed", "no MessagePack"),
     "a header with more behind it": ([put()[0] + b"more", *ARRAYS], "malformed", "no MessagePack"),
@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "an oversized frame": (put([ARRAYS[0], bytes(LIMIT + 1)]), "oversized", f"the largest of {LIMIT + 1} bytes"),
     "an oversized header": ([bytes(LIMIT + 1)], "oversized", "the limits are"),
     "an unknown field": (put(extra=1), "field", "'put.group.extra' = '1'"),
-    "a missing field": (said({"type": "release"}), "field", "'release.numbers'"),
+    "a missing field": (encoded({"type": "release"}), "field", "'release.numbers'"),
     "a field of another type": (put(number="zero"), "field", "'put.group.number' = 'zero'"),
     "a score that is no number": (put(scores={"right": [float("nan"), 1.0]}), "field", "'nan'"),
     "an array cut short": (put([ARRAYS[0], ARRAYS[1][:-4]]), "lengths", "[32, 20] bytes, its header has [32, 24]"),
@@ -110,39 +110,47 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
         "'put.group.num_support.0' = '-3'",
     ),
     "a number of thirty digits": (put(attempt=str(10**29)), "field", "'put.group.attempt' = '1000"),
-    "a number beyond 63 bits": (said({"type": "fetch", "fence": (1 << 64) - 1, "version": 0}), "field", "'fetch.fence' = '184"),
+    "a number beyond 63 bits": (
+        encoded({"type": "fetch", "fence": (1 << 64) - 1, "version": 0}),
+        "field",
+        "'fetch.fence' = '184",
+    ),
     "a version beyond 32 bits": (put(**first("spans", [(1 << 31, 3, None)])), "field", "'put.group.spans.0.0.0' = '2147"),
-    "a whole number as a float": (said({"type": "take", "fence": 2.0, "step": 0}), "field", "'take.fence' = '2.0'"),
-    "a truth value as a number": (said({"type": "take", "fence": True, "step": 0}), "field", "'take.fence' = 'True'"),
-    "a number as a truth value": (said({"type": "fetch", "fence": 2, "version": 0, "maps": 1}), "field", "'fetch.maps' = '1'"),
+    "a whole number as a float": (encoded({"type": "take", "fence": 2.0, "step": 0}), "field", "'take.fence' = '2.0'"),
+    "a truth value as a number": (encoded({"type": "take", "fence": True, "step": 0}), "field", "'take.fence' = 'True'"),
+    "a number as a truth value": (
+        encoded({"type": "fetch", "fence": 2, "version": 0, "maps": 1}),
+        "field",
+        "'fetch.maps' = '1'",
+    ),
     "an absurd score": (put(scores={"right": [1e308, 1.0]}), "field", "'1e+308'"),
     "telemetry of its own": (
-        said({"type": "beat", "capacity": 1, "fence": 2, "version": 0, "telemetry": {"x": 1.0}}),
+        encoded({"type": "beat", "capacity": 1, "fence": 2, "version": 0, "telemetry": {"x": 1.0}}),
         "field",
         "x",
     ),
     "a column nested too deep": (put(columns={"a": nested(400)}), "field", "put.group.columns.a"),
-    "a chunk at the wrong time": (said({"type": "chunk", "fence": 2, "version": 5, "index": 0}), "malformed", "wrong time"),
-    "weights that are gone": (said({"type": "fetch", "fence": 2, "version": 77}), "weights", "version 77 is not here"),
+    "a chunk at the wrong time": (encoded({"type": "chunk", "fence": 2, "version": 5, "index": 0}), "malformed", "wrong time"),
+    "weights that are gone": (encoded({"type": "fetch", "fence": 2, "version": 77}), "weights", "version 77 is not here"),
     "a chunk of them": (
-        said({"type": "fetch_chunk", "fence": 1, "version": 5, "index": 1 << 60}),
+        encoded({"type": "fetch_chunk", "fence": 1, "version": 5, "index": 1 << 60}),
         "weights",
         "version 5 is not here",
     ),
-    "an old learner's take": (said({"type": "take"} | OLD), "fenced", "fence 1 is over"),
-    "an old learner's step": (said({"type": "trained"} | OLD), "fenced", "fence 1 is over"),
-    "an old learner's commit": (said({"type": "commit"} | OLD), "fenced", "fence 1 is over"),
-    "a fence of the future": (said({"type": "take", "fence": 99, "step": 0}), "unregistered", "fence 99"),
-    "a step out of order": (said({"type": "trained", "fence": 2, "step": 5}), "order", "batch 5"),
+    "an old learner's take": (encoded({"type": "take"} | OLD), "fenced", "fence 1 is over"),
+    "an old learner's step": (encoded({"type": "trained"} | OLD), "fenced", "fence 1 is over"),
+    "an old learner's commit": (encoded({"type": "commit"} | OLD), "fenced", "fence 1 is over"),
+    "a fence of the future": (encoded({"type": "take", "fence": 99, "step": 0}), "unregistered", "fence 99"),
+    "a step out of order": (encoded({"type": "trained", "fence": 2, "step": 5}), "order", "batch 5"),
 }
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spoken]:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessHub]:
     """One for the whole table, with its second learner, and an actor that was credited group 0: whatever was sent before, the
     next is refused as it should be."""
     with closing(Journal(tmp_path_factory.mktemp("queue"))) as journal:
-        made = Spoken(Bound(1, 1, 100), journal, wanted={"max_frame_bytes": LIMIT})
+        made = InProcessHub(Bound(1, 1, 100), journal, wanted={"max_frame_bytes": LIMIT})
         made.register()
         made.register(learner="another", who=b"d")
         made.publish(0)
@@ -150,15 +158,15 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spoken]:
         yield made
 
 
-def refusals(hub: Spoken, reason: str) -> int:
+def refusals(hub: InProcessHub, reason: str) -> int:
     return int(hub.status()["refused"].get(reason, 0))
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_it_is_refused_with_its_reason_and_counted(what: str, hub: Spoken) -> None:
+def test_it_is_refused_with_its_reason_and_counted(what: str, hub: InProcessHub) -> None:
     frames, reason, detail = WRONG[what]
     before = refusals(hub, reason)
-    (answer,) = hub.hear(ACTOR, frames)
+    (answer,) = hub.receive(ACTOR, frames)
     assert isinstance(answer, wire.Refused) and answer.reason == reason and detail in answer.detail, answer
     assert refusals(hub, reason) == before + 1
 
@@ -186,27 +194,27 @@ PUTS: dict[str, tuple[wire.Frames, str]] = {
 
 
 @pytest.mark.parametrize("what", PUTS)
-def test_a_put_that_may_not_enter_is_answered_with_why(what: str, hub: Spoken) -> None:
+def test_a_put_that_may_not_enter_is_answered_with_why(what: str, hub: InProcessHub) -> None:
     frames, reason = PUTS[what]
     before = refusals(hub, reason)
-    answer, *_ = hub.hear(ACTOR, frames)
+    answer, *_ = hub.receive(ACTOR, frames)
     assert isinstance(answer, wire.Rejected) and answer.reason == reason, answer
     assert refusals(hub, reason) == before + 1
 
 
 @pytest.mark.parametrize(
-    "frames", [put(), said({"type": "beat", "capacity": 1, "fence": 2, "version": 0}), said({"type": "bye"})]
+    "frames", [put(), encoded({"type": "beat", "capacity": 1, "fence": 2, "version": 0}), encoded({"type": "bye"})]
 )
-def test_who_has_not_sent_hello_is_no_actor(frames: wire.Frames, hub: Spoken) -> None:
-    (answer,) = hub.hear(OTHER, frames)
+def test_who_has_not_sent_hello_is_no_actor(frames: wire.Frames, hub: InProcessHub) -> None:
+    (answer,) = hub.receive(OTHER, frames)
     assert isinstance(answer, wire.Refused) and answer.reason == "unknown-actor"
 
 
-def test_after_all_that_the_ghost_has_its_lease_and_the_learner_goes_on(hub: Spoken) -> None:
-    assert wire.Ack(groups=[(0, hub.credits[0].attempt)]) in hub.hear(ACTOR, put(attempt=hub.credits[0].attempt))
+def test_after_all_that_the_ghost_has_its_lease_and_the_learner_goes_on(hub: InProcessHub) -> None:
+    assert wire.Ack(groups=[(0, hub.credits[0].attempt)]) in hub.receive(ACTOR, put(attempt=hub.credits[0].attempt))
     for _ in range(2):  # a replayed request number, and a replayed group
-        assert hub.hear(ACTOR, put())[0] == wire.Rejected(number=0, attempt=0, reason="duplicate")
-    hub.hear(b"d", wire.Take(fence=2, step=0))
+        assert hub.receive(ACTOR, put())[0] == wire.Rejected(number=0, attempt=0, reason="duplicate")
+    hub.receive(b"d", wire.Take(fence=2, step=0))
     for _ in range(2):  # sent twice, done once
-        hub.hear(b"d", wire.Trained(fence=2, step=0), request=2)
+        hub.receive(b"d", wire.Trained(fence=2, step=0), request=2)
     assert hub.status()["step"] == 1 and hub.status()["ledger"]["trained"] == 1

@@ -14,8 +14,8 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.transport import keys, link
+from tests.buffers.hub.in_process import InProcessHub
 from tests.buffers.hub.place import DEADLINE_S, Place, until
-from tests.buffers.hub.spoken import Spoken
 from tests.fuzz.mutants import originals
 
 OF_ACTORS = {"hello", "beat", "put", "release", "bye", "fetch", "fetch_chunk"}
@@ -37,7 +37,7 @@ def test_a_holder_sends_what_its_roles_may_and_the_rest_is_refused_by_name_and_c
 ) -> None:
     may, refused, types = set().union(*(MAY[role] for role in its)), set(), set()
     with closing(Journal(tmp_path)) as journal:
-        hub = Spoken(Bound(1, 1, 4), journal)
+        hub = InProcessHub(Bound(1, 1, 4), journal)
         for frames in originals():
             _, message, _ = wire.decode(frames, max_frame_bytes=1 << 20)
             types.add(message.type)

@@ -24,8 +24,8 @@ ACTOR, OTHER, LEARNER, OPERATOR = b"a", b"b", b"c", b"s"
 Kind = TypeVar("Kind")
 
 
-class Spoken:
-    """credits: those of all actors, by number. said: what the hub has sent, and to whom. wanted: of the exchange."""
+class InProcessHub:
+    """credits: those of all actors, by number. sent: what the hub has sent, and to whom. wanted: of the exchange."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Spoken:
         self.exchange = Exchange(settings, bound, journal, store or WeightStore(), clock, "x", **given)
         self.spool = None if prompts is None else prompts.spool
         self.credits: dict[int, wire.CreditItem] = {}
-        self.said: list[tuple[bytes, Any]] = []
+        self.sent: list[tuple[bytes, Any]] = []
         self.fence = 0
 
     def status(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Spoken:
         return self.hello(step)
 
     def register(self, step: int = 0, learner: str = "l", who: bytes = LEARNER) -> list[Any]:
-        answers = self.hear(who, wire.Register(step=step, committed=0, learner=learner))
+        answers = self.receive(who, wire.Register(step=step, committed=0, learner=learner))
         self.fence = self.status()["fence"]
         return answers
 
@@ -65,13 +65,13 @@ class Spoken:
         self, version: int = 0, holding: Sequence[tuple[int, int]] = (), name: str = "anna", who: bytes = ACTOR, **fields: Any
     ) -> list[Any]:
         given = {"life": "1", "capacity": 9, "fence": self.fence} | fields
-        return self.hear(who, wire.Hello(actor=name, version=version, holding=[*holding], **given))
+        return self.receive(who, wire.Hello(actor=name, version=version, holding=[*holding], **given))
 
     def publish(self, version: int) -> list[Any]:
-        return self.hear(LEARNER, WeightSet.of(self.fence, version, {}).announcement())
+        return self.receive(LEARNER, WeightSet.of(self.fence, version, {}).announcement())
 
     def take(self, step: int, **fields: Any) -> list[Any]:
-        return self.hear(LEARNER, wire.Take(fence=self.fence, step=step, **fields))
+        return self.receive(LEARNER, wire.Take(fence=self.fence, step=step, **fields))
 
     def make(
         self,
@@ -88,14 +88,14 @@ class Spoken:
         given = Score(failure=score) if isinstance(score, str) else Score(score)
         group = replace(group, rollouts=tuple(replace(rollout, scores={"right": given}) for rollout in group.rollouts))
         header, arrays = packing.pack_group(group)
-        return self.hear(ACTOR, wire.Put(group=header, constant=constant), arrays)
+        return self.receive(ACTOR, wire.Put(group=header, constant=constant), arrays)
 
     def train(self, step: int) -> None:
         self.take(step)
-        self.hear(LEARNER, wire.Trained(fence=self.fence, step=step))
+        self.receive(LEARNER, wire.Trained(fence=self.fence, step=step))
         self.publish(step + 1)
 
-    def hear(
+    def receive(
         self, who: bytes, message: wire.Message | wire.Frames, arrays: Sequence[bytes] = (), request: int = 1
     ) -> list[Any]:
         """The answers, to all peers."""
@@ -107,23 +107,23 @@ class Spoken:
             pass
         self.exchange.settle()
         frames, self.exchange.outbox.messages = self.exchange.outbox.messages, []
-        said = [(who, wire.decode(rest, max_frame_bytes=1 << 26)[1]) for who, *rest in frames]
-        self.said += said
-        for _, message in said:
+        sent = [(who, wire.decode(rest, max_frame_bytes=1 << 26)[1]) for who, *rest in frames]
+        self.sent += sent
+        for _, message in sent:
             if isinstance(message, wire.Credits):
                 self.credits |= {item.number: item for item in message.credits}
-        return [message for _, message in said]
+        return [message for _, message in sent]
 
     def tick(self) -> list[Any]:
         self.exchange.tick()
         return self.turn()
 
-    def told(self, kind: type[Kind], who: bytes | None = None) -> list[Kind]:
+    def sent_of(self, kind: type[Kind], who: bytes | None = None) -> list[Kind]:
         """All messages of one kind that the hub has sent, to all or to one."""
-        return [message for to, message in self.said if isinstance(message, kind) and who in (None, to)]
+        return [message for to, message in self.sent if isinstance(message, kind) and who in (None, to)]
 
     def credited_to(self, who: bytes) -> list[int]:
-        return [item.number for message in self.told(wire.Credits, who) for item in message.credits]
+        return [item.number for message in self.sent_of(wire.Credits, who) for item in message.credits]
 
 
 def spool_of(folder: Path, stream: Stream) -> Spool:
