@@ -69,7 +69,7 @@ DEFECTS = (
            "if not actor.leases and now - actor.last_seen > self._lease_s]",
            ("buffers/queue/test_admission.py",)),
     Defect("death-not-heard", "an actor whose end was seen loses its groups at once", "buffers/hub/exchange.py",
-           'self._sessions.leave(name, "ended: its process is gone")',
+           'self._admission.fleet.leave(name, "ended: its process is gone")',
            "pass",
            ("buffers/hub/test_peers.py::test_an_actor_whose_end_the_supervisor_saw_loses_its_groups_at_once",)),
     Defect("fence-begins-anew", "a learner that comes back has a higher fence than all before it", "buffers/queue/admission.py",

@@ -161,7 +161,7 @@ class Exchange:
             case wire.GetStatus():
                 return wire.Status(status=self.status())
             case wire.Gone(actor=name):
-                self._sessions.leave(name, "ended: its process is gone")
+                self._admission.fleet.leave(name, "ended: its process is gone")
             case wire.Quarantine(number=number, reason=reason):
                 self._admission.quarantine(number, reason)
                 self.outbox.hold(identity, wire.Done(), request)

@@ -81,10 +81,6 @@ class ActorSessions:
                 self._fleet.leave(name, "left", seen=False)
         return wire.Done()
 
-    def leave(self, name: str, reason: str) -> None:
-        """Its end was seen."""
-        self._fleet.leave(name, reason)
-
     def tick(self, now: float) -> None:
         """Time has passed: who is silent, late or stuck loses its groups."""
         late, timeout_s = 0.0 if self._ticked_at is None else now - self._ticked_at, self._config.progress_timeout_s

@@ -195,7 +195,7 @@ class WeightCache:
         store, target = self._weight_server.store, (weights.fence, weights.version)
         store.add(weights, self._weight_receiver.applied)
         self._kept = [*[kept for kept in self._kept if kept[1] in store and kept[1] != target[1]], target][-_KEPT:]
-        store.keep_only([version for _, version in self._kept])
+        store.keep({version for _, version in self._kept}.__contains__)
         self._current = None
         for identity, request, wanted in self._waiting.pop(target, []):
             self._answer(identity, request, wanted)

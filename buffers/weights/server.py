@@ -190,7 +190,8 @@ class WeightServer:
     def drop_old(self, admission: Admission) -> None:
         """Forget the sets that are neither needed nor being fetched for a credit."""
         fetched = (self._fetches(actor, admission) for actor in admission.fleet.actors.values())
-        self.store.drop_below(min([admission.lowest_needed_version(), *(each for each in fetched if each is not None)]))
+        lowest = min([admission.lowest_needed_version(), *(each for each in fetched if each is not None)])
+        self.store.keep(lambda version: version >= lowest)
 
     def _fetches(self, actor: Actor, admission: Admission) -> int | None:
         """The version announced to an actor, which it has not got yet, and may still begin something with."""

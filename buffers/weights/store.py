@@ -6,7 +6,7 @@ fetches the whole set.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,14 +97,9 @@ class WeightStore:
     def __contains__(self, version: int) -> bool:
         return version in self._sets
 
-    def drop_below(self, version: int) -> None:
-        """Forget every set older than `version`."""
-        for old in [old for old in self._sets if old < version]:
-            self._forget(old)
-
-    def keep_only(self, versions: Container[int]) -> None:
-        """Forget every other set."""
-        for other in [other for other in self._sets if other not in versions]:
+    def keep(self, is_kept: Callable[[int], bool]) -> None:
+        """Forget the sets of every other version."""
+        for other in [version for version in self._sets if not is_kept(version)]:
             self._forget(other)
 
     def _forget(self, version: int) -> None:

@@ -135,7 +135,7 @@ def test_a_store_serves_what_it_was_given_until_it_is_dropped() -> None:
     store = WeightStore()
     for version in (1, 2, 3):
         store.add(weights(version, size=8))
-    store.drop_below(2)
+    store.keep(lambda version: version >= 2)
     assert [version in store for version in (1, 2, 3)] == [False, True, True]
     assert store.get(3) == weights(3, size=8)
     with pytest.raises(WeightsError, match=r"version 1 is not here; there are \[2, 3\]"):
@@ -155,11 +155,11 @@ def test_a_store_on_disk_survives_and_forgets_there_too(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
     for version in (1, 2):
         store.add(weights(version))
-    store.drop_below(2)
+    store.keep(lambda version: version >= 2)
     again = WeightStore(tmp_path)
     assert 1 not in again
     assert again.get(2) == weights(2)
-    again.drop_below(3)
+    again.keep(lambda version: version >= 3)
     assert list(tmp_path.iterdir()) == []
 
 
