@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -23,7 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 from async_rlhf.buffers.errors import RefusedError, WeightsError, WireError
 from async_rlhf.buffers.protocol.wire import Frames, Refused
 from async_rlhf.buffers.transport import frames, keys
-from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, UnfinishedMessageGuard, Waker
+from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, UNKNOWN, Waker, bytes_received
 from async_rlhf.buffers.transport.keys import Holder, HubKeys
 
 # HWM counts messages, not bytes: a peer that does not read so many loses the rest.
@@ -34,6 +35,17 @@ UNREAD_BY_ZMQ = 64 << 20
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 8  # refused addresses named in one line of the log
 _MAX_PLACES = 100
+
+
+@dataclass
+class _Open:
+    """An open connection: who sent the newest message over it, with which key; bytes received at the last look, and at the
+    first look since the last whole message."""
+
+    identity: bytes = b""
+    key: bytes = b""
+    received: int = 0
+    unfinished_from: int | None = None
 
 
 class ServerSocket:
@@ -81,9 +93,8 @@ class ServerSocket:
             self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer a handshake fails rather than succeeds
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, access.secret)
-        self._max_unfinished, self._unfinished = max_message_bytes + UNREAD_BY_ZMQ, UnfinishedMessageGuard()
-        self._identities: dict[int, bytes] = {}  # who sent the newest message over an open connection, by its descriptor
-        self._keys: dict[int, bytes] = {}  # with which key
+        self._max_unfinished = max_message_bytes + UNREAD_BY_ZMQ
+        self._open: dict[int, _Open] = {}  # by descriptor
         names = ("connections", "connections_ended", "handshakes_failed", "refused_handshakes", "endless_messages")
         self.counters = dict.fromkeys(names, 0)
         self._reported, self._refused = dict(self.counters), set[str]()
@@ -124,11 +135,11 @@ class ServerSocket:
         there is none."""
         while (received := frames.receive_from(self._socket, has_keys=self._access is not None)) is not None:
             message, descriptor, key = received
-            self._unfinished.message_ended(descriptor)
-            self._identities[descriptor] = message[0]
+            if descriptor != UNKNOWN:
+                connection = self._open.setdefault(descriptor, _Open())
+                connection.identity, connection.key, connection.unfinished_from = message[0], bytes.fromhex(key), None
             if self._access is None:
                 return message, None
-            self._keys[descriptor] = bytes.fromhex(key)
             if (holder := self._access.allowed.get(bytes.fromhex(key))) is not None:
                 return message, holder  # else its key was revoked
         return None
@@ -139,11 +150,31 @@ class ServerSocket:
             frames.send(self._socket, message)
 
     def cut_unfinished(self) -> list[bytes]:
-        """Cut peers whose message does not end; returns the identities from which bytes came since the last call (over TCP, on
-        Linux). Call it when `receive` gave None.
+        """Cut peers whose message does not end; returns the identities from which bytes came since the last call.
+
+        ZeroMQ keeps the parts of a message until the last has come, and limits only one part (MAXMSGSIZE) and the number of
+        whole messages that wait (HWM). Call this when `receive` gave None: what a connection got since its last whole message
+        is then unfinished, but for what came before the first look at it; between two looks anything may come. A connection is
+        shut down by its descriptor; ZeroMQ then frees what it had kept. Linux and TCP only: the kernel counts no bytes for a
+        unix socket.
         """
-        self.counters["endless_messages"] += self._unfinished.cut(self._max_unfinished)
-        return [self._identities[each] for each in self._unfinished.arriving if each in self._identities]
+        arriving = []
+        for descriptor, connection in list(self._open.items()):
+            try:
+                with sockets.socket(fileno=os.dup(descriptor)) as raw:
+                    received = bytes_received(raw)
+                    if received > connection.received:
+                        connection.received = received
+                        arriving.append(connection.identity)
+                    if connection.unfinished_from is None:
+                        connection.unfinished_from = received
+                    elif received - connection.unfinished_from > self._max_unfinished:
+                        raw.shutdown(sockets.SHUT_RDWR)
+                        del self._open[descriptor]
+                        self.counters["endless_messages"] += 1
+            except OSError:
+                del self._open[descriptor]  # it has just been closed
+        return arriving
 
     def report(self) -> None:
         """One line for everything since the last: repeated connection attempts must not fill the disk. Looks first whether
@@ -198,7 +229,8 @@ class ServerSocket:
             self._access, problem = self._access.reread()
             if problem:
                 _log.warning("the list of keys cannot be read, and lets no one new in: %s", problem)
-            for descriptor in [each for each, key in self._keys.items() if key not in self._access.allowed]:
+            keys_of = {descriptor: connection.key for descriptor, connection in self._open.items() if connection.key}
+            for descriptor in [each for each, key in keys_of.items() if key not in self._access.allowed]:
                 with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
                     connection.shutdown(sockets.SHUT_RDWR)
             if self._access.allowed != before:
@@ -206,15 +238,13 @@ class ServerSocket:
 
     def _count(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._unfinished.opened(value)
+            self._open.setdefault(value, _Open())  # its first message may have been received before this event
             self.counters["connections"] += 1
         elif event & HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1
             self.counters["connections_ended"] -= 1  # the event of its end comes next
         else:
-            self._unfinished.ended(value)
-            self._identities.pop(value, None)
-            self._keys.pop(value, None)
+            self._open.pop(value, None)
             self.counters["connections"] -= 1
             self.counters["connections_ended"] += 1
 
