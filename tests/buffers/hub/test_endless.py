@@ -69,9 +69,12 @@ def test_bytes_that_still_arrive_keep_a_lease(place: Callable[..., Place], stack
     address = f"tcp://127.0.0.1:{stack.enter_context(kept_port())}"
     hub = place(Bound(1, 1, 8), address, lease_s=2.0, wanted={"clock": lambda: now[0]})
     hello = wire.encode(wire.Hello(actor="far", life="1", capacity=1, fence=0, version=-1))[0]
+    beat = wire.encode(wire.Beat(capacity=2, fence=0, version=-1))[0]
     with by_hand(address) as raw:
-        raw.sendall(b"\x00" + bytes([len(hello)]) + hello)
+        raw.sendall(b"\x02" + struct.pack(">Q", len(hello)) + hello)
         until(lambda: "far" in hub.status()["actors"])
+        raw.sendall(b"\x02" + struct.pack(">Q", len(beat)) + beat)
+        until(lambda: hub.status()["actors"]["far"]["capacity"] == 2)
         raw.sendall(b"\x02" + struct.pack(">Q", 1 << 20))
 
         def later() -> bool:
