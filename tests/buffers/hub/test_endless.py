@@ -26,6 +26,9 @@ def by_hand(address: str) -> Iterator[socket.socket]:
     """A connection that has shaken hands as a DEALER."""
     host, port = address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as raw:
+        raw.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # small pieces are not kept back until others are acknowledged
         raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
         ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
         raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
