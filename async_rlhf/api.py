@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import re
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -21,11 +23,11 @@ from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
-from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.launch.local import warm
 from async_rlhf.preparation import prepare, rows_of
 from async_rlhf.run.caller_environment import played, target_of
@@ -35,6 +37,7 @@ from async_rlhf.run.config import Config, load
 from async_rlhf.run.display.console import Display
 from async_rlhf.run.display.notebook import NotebookDisplay, in_notebook
 from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
 from async_rlhf.run.supervision.supervisor import Supervisor
@@ -44,6 +47,14 @@ Record = dict[str, Any]
 
 
 _log = logging.getLogger(__name__)
+_ARGUMENTS = {
+    r"async-rlhf train (\S+) --": r"train, config='\1', --",
+    r"(--resume|--overwrite|--from-step \d+) --": r"\1, --",
+    r"--(resume|overwrite)\b": r"\1=True",
+    r"--from-step (\d+)": r"from_step=\1",
+    r"--from-step": "from_step=STEP",
+    r"--set '?([\w.]+)=([^\s,;']+)'?": r"overrides={'\1': '\2'}",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,57 +78,79 @@ class TrainResult:
         return f"TrainResult(run_dir={str(self.run_dir)!r}, steps={self.steps}, finished={self.finished}, checkpoint={model!r})"
 
 
-class Arguments(TypedDict, total=False):
-    """What `train` and `start` take beside the configuration."""
-
-    data: Iterable[Any] | None
-    """Rows instead of those of the source it names: dictionaries, or a `datasets.Dataset`. They are written into the run
-    directory, so that every process and a resumed run, which needs them no more, reads the same."""
-    rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None
-    """Functions, or one, instead of those the file names. What no other process can import (a lambda, a closure, what a
-    notebook defines) is served by threads of this process (`caller_rewards`)."""
-    environment: Callable[..., Any] | None
-    """A generator function (`@environment`); served as rewards are (`caller_environment`)."""
-    loss: Callable[..., Any] | None
-    """Of your own, declared with `@loss`; it must be importable."""
-    advantage: Callable[..., Any] | None
-    """Of your own, declared with `@advantage`; it must be importable."""
-    overrides: Mapping[str, Any] | None
-    """Nested or dotted, laid upon the configuration key by key (`config.load`)."""
-    resume: bool
-    """Go on with its run directory, from the newest checkpoint; where nothing is left to train on, nothing is started."""
-    from_step: int | None
-    """With `resume`: from the checkpoint of so many steps."""
-    overwrite: bool
-    """Remove the run directory that is there."""
-    quiet: bool
-    """Show nothing."""
-
-
 def train(
     config: str | Path | Mapping[str, Any] | Config,
     *,
+    data: Iterable[Any] | None = None,
+    rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
+    environment: Callable[..., Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    from_step: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
     on_step: Callable[[Record], object] | None = None,
-    **arguments: Unpack[Arguments],
 ) -> TrainResult:
-    """Run a configuration to its end: a TOML file, the name of a shipped one, its values, or a `Config`. See `Arguments`.
+    """Run a configuration to its end: a TOML file, the name of a shipped one, its values, or a `Config`.
 
+    data: rows instead of those of the source it names: dictionaries, or a `datasets.Dataset`. They are written into the run
+    directory, so that every process and a resumed run, which needs them no more, reads the same.
+    rewards: functions, or one, instead of those the file names. environment: a generator function (`@environment`). Of both,
+    what no other process can import (a lambda, a closure, what a notebook defines) is served by threads of this process
+    (`caller_rewards`, `caller_environment`). loss, advantage: functions of your own, declared with `@loss`, `@advantage`, which
+    must be importable. overrides: nested or dotted, laid upon the
+    configuration key by key (`config.load`). resume: go on with its run directory, from the newest checkpoint or from that of
+    `from_step` steps; where nothing is left to train on, nothing is started. overwrite: remove the run directory that is there.
     on_step: called with the record of each step; what it raises ends the run, which can be resumed. Raises ConfigError before
     any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     warm()
-    with _resolved(config, **arguments) as (resolved, of_start):
-        return run(resolved, on_step=on_step, quiet=arguments.get("quiet", False), **of_start)
+    of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
+    with of_run as (resolved, rows, variables):
+        return run(
+            resolved,
+            rows=rows,
+            variables=variables,
+            resume=resume,
+            from_step=from_step,
+            overwrite=overwrite,
+            quiet=quiet,
+            on_step=on_step,
+        )
 
 
-def start(config: str | Path | Mapping[str, Any] | Config, **arguments: Unpack[Arguments]) -> Run:
+def start(
+    config: str | Path | Mapping[str, Any] | Config,
+    *,
+    data: Iterable[Any] | None = None,
+    rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
+    environment: Callable[..., Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    from_step: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Run:
     """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
     warm()
     with ExitStack() as stack:
-        resolved, of_start = stack.enter_context(_resolved(config, **arguments))
-        shown = stack.enter_context(NotebookDisplay()) if in_notebook() and not arguments.get("quiet") else None
+        of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
+        resolved, rows, variables = stack.enter_context(of_run)
         records: SimpleQueue[Record | None] = SimpleQueue()
-        supervisor, directory = prepare(resolved, progress=shown, on_step=records.put, **of_start)
+        supervisor, directory = prepare(
+            resolved,
+            rows=rows,
+            resume=resume,
+            from_step=from_step,
+            overwrite=overwrite,
+            progress=stack.enter_context(NotebookDisplay()) if in_notebook() and not quiet else None,
+            on_step=records.put,
+        )
+        directory.variables.update(variables)
         return Run(supervisor, directory, records, stack.pop_all())
 
 
@@ -127,17 +160,16 @@ class Run:
     owns        a thread that supervises the run's processes; they end with this process, also when it is killed
     waits for   nothing by itself: `result`, and iterating, wait for the run
     woken by    each step
-    on close    the run is drained, and can be resumed: when the `with` block is left or the program ends, which wait for it,
-                and by Ctrl-C while the run is waited for. A loop over its steps that is left drains nothing.
+    on close    the run is drained, and can be resumed: when the `with` block is left or the program ends, which wait for it;
+                by Ctrl-C while the run is waited for; when the last reference to this handle is gone. A loop that is left
+                by `break` or an exception drains nothing, and says so.
     """
 
     def __init__(self, supervisor: Supervisor, directory: RunDir, records: SimpleQueue[Record | None], held: ExitStack) -> None:
-        self._supervisor, self._directory, self._records, self._held = supervisor, directory, records, held
-        self._finished, self._is_drained_for_caller = False, False
-        self._error: BaseException | None = None
-        self._over = threading.Event()  # a thread whose `join` was interrupted is taken for ended
-        atexit.register(self._at_exit)
-        threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
+        self._directory, self._own = directory, _Supervision(supervisor, directory.path, records, held)
+        self._in_block = False
+        # The thread does not hold this handle, so that it can be missed.
+        weakref.finalize(self, self._own.let_go, "nothing refers to it any more").atexit = False
 
     @property
     def run_dir(self) -> Path:
@@ -146,17 +178,21 @@ class Run:
     def __iter__(self) -> Iterator[Record]:
         """Raises, at its end, what ended the run."""
         try:
-            while (record := self._records.get()) is not None:
+            while (record := self._own.records.get()) is not None:
                 yield record
         except KeyboardInterrupt:
-            self._drain("Ctrl-C")
+            self._own.let_go("Ctrl-C")
             raise
-        self._records.put(None)  # for the next that iterates
+        except GeneratorExit:
+            if not (self._own.over.is_set() or self._in_block):
+                _log.warning("%s does not end because the loop over its steps was left: stop() drains it", self.run_dir)
+            raise
+        self._own.records.put(None)  # for the next that iterates
         self.result()
 
     def stop(self) -> None:
         """No new work; what has begun is finished, a checkpoint is written. Returns at once."""
-        self._supervisor.drain()
+        self._own.supervisor.drain()
 
     def model(self) -> Path | None:
         """The model directory of the newest checkpoint, which loads with `from_pretrained`; None before the first."""
@@ -165,75 +201,102 @@ class Run:
     def result(self, timeout_s: float | None = None) -> TrainResult:
         """Wait for the end. Raises TimeoutError, and what ended the run."""
         try:
-            over = self._over.wait(timeout_s)
+            over = self._own.over.wait(timeout_s)
         except KeyboardInterrupt:
-            self._drain("Ctrl-C")
+            self._own.let_go("Ctrl-C")
             raise
         if not over:
             raise TimeoutError(f"{self.run_dir} has not ended within {timeout_s} s; stop() drains it")
-        if self._error is not None:
-            raise self._error
-        return _result(self._directory, self._finished)
+        if self._own.error is not None:
+            raise self._own.error
+        return _result(self._directory, self._own.finished)
 
     def __enter__(self) -> Run:
+        self._in_block = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self._drain(f"its block was left by {type(error).__name__}")
-        self._wait_drained()
-        if error is None and self._error is not None:
-            raise self._error
+            self._own.let_go(f"its block was left by {type(error).__name__}")
+        self._own.wait_drained()
+        if error is None and self._own.error is not None:
+            raise self._own.error
 
-    def _drain(self, why: str) -> None:
-        """The log reports it and how it ends, for perhaps no handle will."""
-        if not self._over.is_set():
-            self._is_drained_for_caller = True
-            _log.warning("%s drains (%s) and writes a checkpoint; Ctrl-C while that is waited for ends it", self.run_dir, why)
-        self._supervisor.drain()
 
-    def _wait_drained(self) -> None:
+class _Supervision:
+    """What goes on whether or not a handle is held. error: what ended the run. over: set at its end; a thread whose `join` was
+    interrupted is taken for ended."""
+
+    def __init__(self, supervisor: Supervisor, run_dir: Path, records: SimpleQueue[Record | None], held: ExitStack) -> None:
+        self.supervisor, self.records, self._run_dir, self._held = supervisor, records, run_dir, held
+        self.finished, self._is_told = False, True
+        self.error: BaseException | None = None
+        self.over = threading.Event()
+        atexit.register(self._at_exit)
+        threading.Thread(target=self._run, name="supervisor", daemon=True).start()
+
+    def let_go(self, why: str) -> None:
+        """Drain; the log reports how it ends, for perhaps no handle will."""
+        if self._is_told and not self.over.is_set():
+            self._is_told = False
+            _log.warning("%s drains (%s) and writes a checkpoint; Ctrl-C while that is waited for ends it", self._run_dir, why)
+        self.supervisor.drain()
+
+    def wait_drained(self) -> None:
         """Ctrl-C ends it at once, as a second signal does."""
-        self._supervisor.drain()
+        self.supervisor.drain()
         try:
-            self._over.wait()
+            self.over.wait()
         except KeyboardInterrupt:
-            self._supervisor.interrupt()
-            self._over.wait()
+            self.supervisor.interrupt()
+            self.over.wait()
             raise
 
     def _at_exit(self) -> None:
         with suppress(KeyboardInterrupt):
-            self._drain("the program ends")
-            self._wait_drained()
+            self.let_go("the program ends")
+            self.wait_drained()
 
-    def _supervise(self) -> None:
+    def _run(self) -> None:
         try:
             with self._held:
-                self._finished = self._supervisor.run()
+                self.finished = self.supervisor.run()
         except BaseException as error:  # noqa: BLE001  it is raised where the run is waited for
-            self._error = error
+            self.error = error
         finally:
-            self._records.put(None)
+            self.records.put(None)
             atexit.unregister(self._at_exit)
-            if self._is_drained_for_caller:
-                ended = "has ended" if self._finished else "has drained; resume=True goes on with it"
-                _log.warning("%s %s", self.run_dir, ended if self._error is None else f"was ended: {self._error}")
-            self._over.set()
+            if not self._is_told:
+                ended = "has ended" if self.finished else "has drained; resume=True goes on with it"
+                _log.warning("%s %s", self._run_dir, ended if self.error is None else f"was ended: {self.error}")
+            self.over.set()
 
 
 def run(
     config: Config,
     *,
+    rows: Rows | None = None,
+    resume: bool = False,
+    from_step: int | None = None,
+    overwrite: bool = False,
     quiet: bool = False,
     on_step: Callable[[Record], object] | None = None,
-    **of_start: Any,
+    variables: Mapping[str, str] | None = None,
 ) -> TrainResult:
-    """Run a checked configuration, shown where this process shows things. of_start: arguments of `prepare`."""
+    """Run a checked configuration; see `train` and `prepare`. variables: further ones of its processes on this machine."""
     shown: AbstractContextManager[Progress]
     shown = nullcontext(Progress()) if quiet else NotebookDisplay() if in_notebook() else Display()
     with shown as progress:
-        supervisor, directory = prepare(config, progress=progress, on_step=on_step, **of_start)
+        supervisor, directory = prepare(
+            config,
+            rows=rows,
+            resume=resume,
+            from_step=from_step,
+            overwrite=overwrite,
+            progress=progress,
+            on_step=on_step,
+        )
+        directory.variables.update(variables or {})
         finished = supervisor.run()
     return _result(directory, finished)
 
@@ -257,37 +320,43 @@ def _model(directory: RunDir) -> Path | None:
 @contextmanager
 def _resolved(
     config: str | Path | Mapping[str, Any] | Config,
-    *,
-    data: Iterable[Any] | None = None,
-    rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
-    loss: Callable[..., Any] | None = None,
-    advantage: Callable[..., Any] | None = None,
-    environment: Callable[..., Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    resume: bool = False,
-    from_step: int | None = None,
-    overwrite: bool = False,
-    quiet: bool = False,
-) -> Iterator[tuple[Config, dict[str, Any]]]:
-    """The configuration of a run with these functions, and arguments of `prepare`; functions that only this process has are
-    served until the block ends."""
-    changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
-    if rewards is not None:
-        changed["rewards.functions"], own_rewards = split(rewards)
-    for section, own in (("loss", loss), ("advantage", advantage)):
-        if own is not None:
-            changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
-    own_environment = None
-    if environment is not None:
-        changed["environment.function"], own_environment = target_of(environment)
-    if data is not None:
-        changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}}
-    loaded = load(config, changed)
-    rows = rows_of(loaded, data, resume)
-    columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-    with served(own_rewards, loaded, columns) as (scored, first), played(own_environment, scored, columns) as (both, more):
-        of_start = {"resume": resume, "from_step": from_step, "overwrite": overwrite}
-        yield both, {"rows": rows, "variables": first | more, **of_start}
+    data: Iterable[Any] | None,
+    rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None,
+    loss: Callable[..., Any] | None,
+    advantage: Callable[..., Any] | None,
+    environment: Callable[..., Any] | None,
+    overrides: Mapping[str, Any] | None,
+    resume: bool,
+) -> Iterator[tuple[Config, Rows, dict[str, str]]]:
+    """The configuration, the rows and the variables of a run with these functions; those that only this process has are served
+    until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
+    try:
+        changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
+        if rewards is not None:
+            changed["rewards.functions"], own_rewards = split(rewards)
+        for section, own in (("loss", loss), ("advantage", advantage)):
+            if own is not None:
+                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
+        own_environment = None
+        if environment is not None:
+            changed["environment.function"], own_environment = target_of(environment)
+        if data is not None:
+            changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}}
+        loaded = load(config, changed)
+        rows = rows_of(loaded, data, resume)
+        columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
+        with served(own_rewards, loaded, columns) as (scored, first), played(own_environment, scored, columns) as (both, more):
+            yield both, rows, first | more
+    except AsyncRLHFError as error:
+        error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)
+        raise
+
+
+def in_python(message: str) -> str:
+    """`--resume --from-step 3` is resume=True, from_step=3."""
+    for flag, argument in _ARGUMENTS.items():
+        message = re.sub(flag, argument, message)
+    return message
 
 
 def _importable(section: str, key: str, function: Callable[..., Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from markdown_it import MarkdownIt
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.statistics import Comparison, Difference, Estimate
+from async_rlhf.experiments.statistics import Mean
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def by_group(groups: Mapping[str, list[T]], columns: Mapping[str, Callable[[list
     return table([[first, *columns], *lines])
 
 
-def number(value: Estimate | None, *, digits: int = 3) -> str:
+def number(value: Mean | None, *, digits: int = 3) -> str:
     """A mean, with its interval, its range, or alone where there is one seed."""
     if value is None:
         return "-"
@@ -71,21 +71,21 @@ def number(value: Estimate | None, *, digits: int = 3) -> str:
     return f"{mean} ({value.low:,.{digits}f} to {value.high:,.{digits}f})"
 
 
-def difference(found: Difference | None) -> str:
+def difference(found: Mean | None) -> str:
     """With its interval."""
     if found is None:
         return "-"
     return f"{found.mean:+.3f}" if found.count == 1 else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
 
 
-def p_value(found: Comparison) -> str:
+def p_value(found: Mean) -> str:
     """After Holm; a dash where there is none."""
     return "-" if found.adjusted is None else "< 0.001" if found.adjusted < 0.001 else f"{found.adjusted:.3f}"
 
 
-def comparison(found: Comparison | None) -> list[str]:
+def comparison(found: Mean | None) -> list[str]:
     """Two cells: the difference and its p value; empty for what was not compared."""
-    return ["", ""] if found is None else [difference(found.found), p_value(found)]
+    return ["", ""] if found is None else [difference(found), p_value(found)]
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -102,10 +102,8 @@ def write_page(
     render: Callable[[Mapping[str, str]], str],
     draw: Callable[[], Mapping[str, Any]],
     say: Callable[[str], None],
-    html_file: Path | None = None,
 ) -> list[Path]:
-    """report.md, the same as HTML (report.html, or html_file), and each picture as PNG and SVG. What was written, the pages
-    last.
+    """report.md, the same as HTML (report.html), and each picture as PNG and SVG. What was written, the pages last.
 
     render: the Markdown, of the file names of the pictures by their names; draw: matplotlib figures by name. Without matplotlib
     everything but the pictures. Raises OSError.
@@ -119,7 +117,7 @@ def write_page(
         say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
     drawn = {name: save_picture(figure, directory, name) for name, figure in figures.items()}
     text = render({name: f"{name}.png" for name in drawn})
-    markdown, page = directory / "report.md", html_file or directory / "report.html"
+    markdown, page = directory / "report.md", directory / "report.html"
     markdown.write_text(text, encoding="utf-8")
     page.write_text(to_html(text, {f"{name}.png": each for name, each in drawn.items()}), encoding="utf-8")
     return [*(directory / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")), markdown, page]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+Key = TypeVar("Key")
 Array = npt.NDArray[np.float64]
 # Two seeds have an interval of 12.7 standard errors that rests on one difference: it is not worth printing.
 MIN_SEEDS = 3
@@ -23,31 +25,8 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds. `half_width` is that of its 95 % t interval, None with fewer than MIN_SEEDS seeds."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-    half_width: float | None
-
-
-def estimate(values: Iterable[float | None]) -> Estimate | None:
-    """Mean, range and interval of what was measured; None when nothing was."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    count, half_width = len(known), None
-    if count >= MIN_SEEDS:
-        by_t = _by_t(np.array(known))
-        half_width = (by_t.high - by_t.low) / 2
-    return Estimate(math.fsum(known) / count, min(known), max(known), count, half_width)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of a mean from 0. low and high: the 95 % interval; p: two-sided, smaller than LEVEL when and only when the interval
+class Mean:
+    """Over seeds. low and high: the 95 % interval; p: two-sided, from 0, smaller than LEVEL when and only when the interval
     leaves 0 out. With fewer than MIN_SEEDS seeds p is None, and low and high are the range of the seeds. deviation: standard
     deviation of what was averaged, nan of a single number."""
 
@@ -57,9 +36,28 @@ class Difference:
     count: int
     p: float | None
     deviation: float = math.nan
+    adjusted: float | None = None
+    """p after Holm over all that it was compared with others in; None where it was not."""
+
+    @property
+    def half_width(self) -> float | None:
+        """Of the interval, where there is one."""
+        return None if self.p is None else (self.high - self.low) / 2
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest that so many seeds show four times in five; None with a single one, by which nothing can be told from
+        chance."""
+        return detectable(self.deviation, self.count) if self.count > 1 and not math.isnan(self.deviation) else None
 
 
-def paired(after: Sequence[float], before: Sequence[float]) -> Difference:
+def estimate(values: Iterable[float | None]) -> Mean | None:
+    """Of what was measured; None when nothing was."""
+    known = [value for value in values if value is not None]
+    return paired(known, [0.0] * len(known)) if known else None
+
+
+def paired(after: Sequence[float], before: Sequence[float]) -> Mean:
     """Of the means of two settings, by seed: `after[i]` and `before[i]` have the same seed. Raises ValueError where they
     cannot.
 
@@ -74,23 +72,15 @@ def paired(after: Sequence[float], before: Sequence[float]) -> Difference:
     gaps = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     if len(gaps) < MIN_SEEDS:
         deviation = float(gaps.std(ddof=1)) if len(gaps) > 1 else math.nan
-        return Difference(float(gaps.mean()), float(gaps.min()), float(gaps.max()), len(gaps), None, deviation)
+        return Mean(float(gaps.mean()), float(gaps.min()), float(gaps.max()), len(gaps), None, deviation)
     return _by_t(gaps)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A difference among several. adjusted: its p after Holm over all of them; None where there is no p."""
-
-    found: Difference
-    adjusted: float | None
-
-
-def adjusted(found: Mapping[str, Difference]) -> dict[str, Comparison]:
-    """By name, with Holm over all that have a p."""
+def adjusted(found: Mapping[Key, Mean]) -> dict[Key, Mean]:
+    """The same, with Holm's p over all that have one."""
     judged = {name: each.p for name, each in found.items() if each.p is not None}
     after = dict(zip(judged, holm(list(judged.values())), strict=True))
-    return {name: Comparison(each, after.get(name)) for name, each in found.items()}
+    return {name: replace(each, adjusted=after.get(name)) for name, each in found.items()}
 
 
 def first_at(x: Array, y: Array, level: float) -> float:
@@ -131,18 +121,13 @@ def detectable(deviation: float, count: int, power: float = 0.8) -> float:
     """The smallest true difference that `count` seeds show (at LEVEL, two-sided) with a chance of at least `power`.
 
     deviation: standard deviation of the paired differences. (t_{1 - level / 2} + t_power) deviation / sqrt(n), which is exact
-    up to the difference between a shifted t and a non-central one. Raises ValueError for fewer than two seeds.
+    up to the difference between a shifted t and a non-central one. count: at least 2.
     """
-    if count < 2:
-        raise ValueError(f"{count} seed shows no difference: at least 2 are needed")
     return (t_quantile(1 - LEVEL / 2, count - 1) + t_quantile(power, count - 1)) * deviation / math.sqrt(count)
 
 
 def seeds_needed(deviation: float, difference: float, power: float = 0.8) -> int:
-    """The fewest seeds that show a difference of this size with a chance of at least `power`. Raises ValueError for one that is
-    not positive."""
-    if not difference > 0:
-        raise ValueError(f"no number of seeds shows a difference of {difference}: it must be above 0")
+    """The fewest seeds that show a difference of this size, which is positive, with a chance of at least `power`."""
     # at least so many, for the quantiles of t are above those of the normal distribution
     count = max(2, math.floor(((_NORMAL.inv_cdf(1 - LEVEL / 2) + _NORMAL.inv_cdf(power)) * deviation / difference) ** 2))
     while detectable(deviation, count, power) > difference:
@@ -150,32 +135,30 @@ def seeds_needed(deviation: float, difference: float, power: float = 0.8) -> int
     return count
 
 
-def worded(what: str, base: str, found: Difference, adjusted: float, comparisons: int, unit: str = "seeds") -> str:
-    """The sentence that an interval carries, and no more: `what` against `base`. adjusted: Holm's value over `comparisons`.
-    unit: what `found.count` counts."""
+def worded(what: str, base: str, found: Mean, comparisons: int) -> str:
+    """The sentence that an interval carries, and no more: `what` against `base`; `found.adjusted` is over `comparisons`."""
     numbers = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
     if found.p is None:
-        return f"{what} against {base}: {numbers} is the range of {found.count} {unit}, too few for an interval."
+        return f"{what} against {base}: {numbers} is the range of {found.count} seeds, too few for an interval."
     if found.p < LEVEL:
         side = "above" if found.mean > 0 else "below"
-        if adjusted < LEVEL:
+        if found.adjusted is None or found.adjusted < LEVEL:
             return f"{what} lies {side} {base}: {numbers}."
         return (
             f"{what} against {base}: {numbers} lies {side} 0 when looked at alone, and is not shown: of {comparisons} "
-            f"comparisons one may come out so by chance (Holm: p = {adjusted:.2f})."
+            f"comparisons one may come out so by chance (Holm: p = {found.adjusted:.2f})."
         )
     seen = detectable(found.deviation, found.count)
     return (
         f"{what} against {base}: {numbers}, no difference shown; differences outside {found.low:+.3f} to {found.high:+.3f} are "
-        f"unlikely; {found.count} {unit} show one of {seen:.3f} four times in five."
+        f"unlikely; {found.count} seeds show one of {seen:.3f} four times in five."
     )
 
 
 @cache
 def t_quantile(chance: float, degrees: int) -> float:
-    """Of Student's t; by bisection, to 1e-12. Raises ValueError for a chance that is not between 0 and 1."""
-    if not 0 < chance < 1:
-        raise ValueError(f"there is no quantile at {chance}: it must lie between 0 and 1")
+    """Of Student's t; by bisection, to 1e-12. chance: between 0 and 1."""
+    assert 0 < chance < 1 <= degrees
     if chance < 0.5:
         return -t_quantile(1 - chance, degrees)
     low, high = 0.0, 1.0
@@ -188,10 +171,7 @@ def t_quantile(chance: float, degrees: int) -> float:
 
 
 def t_chance(t: float, degrees: int) -> float:
-    """P(T <= t) of Student's t: the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4. Raises ValueError below 1
-    degree."""
-    if degrees < 1:
-        raise ValueError(f"{degrees} degrees of freedom: at least 1 is needed")
+    """P(T <= t) of Student's t: the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees))
     cosine, odd = math.cos(angle), degrees % 2
     term, total = (cosine, 0.0) if odd else (1.0, 0.0)
@@ -202,14 +182,11 @@ def t_chance(t: float, degrees: int) -> float:
     return 0.5 + within / 2
 
 
-def t_interval(mean: float, error: float, degrees: int, count: int) -> Difference:
-    """Of a mean with its standard error: the 95 % interval, and p against 0."""
-    half = t_quantile(1 - LEVEL / 2, degrees) * error
+def _by_t(gaps: Array) -> Mean:
+    """The 95 % t interval, and p against 0."""
+    mean, deviation, count = float(gaps.mean()), float(gaps.std(ddof=1)), len(gaps)
+    error = deviation / math.sqrt(count)
+    half = t_quantile(1 - LEVEL / 2, count - 1) * error
     t = abs(mean) / error if error > 0 else (math.inf if mean else 0.0)
-    p = max(0.0, 2 * (1 - t_chance(t, degrees)))  # the sum may round to above 1
-    return Difference(mean, mean - half, mean + half, count, p, error * math.sqrt(count))
-
-
-def _by_t(gaps: Array) -> Difference:
-    error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
-    return t_interval(float(gaps.mean()), error, len(gaps) - 1, len(gaps))
+    p = max(0.0, 2 * (1 - t_chance(t, count - 1)))  # the sum may round to above 1
+    return Mean(mean, mean - half, mean + half, count, p, deviation)

@@ -1,4 +1,4 @@
-"""The settings of the learner: optimisation, the loss, checkpoints. No torch."""
+"""The settings of the learner: optimisation, the loss, checkpoints; and how many logits there are at a time. No torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ class AdvantageConfig(Section):
     environment gave from this turn on, compared with its siblings' same turn."""
     scale_by_std: bool = True
     """`group_relative`: divide a group's centred rewards by their standard deviation."""
-    std: Literal["sample", "population"] = "sample"
-    """`group_relative`: the standard deviation of n rewards, with n - 1 (as in TRL and verl) or n under the squares."""
-    batch_statistics: Literal["tokens", "completions"] = "tokens"
-    """`reinforce_pp`: statistics of all tokens of the batch (OpenRLHF, verl) or of its completions."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"
     """Groups whose rewards are all equal: kept (their advantage is 0), dropped from the batch and counted, or replaced by
     others before a batch is made, so that it is full of groups with different rewards (dynamic sampling)."""
@@ -51,8 +47,6 @@ class AdvantageConfig(Section):
     (IMPALA)."""
     normalise: bool = True
     """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
-    value_clip: float | None = Field(default=0.2, gt=0)
-    """A new value counts as at most this far from the value at the start of the step; `"none"`: no clipping."""
 
     @property
     def needs_critic(self) -> bool:
@@ -90,9 +84,9 @@ class LossConfig(Section):
     """A completion with a negative advantage is masked when its mean log-ratio behaviour / proximal is above this."""
     allow_uncorrected: bool = False
     """Permit staleness above 0, or an engine that samples from a part of its cache, without an importance weight."""
-    mask_truncated: Literal["off", "loss", "loss and baseline"] = "off"
-    """What becomes of completions that a budget of tokens cut (`finish_reason` "length" or "context"): `off`: they are learned
-    from; `loss`: they leave the loss and its divisors, their rewards stay in baselines; or they leave both."""
+    mask_truncated: bool = False
+    """Whether completions that a budget of tokens cut (`finish_reason` "length" or "context") leave the loss and its divisors;
+    their rewards stay in baselines."""
     reduction: Literal["token", "sequence", "fixed"] = "token"
     """A loss per token is averaged over tokens, over completions, or divided by completions times `fixed_length`."""
     fixed_length: int | None = Field(default=None, ge=1)
@@ -128,18 +122,10 @@ class GuardConfig(Section):
     limits beyond which a run ends itself (exit code 7)."""
 
     enabled: bool = False
-    """Whether the target moves at all."""
+    """Whether the target moves: down by one after 3 steps in a row with an effective sample size below half of the tokens, a
+    mean squared log-ratio above 0.1 or more than 30 % of the tokens clipped or masked; up after 10 better by a fifth."""
     target: int | None = Field(default=None, ge=0)
     """Staleness aimed at, and the most that the guard returns to; `"none"`: `queue.max_staleness`."""
-    min_ess: float = Field(default=0.5, gt=0, lt=1)
-    """The target is lowered when the effective sample size, as a share of the tokens, falls below this, the mean
-    squared log-ratio rises above 0.1, or more than 30 % of the tokens are clipped or masked."""
-    patience: int = Field(default=3, ge=1)
-    """Steps in a row that must look bad before the target goes down by one."""
-    recovery: int = Field(default=10, ge=1)
-    """Steps in a row that must look good (by a margin) before the target goes up by one."""
-    margin: float = Field(default=0.2, ge=0, lt=1)
-    """How much better than the limit is good."""
     max_kl: float | None = Field(default=None, gt=0)
     """Highest `kl/reference` of a step (`kl/behaviour` where there is no reference), in nats a token; `"none"`: no limit."""
     min_entropy: float | None = Field(default=None, ge=0)
@@ -171,8 +157,6 @@ class CriticConfig(Section):
     """`head`: an output on the policy's trunk. `model`: a trunk of its own, a copy of the policy's."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Highest learning rate of the critic; it rises and falls as the policy's does."""
-    coefficient: float = Field(default=0.5, gt=0)
-    """Weight of the value loss beside the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
     """First steps in which only the critic learns."""
 
@@ -186,18 +170,14 @@ class LearnerConfig(Section):
     """Highest learning rate of AdamW, after the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's running means of the gradient and of its square."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up; `linear` and `cosine` fall to `final_learning_rate`."""
+    """How the learning rate goes on after the warm-up; `linear` and `cosine` fall to 0."""
     schedule_steps: int | None = Field(default=None, ge=1)
     """Steps after which the learning rate has fallen, warm-up included; as a rule `max_steps`."""
-    final_learning_rate: float = Field(default=0.0, ge=0)
-    """The learning rate from `schedule_steps` on."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates made from one pass over a batch (minibatches of whole groups)."""
     epochs: int = Field(default=1, ge=1)
@@ -206,9 +186,6 @@ class LearnerConfig(Section):
     """Padded tokens of one forward and backward pass."""
     row_tokens: int = Field(default=512, ge=1)
     """Completions of one prompt share a row, and the prompt's computation, up to this many tokens."""
-    logits_mib: int = Field(default=256, ge=1)
-    """MiB of float32 probabilities kept for the backward pass; those of further tokens are computed twice. On an accelerator
-    also the size of a chunk of logits."""
     publish_every: int = Field(default=1, ge=1)
     """Steps between two published weight sets."""
     device: str = "cpu"
@@ -255,5 +232,25 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept."""
     keep_every: int | None = Field(default=None, ge=1)
     """Checkpoints of steps that are a multiple of this are kept for good."""
-    background: bool = True
-    """Write while the next step runs."""
+
+
+LOGITS_MIB = 256
+"""Of float32 probabilities kept for the backward pass; those of further tokens are computed twice. On an accelerator also the
+size of a chunk of logits, whose products want many tokens and whose memory is kept by its allocator."""
+FLOAT32_BYTES = 4
+# One chunk of logits on a CPU. The C library fetches what is larger than 32 MiB from the system each time, and for a narrow
+# model first touching its pages takes longer than computing what stands on them. But each chunk reads the whole output layer,
+# and adds to the whole of its gradient: of a large vocabulary it has so many tokens at least.
+_CPU_MIB = 16
+_CPU_TOKENS = 128
+
+
+def tokens_within(vocabulary: int, mib: int) -> int:
+    """Tokens whose float32 logits fit into so much; one at least."""
+    return max(1, mib * 2**20 // (FLOAT32_BYTES * vocabulary))
+
+
+def chunk_tokens(vocabulary: int, device: str) -> int:
+    """Tokens whose logits the loss treats at a time on a type of device."""
+    within = tokens_within(vocabulary, LOGITS_MIB)
+    return min(within, max(_CPU_TOKENS, tokens_within(vocabulary, _CPU_MIB))) if device == "cpu" else within

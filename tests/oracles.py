@@ -16,13 +16,12 @@ from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.learner.config import LossConfig
 
 
-def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool, std: str) -> list[float | None]:
+def group_relative(rewards: Sequence[float | None], *, scale_by_std: bool) -> list[float | None]:
     """Twin of `async_rlhf.learner.objective.advantages.group_relative`."""
     counting = [reward for reward in rewards if reward is not None]
-    deviation = {"sample": statistics.stdev, "population": statistics.pstdev}[std]
-    if len(counting) < 2 or deviation(counting) < 1e-6:
+    if len(counting) < 2 or statistics.stdev(counting) < 1e-6:
         return [None if reward is None else 0.0 for reward in rewards]
-    mean, scale = statistics.mean(counting), deviation(counting) if scale_by_std else 1.0
+    mean, scale = statistics.mean(counting), statistics.stdev(counting) if scale_by_std else 1.0
     return [None if reward is None else (reward - mean) / scale for reward in rewards]
 
 
@@ -35,11 +34,11 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     return found
 
 
-def reinforce_pp(completions: Sequence[Sequence[float]], gamma: float, batch_statistics: str) -> list[list[float]]:
+def reinforce_pp(completions: Sequence[Sequence[float]], gamma: float) -> list[list[float]]:
     """Twin of `async_rlhf.learner.objective.advantages.reinforce_pp`: of each completion's rewards by token the returns, as
     written-out sums, and these over the batch."""
     returns = [[sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in completions]
-    counted = [value for own in returns for value in (own if batch_statistics == "tokens" else own[:1])]
+    counted = [value for own in returns for value in own]
     mean, std = statistics.mean(counted), statistics.pstdev(counted)
     return [[(value - mean) / std if std > 1e-6 else 0.0 for value in own] for own in returns]
 
@@ -83,16 +82,17 @@ def traced(
 
 
 def second_moment_mask(log_ratios: Sequence[float], limit: float) -> list[bool]:
-    """Twin of `masks.second_moment_mask`: drop the worst token until the mean square is small enough."""
+    """Twin of `async_rlhf.learner.objective.corrections.second_moment_mask`: drop the worst token until the mean square is
+    small enough."""
     kept = list(range(len(log_ratios)))
     while kept and statistics.fmean(log_ratios[i] ** 2 for i in kept) > limit:
         kept.remove(max(kept, key=lambda i: (abs(log_ratios[i]), i)))
     return [i in kept for i in range(len(log_ratios))]
 
 
-def value_loss(value: float, old: float, target: float, clip: float | None) -> float:
-    """Twin of `async_rlhf.learner.model.critic.value_loss`, of one token."""
-    held = value if clip is None else min(max(value, old - clip), old + clip)
+def value_loss(value: float, old: float, target: float) -> float:
+    """Twin of `async_rlhf.learner.objective.objective.value_loss`, of one token."""
+    held = min(max(value, old - 0.2), old + 0.2)
     return max((value - target) ** 2, (held - target) ** 2) / 2
 
 

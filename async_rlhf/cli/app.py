@@ -98,11 +98,12 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[_Function]
 def experiment(name: str) -> Any:
     """A function of the experiments, which lie a floor above: found by its entry point. Raises ConfigError."""
     from importlib.metadata import entry_points
+    from importlib.util import find_spec
 
     found = next(iter(entry_points(group="async_rlhf.experiments", name=name)), None)
-    if found is None:
+    if found is None or find_spec("async_rlhf.experiments") is None:
         raise ConfigError(
-            f"this installation is older than its code and knows no {name!r}: install it again, as it was installed"
+            f"this installation has no {name!r}: it was made without experiments/, or is older than its code; install it again"
         )
     return found.load()
 

@@ -231,9 +231,9 @@ def sweep(
     and --set sweep.name=NAME keeps both sweeps.
 
     With --ray each cell is a run of one node, which it has alone; results are written here. Every node needs async-rlhf, and
-    at the same paths the files that cells name (models, data, rewards), or nothing is begun. When a node dies its cell is tried
-    on another. Let sweep.output_dir lie where all nodes see it: then a cell goes on anywhere from its last checkpoint; else
-    its run stays on its node, and another node begins it anew.
+    at the same paths the files that cells name (models, data, rewards), or the cell fails before it begins. When a node dies
+    its cell is tried on another. Let sweep.output_dir lie where all nodes see it: then a cell goes on anywhere from its last
+    checkpoint; else its run stays on its node, and another node begins it anew.
     """
     experiment("sweep")(config, overrides or [], jobs=jobs, ray=ray, only=only or [], dry_run=dry_run)
 

@@ -140,6 +140,8 @@ def doctor(
         str | None, typer.Option(help="cpu, cuda or cuda:N: check that it gets its numbers right. Without it nothing is run.")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
+    speeds: Annotated[bool, typer.Option("--speeds", help="Measure copies, decoding, publication and a run too.")] = False,
+    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.md and report.json there.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Report what this machine can do, and what is missing. With a device, try every part on it.
@@ -147,5 +149,5 @@ def doctor(
     Model families, types, CUDA graphs and gradients against plain passes on the CPU; then small runs: the built-in engine,
     vLLM, two ranks, ZeRO-3. Some minutes; the report is Markdown, to paste into an issue. Exit code 1 when a check fails.
     """
-    if not experiment("doctor")(device, only or [], as_json, typer.echo):
+    if not experiment("doctor")(device, only or [], speeds, report, as_json, typer.echo):
         raise typer.Exit(1)

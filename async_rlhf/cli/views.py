@@ -74,10 +74,9 @@ def report(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A run directory, or that of a sweep with what its cells measured.")
     ],
-    html: Annotated[Path | None, typer.Option(help="Page to write; report.html in the directory by default.")] = None,
 ) -> None:
     """Make a page of numbers and pictures. In Markdown and in HTML to print or send, from what is on disk alone."""
-    for path in experiment("report")(directory, html, typer.echo):
+    for path in experiment("report")(directory, typer.echo):
         typer.echo(str(path))
 
 

@@ -71,7 +71,7 @@ _MAY_CHANGE = (
         f"learner.{name}:"
         for name in (
             "ranks", "sequence_parallel", "tensor_parallel", "backend", "zero_stage", "deepspeed_config", "rank_timeout_s",
-            "device", "threads", "compile", "gradient_checkpointing", "micro_batch_tokens", "row_tokens", "logits_mib",
+            "device", "threads", "compile", "gradient_checkpointing", "micro_batch_tokens", "row_tokens",
         )
     ),
 )  # fmt: skip

@@ -1,15 +1,17 @@
-"""`python -m async_rlhf.experiments.counterfactual RUN_DIR... [--step N] [--completions N] [--corrections FILE] [--out D]`."""
+"""`python -m async_rlhf.experiments.counterfactual RUN_DIR... [--step N] [--completions N] [--corrections FILE] [--out D]`, or
+`... RESULTS.csv` for the page and the picture of rows that were kept.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
+import numpy as np
 import psutil
 import typer
 from transformers.utils import logging as transformers_logging
@@ -18,19 +20,20 @@ from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.cli.app import errors, say
 from async_rlhf.experiments.counterfactual.fresh import fresh_groups
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
-from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, Sums, between, fresh_batches
+from async_rlhf.experiments.counterfactual.measures import Measures, Reference
 from async_rlhf.experiments.counterfactual.page import (
     ENOUGH,
+    FRESH,
     Row,
-    correction_row,
-    fresh_row,
     over_seeds,
+    read_rows,
     render,
+    rows_of,
     shortfall,
     write_rows,
 )
 from async_rlhf.experiments.counterfactual.picture import draw
-from async_rlhf.experiments.counterfactual.recorded import MIN_GROUPS, SHIPPED, Moment, corrections, plain, several
+from async_rlhf.experiments.counterfactual.recorded import SHIPPED, Moment, corrections, plain, several
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.estimation import Rewards
 from async_rlhf.run.checks.memory import written
@@ -38,8 +41,6 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 
 app = typer.Typer(add_completion=False)
-# Of the reference: enough for a jackknife, and few enough that their gradients lie in memory together.
-_BLOCKS = 32
 _LINE_EVERY_S = 15.0
 Report = Callable[[str, int, int], None]
 
@@ -70,6 +71,9 @@ def main(
     Leaves results.csv, picture.png, picture.svg and report.md.
     """
     with errors():
+        if [each.suffix for each in run_dirs] == [".csv"]:
+            _write_pages(read_rows(run_dirs[0]), out or run_dirs[0].parent)
+            return
         runs = several(run_dirs, step or [])
         config = runs[0][1]
         losses = corrections(chosen, config.loss)
@@ -79,20 +83,37 @@ def main(
         transformers_logging.disable_progress_bar()
         directory = out or runs[0][0].path / "counterfactual"
         directory.mkdir(parents=True, exist_ok=True)
-        rows, shown = list[Row](), Shown()
+        rows, show = list[Row](), _shown()
         for run, own, moments in runs:
             for moment in moments:
-                rows += compare(run, own, moment, losses, num_batches, shown.at)
+                rows += compare(run, own, moment, losses, num_batches, show)
                 write_rows(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
-        pooled = over_seeds(rows)
-        draw(pooled, directory)
-        (directory / "report.md").write_text(render(pooled))
-        typer.echo(str(directory / "report.md"))
+        _write_pages(rows, directory)
+
+
+def _write_pages(rows: Sequence[Row], directory: Path) -> None:
+    pooled = over_seeds(rows)
+    draw(pooled, directory)
+    (directory / "report.md").write_text(render(pooled))
+    typer.echo(str(directory / "report.md"))
+
+
+def _shown() -> Report:
+    """How far the work is: a line when something begins, and every 15 seconds."""
+    last_what, last = "", float("-inf")
+
+    def show(what: str, done: int, of: int) -> None:
+        nonlocal last_what, last
+        if what != last_what or time.monotonic() - last >= _LINE_EVERY_S:
+            last_what, last = what, time.monotonic()
+            say(f"{what}: {done}/{of}", err=True)
+
+    return show
 
 
 def batches_for(config: Config, completions: int) -> int:
-    """Batches of the run's size that hold at least so many completions. Raises ConfigError for fewer than four: a jackknife
-    leaves one out of each half of the reference."""
+    """Batches of the run's size that hold at least so many completions. Raises ConfigError for fewer than four: each half of
+    the reference is of two or more."""
     found, size = -(-completions // config.learner.batch_size), config.learner.batch_size
     if found < 4:
         raise ConfigError(
@@ -111,38 +132,34 @@ def compare(
     ConfigError where there is nothing to learn from, or no room.
     """
     where, count = f"{run.path.name}, step {moment.step}", num_batches * config.groups_per_batch
-    blocks_a_batch = _blocks_a_batch(config.groups_per_batch, num_batches)
     gradients = Gradients(config, moment.checkpoint, moment.step, plain(config.loss))
-    check_memory(gradients.num_parameters, num_batches * blocks_a_batch, psutil.virtual_memory().available)
+    check_memory(gradients.num_parameters, num_batches, psutil.virtual_memory().available)
     groups = fresh_groups(run, config, moment.checkpoint, moment.step, count, partial(report, f"{where}: fresh completions"))
     rewards, of_stale = (rewards_of(config, each, moment.statistics) for each in (groups, moment.groups))
     _check_scores(config, where, rewards)
     rows: dict[str, Row] = {}
-    estimates: dict[str, Estimate] = {}
     for on_policy, names in _by_reference(losses):
-        told = partial(report, f"{where}: reference of {names[0]}{' and others' if len(names) > 1 else ''}")
-        fresh = gradients.sums(groups, rewards, on_policy, config.groups_per_batch // blocks_a_batch, told)
-        reference = _reference(fresh, where)
-        batches = fresh_batches(reference, blocks_a_batch)
-        rows.setdefault("", fresh_row(config.seed, moment, count * config.generation.group_size, reference, batches))
+        said = partial(report, f"{where}: reference of {names[0]}{' and others' if len(names) > 1 else ''}")
+        reference = Reference(*gradients.sums(groups, rewards, on_policy, config.groups_per_batch, said))
+        if not reference.total_P.any():
+            raise ConfigError(f"{where}: rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
+        found = dict[str, Measures]()
         for name in names:
-            stale = gradients.sums(moment.groups, of_stale, losses[name], progress=partial(report, f"{where}: {name}"))
-            _check_groups(stale, where)
-            estimates[name] = Estimate.of(stale, reference, fresh.sums_KP)
-            rows[name] = correction_row(name, rows[""], estimates[name], batches)
-    base, *others = losses
-    for name in others:
-        rows[name] = replace(rows[name], base=base, difference=between(Estimate.cosine, estimates[name], estimates[base]))
-    return [rows[name] for name in ("", *losses)]
+            told = partial(report, f"{where}: {name}")
+            (sum_P,), (divisor,) = gradients.sums(moment.groups, of_stale, losses[name], len(moment.groups), told)
+            found[name] = reference.measure(sum_P.astype(np.float64) / divisor)
+        made = rows_of(config.seed, moment, count * config.generation.group_size, reference, found)
+        rows |= {row.estimate: row for row in made if row.estimate not in rows}  # fresh batches of the first reference
+    return [rows[name] for name in (FRESH, *losses)]
 
 
-def check_memory(num_parameters: int, num_blocks: int, available: int) -> None:
-    """Raises ConfigError where the gradients of all blocks have no room beside each other. available: bytes."""
-    needed = 4 * num_parameters * num_blocks
+def check_memory(num_parameters: int, num_batches: int, available: int) -> None:
+    """Raises ConfigError where the gradients of all batches have no room beside each other. available: bytes."""
+    needed = 4 * num_parameters * num_batches
     if needed > available:
         raise ConfigError(
-            f"{num_blocks} gradients of {num_parameters:,} parameters need {written(needed)} at once, {written(available)} are "
-            "free; ask about a run of a smaller model, or one that trains adapters (learner.lora)"
+            f"{num_batches} gradients of {num_parameters:,} parameters need {written(needed)} at once, {written(available)} "
+            "are free; ask about a run of a smaller model, or one that trains adapters (learner.lora)"
         )
 
 
@@ -154,20 +171,6 @@ def _by_reference(losses: Mapping[str, LossConfig]) -> list[tuple[LossConfig, li
     return list(found.values())
 
 
-def _reference(fresh: Sums, where: str) -> Reference:
-    reference = Reference.of(fresh)
-    if not reference.blocks_BB.any():
-        raise ConfigError(f"{where}: the rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
-    return reference
-
-
-def _check_groups(stale: Sums, where: str) -> None:
-    if (counting := int((stale.counts_K > 0).sum())) < MIN_GROUPS:
-        raise ConfigError(
-            f"{where}: {counting} groups of the batch are learned from, an interval needs {MIN_GROUPS}; choose another step"
-        )
-
-
 def _check_scores(config: Config, where: str, rewards: Rewards) -> None:
     failed = fmean(reward is None for group in rewards for reward in group)
     if failed > config.rewards.max_failed_ratio:
@@ -175,25 +178,6 @@ def _check_scores(config: Config, where: str, rewards: Rewards) -> None:
             f"{where}: {failed:.0%} of the scores of fresh completions failed, {config.rewards.max_failed_ratio:.0%} are "
             "allowed (rewards.max_failed_ratio)"
         )
-
-
-class Shown:
-    """How far the work is: a line when something begins, and every 15 seconds."""
-
-    def __init__(self) -> None:
-        self._what, self._last = "", float("-inf")
-
-    def at(self, what: str, done: int, of: int) -> None:
-        now = time.monotonic()
-        if what != self._what or now - self._last >= _LINE_EVERY_S:
-            self._what, self._last = what, now
-            say(f"{what}: {done}/{of}", err=True)
-
-
-def _blocks_a_batch(groups_a_batch: int, num_batches: int) -> int:
-    """Into how many blocks of whole groups a batch is cut: as few as make `_BLOCKS` blocks in all."""
-    cuts: Sequence[int] = [cut for cut in range(1, groups_a_batch + 1) if groups_a_batch % cut == 0]
-    return next((cut for cut in cuts if cut * num_batches >= _BLOCKS), groups_a_batch)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from async_rlhf.actors.engine import Completion, Request, RolloutKey, load_engine
-from async_rlhf.actors.loop.worker import Work
-from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
+from async_rlhf.actors.engine import RolloutKey, load_engine
+from async_rlhf.actors.loop.episodes import Episodes, Played
+from async_rlhf.actors.loop.worker import rollout_of
+from async_rlhf.actors.scoring.pool import Place, ScoringPool, fields_of
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Group, Rollout
@@ -46,80 +47,39 @@ def fresh_groups(
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, by_source=config.rewards.by_source)
     engine = load_engine(model, config.served_engine.model_copy(update={"kind": "torch", "kv_policy": "full"}), version=step)
     first = _NUMBERS * (step + 1)
+    begun = {number: work.requests(number, 0) for number in range(first, first + count)}
+    played, rollouts = dict[RolloutKey, Played](), dict[RolloutKey, Rollout]()
     try:
-        gathering = _Gathering(work, range(first, first + count))
-        engine.submit(gathering.requests)
-        heard = time.monotonic()
-        while gathering.num_judged < gathering.num_wanted:
-            for completion in engine.step():
-                scoring.submit(completion.key, gathering.fields(completion), gathering.place(completion.key))
+        episodes = Episodes(engine, work.decode)
+        episodes.begin((row, 0, requests) for row, _, requests in begun.values())
+        last_event = time.monotonic()
+        while len(rollouts) < count * work.group_size:
+            for each in episodes.step():
+                key = each.completion.key
+                played[key] = each
+                fields = fields_of(begun[key.group][0], each.prompt_ids, each.completion, each.turns[-1], work.template)
+                scoring.submit(key, fields, Place(key[:2], key.member, work.group_size))
             if scored := scoring.poll():
-                for each in scored:
-                    gathering.judged(each)
-                progress(gathering.num_judged, gathering.num_wanted)
+                rollouts |= {each.key: rollout_of(played.pop(each.key), each, None, {}) for each in scored}
+                progress(len(rollouts), count * work.group_size)
             if scored or engine.num_unfinished:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > _PATIENCE_S:
-                raise DeadlineError(
-                    f"waited {_PATIENCE_S:.0f} s for scores of {gathering.num_wanted - gathering.num_judged} fresh completions"
-                )
+                last_event = time.monotonic()
+            elif time.monotonic() - last_event > _PATIENCE_S:
+                raise DeadlineError(f"waited {_PATIENCE_S:.0f} s for scores of {len(played)} fresh completions")
             else:
                 time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
     finally:
         scoring.close()
         engine.close()
-    return gathering.groups()
-
-
-class _Gathering:
-    """Completions and their scores, on the way to groups."""
-
-    def __init__(self, work: Work, numbers: range) -> None:
-        self._work = work
-        self.num_wanted, self.num_judged = len(numbers) * work.group_size, 0
-        self._begun = {number: work.requests(number, 0) for number in numbers}
-        self._completions: dict[RolloutKey, tuple[Completion, str]] = {}
-        self._rollouts: dict[RolloutKey, Rollout] = {}
-
-    @property
-    def requests(self) -> list[Request]:
-        return [request for _, _, own in self._begun.values() for request in own]
-
-    def fields(self, completion: Completion) -> dict[str, object]:
-        """What its judges get."""
-        row, _, requests = self._begun[completion.key.group]
-        text = self._work.decode(completion.token_ids.tolist())
-        self._completions[completion.key] = completion, text
-        return fields_of(row, requests[0].prompt_ids, completion, text, self._work.template)
-
-    def place(self, key: RolloutKey) -> Place:
-        return Place(key[:2], key.member, self._work.group_size)
-
-    def judged(self, scored: Scored[RolloutKey]) -> None:
-        completion, text = self._completions.pop(scored.key)
-        self.num_judged += 1
-        self._rollouts[scored.key] = Rollout(
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            spans=completion.spans,
-            finish_reason=completion.finish_reason,
-            scores=scored.scores,
-            text=text,
-            sampling_mask=completion.sampling_mask,
-            reference=scored.reference,
+    return [
+        Group(
+            number=number,
+            attempt=0,
+            prompt_ids=np.array(requests[0].prompt_ids, np.int32),
+            rollouts=tuple(rollouts[request.key] for request in requests),
+            sampling=work.sampling,
+            prompt=prompt,
+            columns=row.columns,
         )
-
-    def groups(self) -> list[Group]:
-        members = range(self._work.group_size)
-        return [
-            Group(
-                number=number,
-                attempt=0,
-                prompt_ids=np.array(requests[0].prompt_ids, np.int32),
-                rollouts=tuple(self._rollouts[RolloutKey(number, 0, member)] for member in members),
-                sampling=self._work.sampling,
-                prompt=prompt,
-                columns=row.columns,
-            )
-            for number, (row, prompt, requests) in self._begun.items()
-        ]
+        for number, (row, prompt, requests) in begun.items()
+    ]

@@ -7,11 +7,12 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from async_rlhf.buffers.composition import Statistics
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group
-from async_rlhf.experiments.counterfactual.measures import Sums
+from async_rlhf.experiments.counterfactual.measures import Array
 from async_rlhf.learner.batch.micro_batch import count
 from async_rlhf.learner.batch.rows import Row, by_group, make_rows
 from async_rlhf.learner.config import LossConfig
@@ -19,8 +20,8 @@ from async_rlhf.learner.loop.trainer import estimated
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.learner.objective.estimation import Rewards
 from async_rlhf.learner.objective.loss import denominator
-from async_rlhf.learner.parallel.ranks import Ranks
 from async_rlhf.learner.step.controller import Controller
+from async_rlhf.learner.step.ranks import Ranks
 from async_rlhf.learner.step.torch_machine import make_machine
 from async_rlhf.run.config import Config
 
@@ -50,11 +51,12 @@ class Gradients:
         groups: Sequence[Group],
         rewards: Rewards,
         loss: LossConfig,
-        groups_a_part: int = 1,
+        groups_a_part: int,
         progress: Callable[[int, int], None] = lambda done, of: None,
-    ) -> Sums:
+    ) -> tuple[npt.NDArray[np.float32], Array]:
         """The gradient of `loss` on these groups as one update would be made from them all: the first of a step, in which the
-        proximal policy is the present one. Cut, in order, into parts of so many groups (the last may have fewer).
+        proximal policy is the present one. Cut, in order, into parts of so many groups (the last may have fewer): float32
+        [K, P] of each part its gradient before the division, float64 [K] what it is divided by.
 
         Advantages, and masks that look at the whole batch, are made from all groups before the cut. progress: groups that are
         done, and of how many. Raises NonFiniteError.
@@ -74,7 +76,7 @@ class Gradients:
             progress(min(len(groups), (part + 1) * groups_a_part), len(groups))
         if not counts_K.any():
             raise ConfigError(f"step {self._step}: no completion of {len(groups)} groups is learned from; choose another step")
-        return Sums(sums_KP, counts_K)
+        return sums_KP, counts_K
 
 
 def rewards_of(config: Config, groups: Sequence[Group], statistics: Statistics) -> list[list[float | None]]:

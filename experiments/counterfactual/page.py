@@ -1,23 +1,25 @@
 """What was measured, as rows and as a page whose sentences are worded by intervals. `picture` draws the rows.
 
-Of several runs, which differ in nothing but their seed, means are shown with 95 % intervals over seeds: what one batch says
-and another would not is in them.
+Of three runs or more, which differ in nothing but their seed, means are shown with 95 % intervals over seeds: what one batch
+says and another would not is in them. One run has values, and no interval.
 """
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from async_rlhf.experiments.counterfactual.measures import Estimate, Reference, jackknife
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.counterfactual.measures import Measures, Reference, ceiling
 from async_rlhf.experiments.counterfactual.recorded import Moment
 from async_rlhf.experiments.page import raw_table, write_csv
-from async_rlhf.experiments.statistics import MIN_SEEDS, Difference, holm, paired, worded
+from async_rlhf.experiments.statistics import MIN_SEEDS, Mean, adjusted, paired, worded
 
 ENOUGH = 4096
 """Fresh completions below which a reference is called too small."""
@@ -25,12 +27,12 @@ FRESH = "fresh batch"
 
 
 class Interval(NamedTuple):
-    """Of a correction: its value and its 95 % interval, of the jackknife or over seeds. Of a fresh batch: the mean over fresh
-    batches, and where nine in ten of them lie (of several runs, the means of their ends)."""
+    """Of a correction: its value, and over seeds its 95 % interval. Of a fresh batch: the mean over fresh batches, and where
+    nine in ten of them lie (of several runs, the means of their ends). Ends that are not known are not numbers."""
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,7 @@ class Row:
     """One estimate at one step. staleness, oldest: mean over the stale batch's tokens and the largest, in learner steps.
 
     completions: fresh ones, of the reference. halves: cosine of its halves. fresh_below: share of fresh batches whose cosine is
-    lower. base: the correction it is compared with, and `difference` that of the cosines; None where it is not compared.
-    bias: of share - 1, from 0; None for a fresh batch. seed: of the run; runs: over how many this is a mean, with the seed of
-    the first.
+    lower; None for a fresh batch. seed: of the run; runs: over how many this is a mean, with the seed of the first.
     """
 
     seed: int
@@ -56,90 +56,75 @@ class Row:
     norm_ratio: Interval
     share: Interval
     fresh_below: float | None = None
-    bias: Difference | None = None
-    base: str = ""
-    difference: Difference | None = None
+    bias: Mean | None = None
+    """Over seeds: of share - 1, from 0."""
+    difference: Mean | None = None
+    """Over seeds: of the cosine from that of the first correction; None for that."""
     runs: int = 1
 
 
-def fresh_row(
-    seed: int, moment: Moment, completions: int, reference: Reference, batches: Sequence[tuple[float, float, float]]
-) -> Row:
-    """The yardstick: what batches as large as the stale one reach when they are fresh. batches: of `fresh_batches`."""
-    values = np.array(batches)
-    low, high = np.quantile(values, [0.05, 0.95], axis=0)
-    cosine, norm_ratio, share = (Interval(*map(float, each)) for each in zip(values.mean(0), low, high, strict=True))
-    all_B = np.ones(len(reference.counts_B))
-    halves, ceiling, count = reference.halves(all_B)[0], reference.ceiling(all_B), len(moment.groups)
-    return Row(seed, moment.step, FRESH, *moment.staleness, count, completions, halves, ceiling, cosine, norm_ratio, share)
+def rows_of(
+    seed: int, moment: Moment, completions: int, reference: Reference, corrections: Mapping[str, Measures]
+) -> list[Row]:
+    """Of one reference: the yardstick, which is what batches as large as the stale one reach when they are fresh, and what the
+    stale batch gives by each correction."""
+    halves, batches = reference.halves[0], reference.fresh_batches()
 
+    def row(name: str, measures: Iterable[Interval], fresh_below: float | None = None) -> Row:
+        cosine, norm_ratio, share = measures
+        about = (*moment.staleness, len(moment.groups), completions, halves, ceiling(halves))
+        return Row(seed, moment.step, name, *about, cosine, norm_ratio, share, fresh_below)
 
-def correction_row(name: str, fresh: Row, estimate: Estimate, batches: Sequence[tuple[float, float, float]]) -> Row:
-    """What the stale batch of `fresh.step` gives by this correction. batches: as for `fresh_row`, by the same reference."""
-    parts, blocks = len(estimate.counts_K), len(estimate.reference.counts_B)
-    cosine, norm_ratio = (jackknife(each, parts, blocks) for each in (estimate.cosine, estimate.norm_ratio))
-    bias = jackknife(lambda weights_K, weights_B: estimate.share(weights_K, weights_B) - 1, parts, blocks)
-    all_B = np.ones(blocks)
-    return replace(
-        fresh,
-        estimate=name,
-        halves=estimate.reference.halves(all_B)[0],
-        ceiling=estimate.reference.ceiling(all_B),
-        cosine=Interval(cosine.mean, cosine.low, cosine.high),
-        norm_ratio=Interval(norm_ratio.mean, norm_ratio.low, norm_ratio.high),
-        share=Interval(1 + bias.mean, 1 + bias.low, 1 + bias.high),
-        fresh_below=float(np.mean([each[0] < cosine.mean for each in batches])),
-        bias=bias,
-    )
+    low, high = np.quantile(batches, [0.05, 0.95], axis=0)
+    fresh = (Interval(*map(float, each)) for each in zip(np.mean(batches, 0), low, high, strict=True))
+    rows = [row(FRESH, fresh)]
+    for name, found in corrections.items():
+        rows.append(row(name, map(Interval, found), float(np.mean([each.cosine < found.cosine for each in batches]))))
+    return rows
 
 
 def over_seeds(rows: Sequence[Row]) -> list[Row]:
     """A row for each step and estimate: as it is where one run was made, else the mean over runs, with intervals over seeds.
 
-    Of each seed the estimate is subtracted from 1 and from the base's before anything is averaged. Raises ValueError for fewer
-    than MIN_SEEDS runs, and more than one.
+    Of each seed the estimate is subtracted from 1 and from the first correction's before anything is averaged. Raises
+    ValueError for fewer than MIN_SEEDS runs, and more than one.
     """
     together: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         together.setdefault((row.step, row.estimate), []).append(row)
-    return [_mean(each) if len(each) > 1 else each[0] for each in together.values()]
+    bases: dict[int, list[Row]] = {}
+    for (step, estimate), own in together.items():
+        if estimate != FRESH:
+            bases.setdefault(step, own)
+    return [_mean(own, bases.get(step, own)) if len(own) > 1 else own[0] for (step, _), own in together.items()]
 
 
-def _mean(rows: Sequence[Row]) -> Row:
+def _mean(rows: Sequence[Row], base: Sequence[Row]) -> Row:
+    """base: of the first correction, one a seed."""
     if len(rows) < MIN_SEEDS:
         raise ValueError(f"{len(rows)} runs have no interval; at least {MIN_SEEDS} are needed")
-    first = rows[0]
 
-    def mean(of: Callable[[Row], float]) -> float:
-        return math.fsum(map(of, rows)) / len(rows)
+    def mean(values: Iterable[float]) -> float:
+        return math.fsum(values) / len(rows)
 
-    def differs(values: Sequence[float]) -> Difference:
+    def differs(values: Sequence[float]) -> Mean:
         if not all(map(math.isfinite, values)):
-            return Difference(math.nan, math.nan, math.nan, len(values), None)
+            return Mean(math.nan, math.nan, math.nan, len(values), None)
         return paired(values, [0.0] * len(values))
 
-    def interval(of: Callable[[Row], Interval]) -> Interval:
-        if first.estimate == FRESH:
-            return Interval(*(mean(lambda row, i=i: of(row)[i]) for i in range(3)))  # type: ignore[misc]
-        found = differs([of(row).value for row in rows])
-        return Interval(found.mean, found.low, found.high)
-
-    biases = [row.bias.mean for row in rows if row.bias is not None]
-    differences = [row.difference.mean for row in rows if row.difference is not None]
-    return replace(
-        first,
-        staleness=mean(lambda row: row.staleness),
-        oldest=max(row.oldest for row in rows),
-        halves=mean(lambda row: row.halves),
-        ceiling=mean(lambda row: row.ceiling),
-        cosine=interval(lambda row: row.cosine),
-        norm_ratio=interval(lambda row: row.norm_ratio),
-        share=interval(lambda row: row.share),
-        fresh_below=None if first.fresh_below is None else mean(lambda row: row.fresh_below or 0.0),
-        bias=differs(biases) if biases else None,
-        difference=differs(differences) if differences else None,
-        runs=len(rows),
-    )
+    changed: dict[str, Any] = {name: mean(getattr(row, name) for row in rows) for name in ("staleness", "halves", "ceiling")}
+    for name in Measures._fields:
+        intervals = [getattr(row, name) for row in rows]
+        found = differs([each.value for each in intervals])
+        changed[name] = Interval(found.mean, found.low, found.high)
+        if rows[0].estimate == FRESH:
+            changed[name] = Interval(*map(mean, zip(*intervals, strict=True)))
+    if rows[0].estimate != FRESH:
+        changed["bias"] = differs([row.share.value - 1 for row in rows])
+        changed["fresh_below"] = mean(row.fresh_below or 0.0 for row in rows)
+        if rows is not base:
+            changed["difference"] = differs([a.cosine.value - b.cosine.value for a, b in zip(rows, base, strict=True)])
+    return replace(rows[0], **changed, oldest=max(row.oldest for row in rows), runs=len(rows))
 
 
 def shortfall(completions: int) -> str:
@@ -149,24 +134,41 @@ def shortfall(completions: int) -> str:
     return f"only {completions} fresh completions, {ENOUGH} are advised: the ceiling is low and the reference rough"
 
 
+# What is kept of a run's rows; all else is made from these.
+_KEPT = [field.name for field in fields(Row) if field.name not in ("bias", "difference", "runs")]
+
+
 def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """A line a row, numbers to 6 digits; an interval is three columns, a difference five. An empty field was not measured."""
-    write_csv([_flat(row) for row in rows], path)
+    """A line a row, numbers to 6 digits; an interval is three columns. An empty field was not measured."""
+    found = list[dict[str, Any]]()
+    for row in rows:
+        values = {name: getattr(row, name) for name in _KEPT}
+        for name in Measures._fields:
+            values |= zip((name, f"{name}_low", f"{name}_high"), values[name], strict=True)
+        numbers = {key: value for key, value in values.items() if isinstance(value, float)}
+        found.append(values | {key: None if math.isnan(value) else float(f"{value:.6g}") for key, value in numbers.items()})
+    write_csv(found, path)
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for field in fields(row):
-        value = getattr(row, field.name)
-        if isinstance(value, Interval):
-            found |= {field.name: value.value, f"{field.name}_low": value.low, f"{field.name}_high": value.high}
-        elif field.name in ("bias", "difference"):
-            parts = ("mean", "low", "high", "p", "deviation")
-            found |= {f"{field.name}_{part}": getattr(value, part, None) for part in parts}
-        else:
-            found[field.name] = value
-    known = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in found.items()}
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in known.items()}
+def read_rows(path: Path) -> list[Row]:
+    """What `write_rows` wrote; other columns are passed over. Raises ConfigError for anything else."""
+
+    def number(text: str) -> float:
+        return float(text) if text else math.nan
+
+    rows = []
+    try:
+        for line in csv.DictReader(path.read_text().splitlines()):
+            values: dict[str, Any] = {name: line[name] for name in _KEPT}
+            values |= {name: int(line[name]) for name in ("seed", "step", "oldest", "groups", "completions")}
+            values |= {name: number(line[name]) for name in ("staleness", "halves", "ceiling")}
+            values |= {
+                name: Interval(*(number(line[name + end]) for end in ("", "_low", "_high"))) for name in Measures._fields
+            }
+            rows.append(Row(**{**values, "fresh_below": number(line["fresh_below"]) if line["fresh_below"] else None}))
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} holds no rows of this experiment: {error!r}") from error
+    return rows
 
 
 def command(rows: Sequence[Row]) -> str:
@@ -178,14 +180,12 @@ def command(rows: Sequence[Row]) -> str:
 
 def render(rows: Sequence[Row]) -> str:
     """The page; the picture lies beside it. rows: of `over_seeds`."""
-    steps = list(dict.fromkeys(row.step for row in rows))
-    warning = shortfall(rows[0].completions)
-    runs = rows[0].runs
+    warning, runs = shortfall(rows[0].completions), rows[0].runs
     parts = [
         f"{_TITLE}\n\n    {command(rows)}\n\n{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
         *([f"**Warning: {warning}.**"] if warning else []),
         "![Cosine, norm ratio and share of every correction, by step and by mean staleness](picture.png)",
-        *(_section([row for row in rows if row.step == step]) for step in steps),
+        *(_section([row for row in rows if row.step == step]) for step in dict.fromkeys(row.step for row in rows)),
         "## What is shown",
         "\n".join(f"- {sentence}" for sentence in sentences(rows)),
     ]
@@ -197,12 +197,13 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     from 1; after Holm over all of these. Corrections that gave the same gradient are one comparison, not several."""
     same_gradient = alike(rows)
     firsts = [row for row in rows if row in [same[0] for same in same_gradient]]
+    base = next(row.estimate for row in rows if row.estimate != FRESH)
     asked = [
-        *((row, "cosine", row.base, row.difference) for row in firsts if row.difference is not None),
-        *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts if row.bias is not None),
+        *((row, "cosine", base, row.difference) for row in firsts),
+        *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts),
     ]
-    known = [(row, what, base, found) for row, what, base, found in asked if found.p is not None and math.isfinite(found.mean)]
-    adjusted = holm([found.p for _, _, _, found in known if found.p is not None])
+    known = [(row, what, base, found) for row, what, base, found in asked if found is not None and math.isfinite(found.mean)]
+    judged = adjusted(dict(enumerate(found for *_, found in known)))
     return [
         *(
             f"Step {first.step}: {', '.join(row.estimate for row in others)} gave the gradient of {first.estimate}."
@@ -210,14 +211,10 @@ def sentences(rows: Sequence[Row]) -> list[str]:
             if others
         ),
         *(
-            worded(f"Step {row.step}, {row.estimate}: its {what}", base, found, p, len(known), _unit(row))
-            for (row, what, base, found), p in zip(known, adjusted, strict=True)
+            worded(f"Step {row.step}, {row.estimate}: its {what}", base, judged[number], len(judged))
+            for number, (row, what, base, _) in enumerate(known)
         ),
     ]
-
-
-def _unit(row: Row) -> str:
-    return "groups" if row.runs == 1 else "seeds"
 
 
 def alike(rows: Sequence[Row]) -> list[list[Row]]:
@@ -225,7 +222,7 @@ def alike(rows: Sequence[Row]) -> list[list[Row]]:
     found: dict[object, list[Row]] = {}
     for row in rows:
         if row.estimate != FRESH:
-            digits = tuple(f"{each.value:.4g}" for each in (row.cosine, row.norm_ratio, row.share))
+            digits = tuple(f"{getattr(row, name).value:.4g}" for name in Measures._fields)
             found.setdefault((row.step, digits), []).append(row)
     return list(found.values())
 
@@ -234,8 +231,7 @@ _TITLE = "# Gradients on a stale batch, against fresh ones at the same weights"
 _HEAD = """Written by that command; no sentence below is written by hand. At each step the reference is the on-policy gradient
 of the checkpoint's weights, from fresh completions of the run's prompts; every correction gives the first update's gradient of
 the batch that the run trained on from there, the same batch for all."""
-_OF_ONE = """Numbers are values and, in brackets, 95 % intervals of a jackknife over the groups of the batch and the blocks of
-the reference;"""
+_OF_ONE = """Numbers are those of one run, which have no interval; three runs that differ in their seed have;"""
 _OF_SEEDS = (
     """Numbers are means over {runs} runs, which differ in their seed, and, in brackets, 95 % intervals over these seeds;"""
 )
@@ -250,7 +246,7 @@ def _section(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         below = "" if row.fresh_below is None else f"{row.fresh_below:.0%}"
-        lines.append([row.estimate, *map(_words, (row.cosine, row.norm_ratio, row.share)), below, f"{row.ceiling:.3f}"])
+        lines.append([row.estimate, *(_words(getattr(row, name)) for name in Measures._fields), below, f"{row.ceiling:.3f}"])
     return "\n\n".join(
         [
             f"## Step {first.step}: mean staleness {first.staleness:.2f}, oldest token {first.oldest}",
@@ -264,4 +260,4 @@ def _section(rows: Sequence[Row]) -> str:
 def _words(found: Interval) -> str:
     if math.isnan(found.value):
         return "unknown: the halves of the reference have no common direction"
-    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+    return f"{found.value:.3f}" + ("" if math.isnan(found.low) else f" ({found.low:.3f} to {found.high:.3f})")

@@ -43,12 +43,12 @@ def draw(rows: Sequence[Row], directory: Path) -> None:
     named, columns = panels[0][0].get_legend_handles_labels(), 2 + len(over)
     figure.legend(*named, loc="outside lower center", ncols=columns, frameon=False)
     first, runs = rows[0], rows[0].runs
-    batches, spread = "one stale batch", "jackknife over groups and blocks"
+    batches, bars = "one stale batch", ""
     if runs > 1:
-        batches, spread = f"{runs} stale batches, one a seed,", f"over {runs} seeds"
+        batches, bars = f"{runs} stale batches, one a seed,", f"bars: 95 % intervals (over {runs} seeds); "
     title = (
         f"Gradients of {batches} of {first.groups} groups against {first.completions} fresh completions\n"
-        f"bars: 95 % intervals ({spread}); grey: nine in ten fresh batches of the same size\n{command(rows)}"
+        f"{bars}grey: nine in ten fresh batches of the same size\n{command(rows)}"
     )
     warning = shortfall(rows[0].completions)
     figure.suptitle(f"{title}\nWARNING: {warning}" if warning else title, fontsize="medium")

@@ -28,8 +28,6 @@ SHIPPED = Path(__file__).resolve().parent / "corrections.toml"
 # What is optimised, not how it is corrected: the same in the reference and in every correction.
 _OBJECTIVE = ("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "mask_truncated", "dpo_beta")
 _REDUCTION = ("reduction", "fixed_length")
-MIN_GROUPS = 3
-"""Of a batch: with fewer there is no interval worth printing."""
 
 
 @dataclass(frozen=True)
@@ -49,48 +47,36 @@ class Moment:
         return sum(age * count for age, count in ages) / sum(count for _, count in ages), max(age for age, _ in ages)
 
 
-def ended(directory: Path) -> tuple[RunDir, Config]:
-    """Raises ConfigError where there is no run, or one that still lives."""
-    run = RunDir.existing(directory)
-    if run.is_alive():
-        raise ConfigError(
-            f"{str(directory)!r} is still being trained: wait for its end, or stop it (async-rlhf stop {directory})"
-        )
-    return run, run.config()
-
-
 def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, list[Moment]]:
     """The run, its configuration and the moments at these steps, ascending; without steps, at all there are.
 
     Raises ConfigError where there is no run, one that still lives, no kept checkpoint or batch, or none of a step that is asked
     for, and for what this experiment cannot ask about; DamagedError for files that are not as they were written.
     """
-    run, config = ended(directory)
+    run = RunDir.existing(directory)
+    if run.is_alive():
+        raise ConfigError(
+            f"{str(directory)!r} is still being trained: wait for its end, or stop it (async-rlhf stop {directory})"
+        )
+    config = run.config()
     _check_kind(config)
     checkpoints = {step_of(path): path for path in complete(run.path / "checkpoints")}
     if not checkpoints:
         raise ConfigError(f"{str(directory)!r} has no checkpoint; a run with checkpoint.keep_every = 10 keeps every tenth")
-    for step in steps:
-        if step not in checkpoints:
-            nearest = min(checkpoints, key=lambda other: abs(other - step))
-            there = ", ".join(map(str, checkpoints))
+    if not any((run.path / "queue").glob("[0-9]*.log")):
+        raise ConfigError(f"{str(directory)!r} has no archive of batches; a run with queue.keep_rollouts = true keeps one")
+    batches = {batch.step: batch.groups for batch in read_batches(run.path / "queue") if batch.step in checkpoints}
+    for step in (*steps, *([] if batches else [max(checkpoints)])):
+        if step not in batches:
+            lacks = "no batch that was trained on from it" if step in checkpoints else "no checkpoint of it"
+            nearest = min(batches, key=lambda other: abs(other - step), default="none")
+            there = ", ".join(map(str, sorted(batches))) or "none"
             raise ConfigError(
-                f"--step {step}: {str(directory)!r} has no checkpoint of it, the nearest is of step {nearest}; there are "
-                f"{there} (checkpoint.keep_every decides which are kept)"
+                f"--step {step}: {str(directory)!r} has {lacks} (checkpoint.keep_every and queue.keep_rollouts decide what is "
+                f"kept); the nearest with both is {nearest}. Steps with both: {there}"
             )
-    batches = _batches(run.path, set(steps) or set(checkpoints))
-    if missing := sorted(set(steps) - set(batches)):
-        raise ConfigError(
-            f"--step {missing[0]}: no batch was trained on from that checkpoint, or it is no longer there. Steps with both: "
-            f"{', '.join(map(str, sorted(_batches(run.path, set(checkpoints))))) or 'none'}"
-        )
-    if not batches:
-        raise ConfigError(
-            f"{str(directory)!r} has no batch that was trained on from one of its checkpoints (of steps "
-            f"{', '.join(map(str, checkpoints))}): only a run with queue.keep_rollouts = true keeps its batches, and none "
-            "follows the last checkpoint"
-        )
-    return run, config, [_moment(config, step, checkpoints[step], batches[step]) for step in sorted(batches)]
+    wanted = sorted(set(steps) or set(batches))
+    return run, config, [_moment(config, step, checkpoints[step], batches[step]) for step in wanted]
 
 
 def several(directories: Sequence[Path], steps: Sequence[int]) -> list[tuple[RunDir, Config, list[Moment]]]:
@@ -144,17 +130,6 @@ def _check_kind(config: Config) -> None:
             f"advantage.kind = {config.advantage.kind!r} needs a critic, whose gradient is none of the policy's; this "
             "experiment is for estimators without one, group_relative or leave_one_out"
         )
-    if config.groups_per_batch < MIN_GROUPS:
-        raise ConfigError(
-            f"a batch of the run has {config.groups_per_batch} groups, too few for an interval; at least {MIN_GROUPS} are "
-            "needed (learner.batch_size / generation.group_size)"
-        )
-
-
-def _batches(run: Path, steps: set[int]) -> dict[int, tuple[Group, ...]]:
-    if not any((run / "queue").glob("[0-9]*.log")):
-        raise ConfigError(f"{str(run)!r} has no archive of batches; a run with queue.keep_rollouts = true keeps one")
-    return {batch.step: batch.groups for batch in read_batches(run / "queue") if batch.step in steps}
 
 
 def _moment(config: Config, step: int, checkpoint: Path, groups: tuple[Group, ...]) -> Moment:

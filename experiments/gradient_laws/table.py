@@ -51,12 +51,10 @@ CASES: Sequence[Case] = (
 
 @dataclass(frozen=True)
 class Measured:
-    """bias: |E g - g*| / |g*|; cosine of E g and g*; norm: |E g| / |g*|; spread: sqrt(trace Cov g) / |g*| of the gradient of
-    one completion."""
+    """bias: |E g - g*| / |g*|; cosine of E g and g*; spread: sqrt(trace Cov g) / |g*| of the gradient of one completion."""
 
     bias: float
     cosine: float
-    norm: float
     spread: float
 
 
@@ -74,7 +72,6 @@ def measure(case: Case, current: Tensor, behaviour: Tensor, reward: Tensor, stal
     return Measured(
         bias=float((mean - exact).norm()) / size,
         cosine=float(torch.nn.functional.cosine_similarity(mean, exact, dim=0)),
-        norm=float(mean.norm()) / size,
         spread=math.sqrt(variance) / size,
     )
 

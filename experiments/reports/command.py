@@ -15,19 +15,17 @@ from async_rlhf.experiments.staleness.archive import holds_cells, read_sweep
 from async_rlhf.run.run_dir import RunDir
 
 
-def report(directory: Path, html: Path | None, say: Callable[[str], None]) -> list[Path]:
-    """What was written: tables and pictures, then report.md and the page, which is `html` or report.html in the directory.
+def report(directory: Path, say: Callable[[str], None]) -> list[Path]:
+    """What was written: tables and pictures, then report.md and report.html.
 
     directory: of a sweep's results (with cells/*.json), or of one run, which may live. Raises ConfigError for any other, for a
     run without a step, and where nothing can be written; DamagedError.
     """
-    if html is not None and not html.parent.is_dir():
-        raise ConfigError(f"--html {str(html)!r}: the folder {str(html.parent)!r} does not exist; make it, or choose another")
     try:
         if holds_cells(directory):
-            return of_sweep.write(read_sweep(directory), directory, say, html)
+            return of_sweep.write(read_sweep(directory), directory, say)
         if (directory / "config.toml").exists():
-            return run.write(RunDir.existing(directory), say, html)
+            return run.write(RunDir.existing(directory), say)
     except OSError as error:
         raise ConfigError(f"the report of {str(directory)!r} cannot be written: {error}") from error
     raise ConfigError(

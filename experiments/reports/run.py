@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.page import plain, table, write_page
-from async_rlhf.experiments.staleness.cells import CellResult, mean, read_cell
-from async_rlhf.experiments.staleness.checks import checks_of_each
-from async_rlhf.experiments.staleness.config import Cell
+from async_rlhf.experiments.staleness.cells import CellResult, mean, read_run
+from async_rlhf.experiments.staleness.checks import checks_of_each, listed
 from async_rlhf.inspect.plot import Curves, picture
 from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
@@ -25,12 +23,9 @@ _PARTS = 10
 _LEDGER = ("credited", "trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
 
 
-def write(run: RunDir, say: Callable[[str], None], html: Path | None = None) -> list[Path]:
+def write(run: RunDir, say: Callable[[str], None]) -> list[Path]:
     """What was written, the pages last. Raises ConfigError for a run without a step, OSError."""
-    try:
-        result = read_cell(Cell(run.config(), {}), run.path)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    result = read_run(run)
     command, end = shlex.join(["async-rlhf", "report", str(run.path)]), run.end()
     how = "it lives" if run.is_alive() else "it was killed, or its end is not recorded" if end is None else end.reason
 
@@ -38,7 +33,7 @@ def write(run: RunDir, say: Callable[[str], None], html: Path | None = None) -> 
         curves = Curves(result.cell, run.read_metrics(), run.read_evaluations(), changed_at(run))
         return {"plot": picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")}
 
-    return write_page(run.path, lambda drawn: render(result, command, how, drawn.get("plot")), draw, say, html)
+    return write_page(run.path, lambda drawn: render(result, command, how, drawn.get("plot")), draw, say)
 
 
 def render(result: CellResult, command: str, how: str, drawn: str | None) -> str:
@@ -62,9 +57,7 @@ def render(result: CellResult, command: str, how: str, drawn: str | None) -> str
         table([["age", "tokens", "share"], *_ages(result)]),
         *_groups(result),
         "## Checks",
-        "\n".join(
-            f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks_of_each([result])
-        ),
+        listed(checks_of_each([result])),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -14,7 +14,7 @@ from random import Random
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.throughput.judges import similarity
-from async_rlhf.experiments.warm_start.demonstrations import HABITS, INSTRUCTION, load_words
+from async_rlhf.experiments.warm_start.speller import HABITS, INSTRUCTION, load_words
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A process that is started again begins a new life at another level, and the first moments of a life fill caches: they are left
 out. The rest of a life is cut into blocks, whose means differ by what the process has grown and by noise. The slope is the
-growth over all lives divided by the steps (or hours) over all lives, a ratio estimate; nothing is compared between two lives.
+growth over all lives divided by the steps over all lives, a ratio estimate; nothing is compared between two lives.
 
 Its standard error is that of the residuals between neighbouring blocks, with Bartlett's weights for residuals that are not
 independent (Newey and West 1987, "A simple, positive semi-definite, heteroskedasticity and autocorrelation consistent
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Slope:
-    """In units of the measure per unit of what it is over, with its 95 % interval. count: differences it rests on; lives: in
+    """In units of the measure per thousand steps, with its 95 % interval. count: differences it rests on; lives: in
     how many lives of the process they lie."""
 
     mean: float
@@ -57,15 +57,15 @@ class Slope:
         return "grows" if self.low > 0 else "no growth shown"
 
 
-def slope(samples: Iterable[Sample], over: str, *, warm_up_h: float, block: int = BLOCK) -> Slope | None:
+def slope(samples: Iterable[Sample], *, warm_up_h: float) -> Slope | None:
     """The growth of a measure; None where too little was seen.
 
-    samples: in the order of time. over: "steps" (thousands) or "hours". warm_up_h: what is left out of each life, in hours.
+    samples: in the order of time. warm_up_h: what is left out of each life, in hours.
     """
     moved: list[Array] = []
     grown: list[Array] = []
     for _, life in groupby(sorted(samples, key=lambda each: each.life), key=lambda each: each.life):
-        points = _blocks([*life], over, warm_up_h, block)
+        points = _blocks([*life], warm_up_h)
         if len(points) > 1:
             steps = np.array([(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(points)])
             moved.append(steps[:, 0])
@@ -81,14 +81,13 @@ def slope(samples: Iterable[Sample], over: str, *, warm_up_h: float, block: int 
     return Slope(mean, mean - half, mean + half, count, len(moved))
 
 
-def _blocks(life: Sequence[Sample], over: str, warm_up_h: float, block: int) -> list[tuple[float, float]]:
-    """Means of x and of the value, of whole blocks behind the warm-up."""
+def _blocks(life: Sequence[Sample], warm_up_h: float) -> list[tuple[float, float]]:
+    """Means of the steps and of the value, of whole blocks behind the warm-up."""
     warm = [each for each in life if each.hours - life[0].hours >= warm_up_h]
     found = []
-    for begin in range(0, len(warm) - block + 1, block):
-        part = warm[begin : begin + block]
-        xs = [each.steps if over == "steps" else each.hours for each in part]
-        found.append((sum(xs) / block, sum(each.value for each in part) / block))
+    for begin in range(0, len(warm) - BLOCK + 1, BLOCK):
+        part = warm[begin : begin + BLOCK]
+        found.append((sum(each.steps for each in part) / BLOCK, sum(each.value for each in part) / BLOCK))
     return found
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -21,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.deposit import end, put
 from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, command, rotated, sizes
 from async_rlhf.experiments.soak.slopes import Sample
-from async_rlhf.inspect.chaos import Blow, Monkey, problems
+from async_rlhf.inspect.chaos import problems
 from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.config import Config, dump, load
 from async_rlhf.run.live import ask
@@ -57,11 +56,14 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"evaluation.every": 5000},
     {"checkpoint.save_every": 100},
 )
+# What an open page asks for, and Prometheus.
+_PATHS = ("", "api/runs", "api/runs/run?step=0&layout=0", "api/runs/run/curves?metric=reward", "metrics")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, in seconds, and at most how many steps; how many kills, in which order (by seed); viewers of the page."""
+    """How long, in seconds, and at most how many steps; how many kills, of each role as many, in an order by seed; viewers of
+    the page."""
 
     seconds: float
     steps: int | None = None
@@ -75,18 +77,19 @@ class Seen:
     """What was seen from beside the run. samples: by process and measure. exit_code: None where the run had to be killed."""
 
     samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)
-    parts: dict[str, int] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes of each part of the run directory, at the end of the measurement."""
-    blows: list[Blow] = field(default_factory=list)
+    kills: list[tuple[int, str]] = field(default_factory=list)
+    """The step, and the role."""
     rotations: set[tuple[str, int, int]] = field(default_factory=set)
     views: Counter[str] = field(default_factory=Counter)
     rows: int = 0
     hours: float = 0.0
     exit_code: int | None = None
 
-    def add(self, process: str, life: int, hours: float, steps: int, values: Mapping[str, float]) -> None:
+    def add(self, process: str, life: int, steps: int, values: Mapping[str, float]) -> None:
         for measure, value in values.items():
-            self.samples.setdefault((process, measure), []).append(Sample(life, hours, steps / 1000, value))
+            self.samples.setdefault((process, measure), []).append(Sample(life, self.hours, steps / 1000, value))
 
 
 def configuration(out: Path) -> Config:
@@ -125,32 +128,40 @@ def configuration(out: Path) -> Config:
 
 def soak(plan: Plan, out: Path) -> Seen:
     """Let a run go on in this directory, which exists and is empty, and end it by ending its spool."""
-    config, seen = configuration(out), Seen()
-    run, feeder, changes = RunDir(config.run_dir), _Feeder(out / "spool"), cycle(_CHANGES)
+    config, seen, spool = configuration(out), Seen(), out / "spool"
+    run, changes = RunDir(config.run_dir), cycle(_CHANGES)
+    roles = list(islice(cycle(_ROLES), plan.kills))
+    random.Random(plan.seed).shuffle(roles)
     (out / "run.toml").write_text(dump(config))
+    spool.mkdir()
     with ExitStack() as held:
         log = held.enter_context((out / "train.log").open("wb"))
         train = held.enter_context(command(["train", str(out / "run.toml")], log))
-        feeder.feed(0)
-        way = _Way(plan, run)
-        while not way.look() and train.poll() is None:
+        # its newest step: a learner that goes on from a checkpoint takes none back
+        tail, steps = Tail(run.metrics), 0
+        _feed(seen, spool, 0)
+        while not (steps := max(steps, highest_step(tail.rest()))) and train.poll() is None:
             time.sleep(0.1)
         page, address = held.enter_context(open_page(run.path))
         held.enter_context(viewers(address, plan.viewers, seen.views))
-        way.begin()
-        monkey, census = held.enter_context(_monkey(plan, way, train.pid)), Census({"supervisor": train.pid, "page": page.pid})
-        next_change = _CHANGE_S
-        while train.poll() is None and (way.share < 1 or len(monkey.blows) < plan.kills):
+        census = Census({"supervisor": train.pid, "page": page.pid})
+        began, next_change = time.monotonic(), _CHANGE_S
+        while train.poll() is None:
             time.sleep(_LOOK_S)
-            way.look()
-            _sample(seen, census, run.path, way.seconds / 3600, way.highest)
-            feeder.feed(way.highest)
-            if way.seconds >= next_change:
+            steps, seconds = max(steps, highest_step(tail.rest())), time.monotonic() - began
+            seen.hours = seconds / 3600
+            _sample(seen, census, run.path, steps)
+            _feed(seen, spool, steps)
+            share = max(seconds / plan.seconds, steps / plan.steps if plan.steps else 0.0)
+            if len(seen.kills) < len(roles) and share >= (len(seen.kills) + 0.5) / len(roles):
+                _kill(seen, census, roles[len(seen.kills)], steps)
+            elif share >= 1 and len(seen.kills) == len(roles):
+                break
+            if seconds >= next_change:
                 next_change += _CHANGE_S
                 with suppress(ConfigError):  # the run has ended by itself: who waits for it sees that
                     ask(run, next(changes))
-        seen.hours, seen.rows, seen.blows = way.seconds / 3600, feeder.rows, monkey.blows
-        end(feeder.spool)
+        end(spool)
         with suppress(subprocess.TimeoutExpired):
             seen.exit_code = train.wait(_END_S)
         seen.parts = sizes(run.path)[0]
@@ -158,72 +169,33 @@ def soak(plan: Plan, out: Path) -> Seen:
     return seen
 
 
-def _monkey(plan: Plan, way: _Way, supervisor: int) -> Monkey:
-    """Kills each role as often as the others, in an order by seed, at even distances; one that does not live when its time has
-    come is killed when it lives again."""
-    roles = [role for role, _ in zip(cycle(_ROLES), range(plan.kills), strict=False)]
-    random.Random(plan.seed).shuffle(roles)
-    census = Census({"supervisor": supervisor})
-
-    def due() -> dict[str, psutil.Process]:
-        role = roles[len(monkey.blows)]
-        process = census.role(role)
-        return {} if process is None else {role: process}
-
-    monkey = Monkey(due, lambda: way.highest, plan.kills, plan.seed, share=lambda: way.share, freezes=0.0)
-    return monkey
+def _kill(seen: Seen, census: Census, role: str, steps: int) -> None:
+    """One that does not live when its time has come is killed when it lives again."""
+    if (process := census.role(role)) is not None:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+            seen.kills.append((steps, role))
 
 
-class _Way:
-    """How far a run has come. share: of the plan, 1 at its end; highest: its newest step, which a learner that goes on from a
-    checkpoint does not take back."""
-
-    def __init__(self, plan: Plan, run: RunDir) -> None:
-        self._plan, self._tail, self._began = plan, Tail(run.metrics), time.monotonic()
-        self.highest, self.seconds, self.share = 0, 0.0, 0.0
-
-    def look(self) -> int:
-        self.highest = max(self.highest, highest_step(self._tail.rest()))
-        self.seconds = time.monotonic() - self._began
-        by_steps = self.highest / self._plan.steps if self._plan.steps else 0.0
-        self.share = max(self.seconds / self._plan.seconds, by_steps)
-        return self.highest
-
-    def begin(self) -> None:
-        """From now on seconds count."""
-        self._began = time.monotonic()
-        self.look()
-
-
-def _sample(seen: Seen, census: Census, directory: Path, hours: float, steps: int) -> None:
+def _sample(seen: Seen, census: Census, directory: Path, steps: int) -> None:
     found = census.measure()
     for name, pid, values in found:
         if not name.endswith("'s processes"):
-            seen.add(name, pid, hours, steps, values)
-    seen.add("all processes", 0, hours, steps, {"processes": len(found)})
+            seen.add(name, pid, steps, values)
+    seen.add("all processes", 0, steps, {"processes": len(found)})
     num_bytes, files = sizes(directory)
     for name, parts in (("checkpoints", {"checkpoints"}), ("other files", set(num_bytes) - {"checkpoints", *GROWING})):
         sums = {"disk": sum(num_bytes.get(part, 0) for part in parts) / MIB, "files": sum(files[part] for part in parts)}
-        seen.add(name, 0, hours, steps, sums)
+        seen.add(name, 0, steps, sums)
     seen.rotations |= rotated(directory)
 
 
-@dataclass
-class _Feeder:
-    """Puts numbered rows into the spool, which it makes, some seconds ahead of the run. rows: how many it has put."""
-
-    spool: Path
-    rows: int = 0
-
-    def __post_init__(self) -> None:
-        self.spool.mkdir()
-
-    def feed(self, groups: int) -> None:
-        """groups: trained so far."""
-        while self.rows * _EPOCHS < groups + _AHEAD_GROUPS:
-            numbers = range(self.rows, self.rows + _PUT_ROWS)
-            put(self.spool, (json.dumps({"prompt": str(n), "answer": str(n), "n": n}).encode() for n in numbers))
-            self.rows += _PUT_ROWS
+def _feed(seen: Seen, spool: Path, groups: int) -> None:
+    """Put numbered rows into the spool, some seconds ahead of the run. groups: trained so far."""
+    while seen.rows * _EPOCHS < groups + _AHEAD_GROUPS:
+        numbers = range(seen.rows, seen.rows + _PUT_ROWS)
+        put(spool, (json.dumps({"prompt": str(n), "answer": str(n), "n": n}).encode() for n in numbers))
+        seen.rows += _PUT_ROWS
 
 
 @contextmanager
@@ -237,23 +209,22 @@ def open_page(run: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 
 
 @contextmanager
-def viewers(address: str, count: int, views: Counter[str]) -> Iterator[None]:
+def viewers(address: str, num_viewers: int, views: Counter[str]) -> Iterator[None]:
     """Threads that ask as an open page, and Prometheus, would."""
-    paths = ("", "api/runs", "api/runs/run?step=0&layout=0", "api/runs/run/curves?metric=reward", "metrics")
     closing = threading.Event()
 
     def view(first: int) -> None:
-        for number in range(first, sys.maxsize):
+        for number in count(first):
             if closing.wait(_VIEW_S):
                 return
             try:
-                with urllib.request.urlopen(address + paths[number % len(paths)], timeout=30) as answer:
+                with urllib.request.urlopen(address + _PATHS[number % len(_PATHS)], timeout=30) as answer:
                     answer.read()
                 views["answered"] += 1
             except OSError:
                 views["failed"] += 1
 
-    threads = [threading.Thread(target=view, args=(number,), name=f"viewer {number}", daemon=True) for number in range(count)]
+    threads = [threading.Thread(target=view, args=(number,), daemon=True) for number in range(num_viewers)]
     for thread in threads:
         thread.start()
     try:
@@ -295,11 +266,8 @@ def misused(stream: list[int], rows: int, trained: Counter[int], lost: set[int],
     if stream != list(range(rows)):
         wrong.append(f"the stream has {len(stream)} rows, not 0 to {rows - 1} in their order")
     uses: Counter[int] = Counter()
-    for number, times in trained.items():
+    for number, times in (trained + Counter(lost)).items():
         uses[number // repeat] += times
-    for number in lost:
-        uses[number // repeat] += 1
     if bad := {row: uses[row] for row in sorted({*range(rows), *uses}) if uses[row] != repeat}:
-        shown = dict(list(bad.items())[:5])
-        wrong.append(f"{len(bad)} rows were not used {repeat} times: {shown}")
+        wrong.append(f"{len(bad)} rows were not used {repeat} times: {dict(list(bad.items())[:5])}")
     return wrong

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
-from async_rlhf.experiments.staleness.cells import CellResult, keep, kept
+from async_rlhf.experiments.staleness.cells import CellResult, finished, keep, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import masked
@@ -81,13 +81,9 @@ def holds_cells(directory: Path) -> bool:
 def read_sweep(directory: Path) -> Archive:
     """The sweep in its results' directory, from what is kept there alone. Raises ConfigError where no cell or no `sweep.json`
     is, DamagedError."""
-    found = [
-        result
-        for kind in ("cells", "failed")
-        for path in sorted((directory / kind).glob("*.json"))
-        if (result := kept(path)) is not None
-    ]
-    if not any(not result.failure for result in found):
+    paths = [path for kind in ("cells", "failed") for path in sorted((directory / kind).glob("*.json"))]
+    found = [result for path in paths if (result := kept(path)) is not None]
+    if not finished(found):
         raise ConfigError(f"{str(directory)!r} has no finished cell of a sweep (cells/*.json)")
     path = directory / "sweep.json"
     if not path.exists():
@@ -95,11 +91,14 @@ def read_sweep(directory: Path) -> Archive:
             f"{str(path)!r} is missing, which says what was swept: copy it with the cells, or run the sweep again"
         )
     about, sweep = _read(path)
-    places = {axis: [value for value, _ in levels] for axis, levels in sweep.levels.items()}
-    cells = {_place(result, sweep, places): result for result in reversed(found) if _belongs(result, sweep, places)}
-    if not any(not result.failure for result in cells.values()):
+    # seed first, then the grid, as `load_sweep` orders cells
+    axes: dict[str, list[Any]] = {"seed": list(sweep.seeds)}
+    axes |= {axis: [value for value, _ in levels] for axis, levels in sweep.levels.items()}
+    # of two results in one place the finished one counts, which comes first
+    cells = {place: result for result in reversed(found) if (place := _place(result, axes)) is not None}
+    if not finished(cells.values()):
         raise ConfigError(f"{str(path)!r} is of another sweep: it has none of the cells beside it")
-    num_cells = len(sweep.seeds) * math.prod(map(len, places.values()))
+    num_cells = math.prod(map(len, axes.values()))
     ordered = [cells[place] for place in sorted(cells)]
     return Archive(sweep, about.command, ordered, num_cells - len(cells), about.jobs == 1)
 
@@ -114,13 +113,9 @@ def _read(path: Path) -> tuple[_Kept, SweepConfig]:
         ) from error
 
 
-def _belongs(result: CellResult, sweep: SweepConfig, places: dict[str, list[Any]]) -> bool:
-    setting = dict(result.setting)
-    grid = setting.keys() == places.keys() and all(setting[axis] in values for axis, values in places.items())
-    return grid and result.seed in sweep.seeds
-
-
-def _place(result: CellResult, sweep: SweepConfig, places: dict[str, list[Any]]) -> tuple[int, ...]:
-    """Seed first, then the grid, as `load_sweep` orders cells; of two results in one place the finished one counts."""
-    setting = dict(result.setting)
-    return (sweep.seeds.index(result.seed), *(values.index(setting[axis]) for axis, values in places.items()))
+def _place(result: CellResult, axes: dict[str, list[Any]]) -> tuple[int, ...] | None:
+    """None for a result of another sweep."""
+    setting = {"seed": result.seed, **dict(result.setting)}
+    if setting.keys() != axes.keys() or not all(setting[axis] in values for axis, values in axes.items()):
+        return None
+    return tuple(values.index(setting[axis]) for axis, values in axes.items())

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
-from async_rlhf.experiments.staleness.config import Cell, shown
+from async_rlhf.experiments.staleness.config import Cell, Setting, shown
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.config import Config, dotted
 from async_rlhf.run.processes.agreement import portable
@@ -111,8 +112,6 @@ class CellResult:
     curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step,
     to 6 digits."""
-    evaluations: tuple[tuple[int, float], ...] = ()
-    """(step, mean greedy reward) of each evaluation of the held-out prompts."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
     budget: Budget | None = None
@@ -160,16 +159,17 @@ class CellResult:
         return last_quarter(self.curves.get("kl/reference", ()))
 
 
-def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
-    """The result of a cell's run. moved: where its directory is, if not where its configuration says.
+def read_cell(cell: Cell) -> CellResult:
+    """The result of a cell's run. Raises ConfigError when there is none, or it has no step."""
+    return read_run(RunDir.existing(cell.config.run_dir), cell.setting, cell.swept)
 
-    Raises ConfigError when the directory holds no run; ValueError when it has no step.
-    """
-    path = moved or cell.config.run_dir
-    directory = RunDir.existing(path)
+
+def read_run(directory: RunDir, setting: Setting | None = None, swept: Iterable[str] = ()) -> CellResult:
+    """What a run measured, wherever its directory was moved. setting, swept: of the cell that it is, if it is one. Raises
+    ConfigError when it has no step."""
     config, metrics = directory.config(), directory.read_metrics()
     if not metrics:
-        raise ValueError(f"run {str(path)!r} has no finished step to analyse")
+        raise ConfigError(f"run {str(directory.path)!r} has no finished step to analyse")
     rewards = [step["reward"] for step in metrics]
     ages = _ages(metrics)
     num_tokens = sum(ages.values())
@@ -178,7 +178,7 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
     ledger = directory.read_ledger().get("ledger", {})
     return CellResult(
         cell=config.name,
-        setting=tuple(cell.setting.items()),
+        setting=tuple((setting or {}).items()),
         seed=config.seed,
         bound=config.queue.max_staleness,
         exact=config.queue.exact,
@@ -204,12 +204,11 @@ def read_cell(cell: Cell, moved: Path | None = None) -> CellResult:
         trained_tokens=num_tokens,
         samples_per_s=sum(samples[1:]) / later_s if later_s else None,
         ledger_closes=bool(ledger.get("closes")),
-        fingerprint=fingerprint(config, ("name", "output_dir", "seed", *cell.swept)),
+        fingerprint=fingerprint(config, ("name", "output_dir", "seed", *swept)),
         whole=fingerprint(config, WATCHING),
         settings=given(config),
-        code=_code(path),
+        code=_code(directory.path),
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
-        evaluations=_evaluations(directory),
         budget=config.budget if config.budget.may_cut_steps else None,
         ledger={word: count for word, count in ledger.items() if type(count) is int},
     )
@@ -258,10 +257,9 @@ def finished(results: Iterable[CellResult]) -> list[CellResult]:
 
 
 def _ages(metrics: Sequence[dict[str, Any]]) -> dict[int, int]:
-    ages: dict[int, int] = {}
+    ages = Counter[int]()
     for step in metrics:
-        for age, count in step["staleness/histogram"].items():
-            ages[int(age)] = ages.get(int(age), 0) + count
+        ages.update({int(age): count for age, count in step["staleness/histogram"].items()})
     return dict(sorted(ages.items()))
 
 
@@ -277,17 +275,9 @@ def _curves(metrics: Sequence[dict[str, Any]]) -> dict[str, tuple[float | None, 
     scores = sorted({name for step in metrics for name in step if re.fullmatch(SCORE.format(r"[^/]+"), name)})
     wanted = (*CURVES, *(scores if len(scores) > 1 else ()))
     known = [name for name in wanted if any(step.get(name) is not None for step in metrics)]
-    return {name: tuple(_short(step.get(name)) for step in metrics) for name in known}
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
-
-
-def _evaluations(directory: RunDir) -> tuple[tuple[int, float], ...]:
-    """The last one of each step."""
-    found = {r.get("step"): r.get("mean_reward") for r in directory.read_evaluations()}
-    return tuple(sorted((step, reward) for step, reward in found.items() if type(step) is int and reward is not None))
+    return {
+        name: tuple(None if (value := step.get(name)) is None else float(f"{value:.6g}") for step in metrics) for name in known
+    }
 
 
 def _held_out(directory: RunDir, label: str) -> HeldOut:

@@ -20,6 +20,11 @@ class Check:
     detail: str
 
 
+def listed(found: Sequence[Check]) -> str:
+    """Markdown."""
+    return "\n".join(f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in found)
+
+
 def checks(results: Sequence[CellResult]) -> list[Check]:
     """All checks of a sweep, each with what it found."""
     failed, results = [result.cell for result in results if result.failure], finished(results)

@@ -17,8 +17,8 @@ Keys are those of a run's configuration, dotted or as tables. Paths in overrides
 directory, as on the command line. `--set KEY=VALUE` is laid upon the overrides; `sweep.name`, `sweep.output_dir`, `sweep.seeds`
 and the budget can be set in the same way.
 
-What every run may use up is `max_steps`, or one of `sweep.samples`, `sweep.tokens` and `sweep.seconds`. With the last two
-`max_steps` stays as the most.
+Every run ends after `max_steps`, or with the budget of `sweep.samples`; or earlier, where `max_trained_tokens` or `max_seconds`
+are overridden.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.run import shipped
 from async_rlhf.run.config import Config, dotted, load, read_toml
+from async_rlhf.run.config_keys import explain
 
 SHIPPED = {path.stem: path for path in Path(__file__).resolve().parent.glob("*.toml")}
 """Sweeps by name."""
 _OWN_KEYS = {"name": "sweep.name", "output_dir": "sweep.output_dir", "seed": "sweep.seeds"}
-_BUDGETS = ("samples", "tokens", "seconds")
-_GIVEN = {*_OWN_KEYS.values(), *(f"sweep.{name}" for name in _BUDGETS)}
+_GIVEN = {*_OWN_KEYS.values(), "sweep.samples"}
 Setting = Mapping[str, Any]
 
 
@@ -67,10 +67,6 @@ class SweepConfig(Section):
     whose result is there is not run again, also where its run directory is gone."""
     samples: int | None = Field(default=None, ge=1)
     """Completions that every run trains on: decides `max_steps` where settings differ in the size of a batch."""
-    tokens: int | None = Field(default=None, ge=1)
-    """Completion tokens after which every run ends, as `max_trained_tokens`."""
-    seconds: float | None = Field(default=None, ge=1)
-    """Seconds of training after which every run ends, as `max_seconds`."""
 
     @property
     def directory(self) -> Path:
@@ -84,17 +80,6 @@ class SweepConfig(Section):
     def kept(self, name: str) -> Path:
         """The file with the result of a finished cell of this name."""
         return self.results_dir / "cells" / f"{name}.json"
-
-    @property
-    def given_budgets(self) -> dict[str, float]:
-        """Those of samples, tokens and seconds that are set."""
-        return {name: value for name in _BUDGETS if (value := getattr(self, name)) is not None}
-
-    @property
-    def budget(self) -> str:
-        """What every run uses up, in words; empty where `max_steps` says it."""
-        words = {"samples": "samples trained on", "tokens": "tokens trained on", "seconds": "seconds of training"}
-        return ", ".join(f"{value:,.10g} {words[name]} per run" for name, value in self.given_budgets.items())
 
     @property
     def question(self) -> str:
@@ -160,7 +145,7 @@ def _sweep(path: Path, given: Mapping[str, Any]) -> SweepConfig:
     try:
         sweep = SweepConfig.model_validate({**table, **own})
     except ValidationError as error:
-        reasons = "; ".join(_explain(problem) for problem in error.errors())
+        reasons = "; ".join(explain(problem, SweepConfig) for problem in error.errors())
         raise ConfigError(f"sweep {str(path)!r}: {reasons}") from error
     overrides = {**dotted(sweep.overrides), **dotted(more)}
     axes = {axis: {name: dotted(keys) for name, keys in levels.items()} for axis, levels in sweep.axes.items()}
@@ -180,18 +165,12 @@ def _check(sweep: SweepConfig, path: Path) -> None:
             raise ConfigError(f"{where}: values of {key!r} = {values!r}; give a list with at least one value")
         if any(value in values[:i] for i, value in enumerate(values)):
             raise ConfigError(f"{where}: values of {key!r} = {values!r} hold one twice; give each once")
-    if len(budgets := sweep.given_budgets) > 1:
-        given = " and ".join(f"sweep.{name} = {value}" for name, value in budgets.items())
-        raise ConfigError(f"{where}: {given}: a sweep has one budget; leave out all but one")
     by_axis = {axis: {key for _, keys in levels for key in keys} for axis, levels in sweep.levels.items()}
     for key in sorted(sweep.overrides.keys() | sweep.swept):
         if key in _OWN_KEYS:
             raise ConfigError(f"{where}: {key!r} is decided by the sweep; set {_OWN_KEYS[key]}")
         if key == "max_steps" and sweep.samples is not None:
             raise ConfigError(f"{where}: 'max_steps' follows from sweep.samples = {sweep.samples}; leave out one of the two")
-        if key in ("max_trained_tokens", "max_seconds") and budgets:
-            [(name, value)] = budgets.items()
-            raise ConfigError(f"{where}: {key!r} is another budget beside sweep.{name} = {value}; leave out one of the two")
         axes = [axis for axis, keys in by_axis.items() if key in keys]
         if axes and key in sweep.overrides:
             raise ConfigError(
@@ -239,10 +218,9 @@ def _check_different(cells: Sequence[Cell]) -> None:
 
 def _config(base: Path, keys: Setting, sweep: SweepConfig) -> Config:
     """With the sweep's budget in place of that of the base, where it has one."""
-    if sweep.given_budgets:
-        keys = {**keys, "max_trained_tokens": sweep.tokens, "max_seconds": sweep.seconds}
     if (samples := sweep.samples) is None:
         return _comparable(load(base, keys), base)
+    keys = {"max_trained_tokens": None, "max_seconds": None, **keys}
     config = _comparable(load(base, {**keys, "max_steps": 1}), base)
     of_step = config.groups_per_batch * config.generation.group_size
     steps, left = divmod(samples, of_step)
@@ -270,12 +248,3 @@ def _comparable(config: Config, base: Path) -> Config:
 def _word(text: str) -> str:
     """`text` with every character a run's name may not have replaced by a dash."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text)
-
-
-def _explain(problem: Any) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {where!r}: {did_you_mean(where, SweepConfig.model_fields)}"
-    if problem["type"] == "missing":
-        return f"key {where!r} is missing and has no default"
-    return f"{where} = {problem['input']!r}: {problem['msg']}"

@@ -8,14 +8,13 @@ Needs pandas (the extra `experiments`), only when one is made. Reads what is kep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.archive import holds_cells, read_sweep
-from async_rlhf.experiments.staleness.cells import CURVES, CellResult, read_cell
-from async_rlhf.experiments.staleness.config import Cell
+from async_rlhf.experiments.staleness.cells import CURVES, CellResult, read_run
 from async_rlhf.experiments.staleness.report import row
 from async_rlhf.run.run_dir import RunDir
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def results(directory: str | Path) -> pandas.DataFrame:
-    """One row a cell, or the one of a run: the columns of results.csv, which experiments/staleness/README.md explains.
+    """One row a cell, or the one of a run: the columns of results.csv, which docs/sweeps.md explains.
 
     directory: of a sweep's results, or of a run. Raises ConfigError for any other, and without pandas; DamagedError.
     """
@@ -37,40 +36,24 @@ def curves(directory: str | Path) -> pandas.DataFrame:
 
     directory, errors: as of `results`.
     """
-    return _frame([each for result in _measured(Path(directory)) for each in _steps(result)])
+    return _frame([
+        {
+            "cell": result.cell, **dict(result.setting), "seed": result.seed, "step": i + 1, "seconds": result.seconds[i],
+            "samples": result.samples[i], "tokens": result.tokens[i] if result.tokens else None, "reward": result.rewards[i],
+            **{name: result.curves[name][i] for name in CURVES if name in result.curves},
+        }
+        for result in _measured(Path(directory)) for i in range(result.steps)
+    ])  # fmt: skip
 
 
 def _measured(directory: Path) -> Sequence[CellResult]:
-    if holds_cells(directory):
-        return read_sweep(directory).results
-    try:
-        return [read_cell(Cell(RunDir.existing(directory).config(), {}), directory)]
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return read_sweep(directory).results if holds_cells(directory) else [read_run(RunDir.existing(directory))]
 
 
-def _steps(result: CellResult) -> Iterator[dict[str, Any]]:
-    tokens = result.tokens or (None,) * result.steps
-    for i in range(result.steps):
-        yield {
-            "cell": result.cell,
-            **dict(result.setting),
-            "seed": result.seed,
-            "step": i + 1,
-            "seconds": result.seconds[i],
-            "samples": result.samples[i],
-            "tokens": tokens[i],
-            "reward": result.rewards[i],
-            **{name: result.curves[name][i] for name in CURVES if name in result.curves},
-        }
-
-
-def _frame(rows: Sequence[dict[str, Any]]) -> pandas.DataFrame:
+def _frame(rows: Sequence[dict[str, object]]) -> pandas.DataFrame:
     try:
         import pandas
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "pandas":
-            raise
         raise ConfigError("data frames need pandas: pip install 'async-rlhf[experiments]'") from error
     frame = pandas.DataFrame(rows)
     # a column of None alone would be of objects

@@ -17,7 +17,6 @@ from async_rlhf.experiments.staleness.outcomes import (
     SMOOTHED,
     TARGET_SHARE,
     Number,
-    Reached,
     area,
     at_equal_kl,
     at_equal_time,
@@ -28,16 +27,20 @@ from async_rlhf.experiments.staleness.outcomes import (
     final_reward,
     log_seconds,
     off_one_curve,
-    power,
     reached,
     scores_apart,
     target,
 )
-from async_rlhf.experiments.statistics import Comparison, estimate
+from async_rlhf.experiments.statistics import Mean, estimate, seeds_needed
 
 Column = Callable[[list[CellResult]], str]
 # How an attempt to make a group may have ended, in the words of docs/metrics.md.
 _ENDS = ("trained", "stale", "filtered", "failed", "quarantined")
+
+
+def mean_of(number_of: Number, digits: int = 3) -> Column:
+    """The mean over a setting's cells, with its interval."""
+    return lambda cells: number(estimate(map(number_of, cells)), digits=digits)
 
 
 def sections(results: Sequence[CellResult], alone: bool = False) -> list[str]:
@@ -67,64 +70,54 @@ def _areas(results: Sequence[CellResult]) -> Iterator[str]:
         "either outcome on its own. The area is the mean height of the training reward: it says how fast a setting learned, "
         "and lags by its staleness."
     )
-    head = ["setting", "held-out reward, end", "difference", "p", "area under the reward", "difference", "p"]
-    rows = [
-        [
-            label,
-            number(estimate(cell.held_out_end.reward for cell in cells)),
-            *comparison(ends.get(label)),
-            number(estimate(cell.reward_area for cell in cells)),
-            *comparison(areas.get(label)),
-        ]
-        for label, cells in groups.items()
-    ]
-    yield table([head, *rows])
+    rows = [["setting", "held-out reward, end", "difference", "p", "area under the reward", "difference", "p"]]
+    for label, cells in groups.items():
+        rows.append([label, number(estimate(map(final_reward, cells))), *comparison(ends.get(label)),
+                     number(estimate(map(area, cells))), *comparison(areas.get(label))])  # fmt: skip
+    yield table(rows)
 
 
 def _contrasts(results: Sequence[CellResult]) -> Iterator[str]:
-    axes = [key for key, _ in results[0].setting]
+    axes = results[0].setting
     outcomes: dict[str, Number] = {f"{name}, end": partial(_score, name=name) for name in scores_apart(results)}
     outcomes = outcomes or {"held-out reward, end": final_reward}
-    for axis in axes if len(axes) > 1 else ():
+    for axis, first in axes if len(axes) > 1 else ():
         found = {what: contrasts(results, axis, number) for what, number in outcomes.items()}
-        labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
-        if not labels:
+        if not any(found.values()):
             continue
-        first = dict(results[0].setting)[axis]
         yield f"## Against {axis} = {first}, all else equal"
         yield (
             f"Differences within a seed to the setting that has {axis} = {first} and is the same otherwise; p is Holm's over "
             "all comparisons of a column."
         )
-        yield _side_by_side(labels, found)
+        yield _side_by_side(results, found)
         yield " ".join(_seen(what, each) for what, each in found.items() if each)
 
 
-def _seen(what: str, found: Mapping[str, Comparison]) -> str:
+def _seen(what: str, found: Mapping[str, Mean]) -> str:
     """Power, in a sentence; empty where there is a single seed."""
-    powers = [each for comparison in found.values() if (each := power(comparison.found)) is not None]
-    if not powers:
+    known = [(each.count, size) for each in found.values() if (size := each.detectable) is not None]
+    if not known:
         return ""
-    sizes = [each.detectable for each in powers]
+    sizes = [size for _, size in known]
     return (
-        f"{what}: with {powers[0].seeds} seeds a difference of {median(sizes):.3f} can be seen four times in five, looked at "
+        f"{what}: with {known[0][0]} seeds a difference of {median(sizes):.3f} can be seen four times in five, looked at "
         f"alone (depending on the comparison {min(sizes):.3f} to {max(sizes):.3f})."
     )
 
 
 def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
     names = scores_apart(results) or [""]
-    for axis, _ in results[0].setting:
+    for axis, first in results[0].setting:
         found = {name or "reward": contrasts(results, axis, at_equal_kl(results, axis, name)) for name in names}
-        labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
-        if not labels:
+        if not any(found.values()):
             continue
-        yield f"## At equal divergence from the reference, against {axis} = {dict(results[0].setting)[axis]}"
+        yield f"## At equal divergence from the reference, against {axis} = {first}"
         yield (
             "The score in training where the divergence first is what all the runs reach that differ only in this key: what a "
             "nat buys, however long it took. Differences within a seed; p is Holm's over a column."
         )
-        yield _side_by_side(labels, found)
+        yield _side_by_side(results, found)
         yield (
             f"Were {axis} without influence on what a nat buys, all points of training would lie on one curve. Their root mean "
             "square distance from the best rising curve, as a share of what it rises:"
@@ -135,16 +128,16 @@ def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
         yield table([["all else equal", *off], *rows])
 
 
-def _side_by_side(labels: Sequence[str], found: Mapping[str, Mapping[str, Comparison]]) -> str:
+def _side_by_side(results: Sequence[CellResult], found: Mapping[str, Mapping[str, Mean]]) -> str:
     """found: by outcome, the comparison of each setting."""
+    labels = [label for label in by_setting(results) if any(label in each for each in found.values())]
     head = ["setting", *(word for what in found for word in (f"{what}: difference", "p"))]
     rows = ([label, *(text for each in found.values() for text in comparison(each.get(label)))] for label in labels)
     return table([head, *rows])
 
 
 def _times(results: Sequence[CellResult]) -> Iterator[str]:
-    for axis, _ in results[0].setting:
-        first = dict(results[0].setting)[axis]
+    for axis, first in results[0].setting:
         longer, sooner = contrasts(results, axis, log_seconds), contrasts(results, axis, at_equal_time(results, axis))
         if not longer:
             continue
@@ -153,16 +146,12 @@ def _times(results: Sequence[CellResult]) -> Iterator[str]:
             "Cells ran one at a time. Seconds are those of all steps, as a ratio within a seed; rewards are those of training "
             f"({SMOOTHED} completions together) when the first of the compared runs had ended, within a seed. p is Holm's."
         )
-        rows = [
-            [label, *_ratio(longer[label]), *comparison(sooner.get(label))] for label in by_setting(results) if label in longer
-        ]
-        yield table([["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"], *rows])
-
-
-def _ratio(found: Comparison) -> list[str]:
-    """Of a difference of logarithms."""
-    mean, low, high = (math.exp(each) for each in (found.found.mean, found.found.low, found.found.high))
-    return [f"{mean:.2f} ({low:.2f} to {high:.2f})", p_value(found)]
+        rows = [["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"]]
+        for label, each in longer.items():
+            mean, low, high = (math.exp(log) for log in (each.mean, each.low, each.high))
+            ratio = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+            rows.append([label, ratio, p_value(each), *comparison(sooner.get(label))])
+        yield table(rows)
 
 
 def _scores(results: Sequence[CellResult]) -> Iterator[str]:
@@ -174,13 +163,13 @@ def _scores(results: Sequence[CellResult]) -> Iterator[str]:
         f"({BLOCK} completions together, by the weights that sampled them), its end minus its highest point in the mean of the "
         "seeds. That point is chosen by the same numbers, so chance alone makes the end a little lower."
     )
-    rows = []
+    rows = [["setting", "score", "held out, end", "in training highest at step", "end minus that"]]
     for label, cells in by_setting(results).items():
         for name in names:
             fallen = fall(cells, name)
             peak, drop = ("-", "-") if fallen is None else (str(fallen[0]), difference(fallen[1]))
             rows.append([label, name, number(estimate(_score(cell, name) for cell in cells)), peak, drop])
-    yield table([["setting", "score", "held out, end", "in training highest at step", "end minus that"], *rows])
+    yield table(rows)
 
 
 def _score(cell: CellResult, name: str) -> float | None:
@@ -197,29 +186,23 @@ def _costs(results: Sequence[CellResult]) -> Iterator[str]:
         f"when the mean of {SMOOTHED} completions is not below it. Means are over the seeds, and given where all reached it."
     )
     found = {label: [reached(cell, goal.value) for cell in cells] for label, cells in by_setting(results).items()}
-    columns: dict[str, Callable[[list[Reached | None]], str]] = {
-        "seeds that reached it": lambda runs: f"{sum(run is not None for run in runs)} of {len(runs)}",
-        "steps": partial(_cost, number_of=lambda run: run.steps, digits=0),
-        "samples": partial(_cost, number_of=lambda run: run.samples, digits=0),
-        "tokens": partial(_cost, number_of=lambda run: run.tokens, digits=0),
-        "seconds": partial(_cost, number_of=lambda run: run.seconds, digits=1),
-    }
-    yield by_group(found, columns)
-
-
-def _cost(runs: Sequence[Reached | None], number_of: Callable[[Reached], float | None], digits: int) -> str:
-    """Where all runs reached the target."""
-    whole = [run for run in runs if run is not None]
-    return number(estimate(map(number_of, whole)), digits=digits) if len(whole) == len(runs) else "-"
+    rows = [["setting", "seeds that reached it", "steps", "samples", "tokens", "seconds"]]
+    for label, runs in found.items():
+        whole = [run for run in runs if run is not None]
+        # each cost, where all runs reached the target
+        costs = zip(*((run.steps, run.samples, run.tokens, run.seconds) for run in whole), strict=True)
+        shown = [number(estimate(each), digits=digits) for each, digits in zip(costs, (0, 0, 0, 1), strict=False)]
+        rows.append([label, f"{len(whole)} of {len(runs)}", *(shown if len(whole) == len(runs) else ["-"] * 4)])
+    yield table(rows)
 
 
 def _corrections(results: Sequence[CellResult]) -> Iterator[str]:
     columns: dict[str, Column] = {
-        "staleness, mean": lambda cells: number(estimate(c.staleness_mean for c in cells), digits=2),
-        "ESS, share of tokens": lambda cells: number(estimate(c.is_ess_mean for c in cells)),
-        "clipped, share of tokens": lambda cells: number(estimate(c.clip_ratio_mean for c in cells)),
-        "KL to the sampling policy": lambda cells: number(estimate(c.kl_behaviour_mean for c in cells), digits=4),
-        "KL to the reference, last quarter": lambda cells: number(estimate(c.kl_reference_end for c in cells), digits=4),
+        "staleness, mean": mean_of(lambda cell: cell.staleness_mean, 2),
+        "ESS, share of tokens": mean_of(lambda cell: cell.is_ess_mean),
+        "clipped, share of tokens": mean_of(lambda cell: cell.clip_ratio_mean),
+        "KL to the sampling policy": mean_of(lambda cell: cell.kl_behaviour_mean, 4),
+        "KL to the reference, last quarter": mean_of(lambda cell: cell.kl_reference_end, 4),
     }
     yield "## How far from the policy that sampled"
     yield "Divergences are estimates in nats a token. What was not measured, or not kept, is a dash."
@@ -233,9 +216,9 @@ def _ends(results: Sequence[CellResult]) -> Iterator[str]:
         **{f"groups {word}": _ended(word) for word in _ENDS},
         "tokens stale": _ended("tokens_stale"),
         "tokens filtered": _ended("tokens_filtered"),
-        "mean length, trained": lambda cells: number(estimate(c.trained_tokens / c.trained_samples for c in cells), digits=1),
-        "cut off, share": lambda cells: number(estimate(c.mean_of("completions/clipped_ratio") for c in cells)),
-        "scores that failed, share": lambda cells: number(estimate(c.mean_of("rewards/failed_ratio") for c in cells)),
+        "mean length, trained": mean_of(lambda cell: cell.trained_tokens / cell.trained_samples, 1),
+        "cut off, share": mean_of(lambda cell: cell.mean_of("completions/clipped_ratio")),
+        "scores that failed, share": mean_of(lambda cell: cell.mean_of("rewards/failed_ratio")),
     }
     yield "## What became of the groups"
     yield (
@@ -255,15 +238,12 @@ def _ended(word: str) -> Column:
 
 
 def _powers(results: Sequence[CellResult]) -> Iterator[str]:
-    found = {
-        (label, what): power(each.found)
-        for what, compared_by in (("held-out reward, end", compared(results)), ("area", compared(results, area)))
-        for label, each in compared_by.items()
-    }
+    outcomes = (("held-out reward, end", compared(results)), ("area", compared(results, area)))
+    found = [(label, what, each) for what, by_label in outcomes for label, each in by_label.items()]
     if not found:
         return
     yield "## What so many seeds can show"
-    known = {place: each for place, each in found.items() if each is not None}
+    known = [(label, what, each, size) for label, what, each in found if (size := each.detectable) is not None]
     if not known:
         yield "With one seed a setting no difference of any size can be told from chance, and none is."
         return
@@ -271,9 +251,9 @@ def _powers(results: Sequence[CellResult]) -> Iterator[str]:
         "From the deviation of the differences between seeds: the smallest true difference that so many seeds show four times "
         "in five (two-sided, 0.05, looked at alone), and how many seeds show half of it."
     )
-    head = ["setting", "outcome", "deviation of the difference", "seeds", "they show", "seeds for half of it"]
-    rows = [
-        [label, what, f"{each.deviation:.3f}", str(each.seeds), f"{each.detectable:.3f}", str(each.for_half or "-")]
-        for (label, what), each in known.items()
-    ]
-    yield table([head, *rows])
+    rows = [["setting", "outcome", "deviation of the difference", "seeds", "they show", "seeds for half of it"]]
+    for label, what, each, size in known:
+        # seeds that did not differ at all show any difference
+        for_half = str(seeds_needed(each.deviation, size / 2)) if size else "-"
+        rows.append([label, what, f"{each.deviation:.3f}", str(each.count), f"{size:.3f}", for_half])
+    yield table(rows)

@@ -18,15 +18,12 @@ from async_rlhf.experiments.staleness.cells import SCORE, CellResult, mean
 from async_rlhf.experiments.staleness.config import shown
 from async_rlhf.experiments.statistics import (
     Array,
-    Comparison,
-    Difference,
+    Mean,
     adjusted,
-    detectable,
     estimate,
     first_at,
     isotonic,
     paired,
-    seeds_needed,
 )
 
 TARGET_SHARE = 0.9
@@ -59,17 +56,6 @@ class Reached:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Power:
-    """What `seeds` seeds can show, four times in five, of a difference whose deviation over seeds is `deviation`."""
-
-    seeds: int
-    deviation: float
-    detectable: float
-    for_half: int | None
-    """Seeds that show half of it; None where the seeds did not differ at all."""
-
-
 def by_setting(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
     """Results of each setting, in the order of the sweep."""
     settings: dict[str, list[CellResult]] = {}
@@ -94,7 +80,7 @@ def paired_difference(
     results: Sequence[CellResult],
     reference: Sequence[CellResult],
     number: Number = final_reward,
-) -> Difference | None:
+) -> Mean | None:
     """A number of a setting minus that of the reference setting with the same seed (which has the same prompts)."""
     base = {result.seed: number(result) for result in reference}
     both = [(number(result), base.get(result.seed)) for result in results]
@@ -138,19 +124,19 @@ def reached(result: CellResult, value: float) -> Reached | None:
     return None
 
 
-def compared(results: Sequence[CellResult], number: Number = final_reward) -> dict[str, Comparison]:
+def compared(results: Sequence[CellResult], number: Number = final_reward) -> dict[str, Mean]:
     """By setting, all but the reference; those that share no measured seed with it are left out."""
     (_, reference), *others = by_setting(results).items()
     found = {label: paired_difference(cells, reference, number) for label, cells in others}
     return adjusted({label: each for label, each in found.items() if each is not None})
 
 
-def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_reward) -> dict[str, Comparison]:
+def contrasts(results: Sequence[CellResult], axis: str, number: Number = final_reward) -> dict[str, Mean]:
     """By setting: with the one that has the first value of this axis, in the order of the sweep, and all others equal. p after
     Holm over all of them."""
     groups = {cells[0].setting: cells for cells in by_setting(results).values()}
     first = dict(next(iter(groups)))[axis]
-    found: dict[str, Difference] = {}
+    found: dict[str, Mean] = {}
     for setting, cells in groups.items():
         reference = groups.get(tuple((key, first if key == axis else value) for key, value in setting))
         if reference is None or dict(setting)[axis] == first:
@@ -247,7 +233,7 @@ def path(cell: CellResult, name: str) -> list[Point]:
     return [Point(end, score, kl) for end, score, kl in found if score is not None]
 
 
-def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | None:
+def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Mean] | None:
     """Of one setting and one score in training: the step at which it is highest in the mean of the seeds, and the end minus it.
 
     The step is chosen by the same numbers, so chance alone makes the end a little lower. None with fewer than two points that
@@ -259,11 +245,3 @@ def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Difference] | Non
         return None
     peak = max(steps, key=lambda step: math.fsum(curve[step] for curve in curves))
     return peak, paired([curve[steps[-1]] for curve in curves], [curve[peak] for curve in curves])
-
-
-def power(difference: Difference) -> Power | None:
-    """None with a single seed: no difference of any size can then be told from chance."""
-    if difference.count < 2 or math.isnan(difference.deviation):
-        return None
-    seen = detectable(difference.deviation, difference.count)
-    return Power(difference.count, difference.deviation, seen, seeds_needed(difference.deviation, seen / 2) if seen else None)

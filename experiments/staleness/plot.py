@@ -27,6 +27,9 @@ _MOST_WRITTEN_AGES = 12
 _FEWEST_AGES = 4
 # More neighbours on a scale of colours than this differ in dashes too.
 _MOST_SOLID = 5
+# Settings that share a colour differ in these, by the value of the first key.
+_STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (7, 1, 1, 1, 1, 1)), (0, (5, 4)), (0, (1, 3)), (0, (3, 1, 3, 1, 1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 FINEST_SCALE = 0.1
 """The least width of an axis of held-out rewards: chance among a few hundred prompts is no more than this."""
 _CURVE = "line: mean of the seeds\nband: lowest to highest"
@@ -34,13 +37,16 @@ _CURVE = "line: mean of the seeds\nband: lowest to highest"
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of one setting: the column and the name of their curve, the name of their row, their colour."""
+    """The runs of one setting: the column and the name of their curve, the name of their row, their colour, and where colours
+    are shared their dashes and marker."""
 
     cells: list[CellResult]
     column: str
     curve: str
     row: str
     colour: Any
+    style: Any
+    marker: str
 
     @property
     def points(self) -> list[tuple[int, float, list[float]]]:
@@ -54,9 +60,7 @@ class Setting:
 
 def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
     """Above, learning; below, a row for each setting with its outcome and its ages, in the order of the sweep."""
-    num_failed, results = len(results), finished(results)
-    num_failed -= len(results)
-    settings = settings_of(results)
+    settings = settings_of(finished(results))
     columns = list(dict.fromkeys(setting.column for setting in settings))
     legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
     learning, row = max(4.0 if len(columns) == 1 else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(sweep.levels)
@@ -71,14 +75,15 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
     outcome.set_yticks(range(len(settings)), [setting.row for setting in settings])
     for axes in figure.axes:
         axes.title.set_fontsize("medium")
-    figure.suptitle(title(results, sweep, command, num_failed), wrap=True)
+    figure.suptitle(title(results, sweep, command), wrap=True)
     return figure
 
 
-def title(results: Sequence[CellResult], sweep: SweepConfig, command: str = "", num_failed: int = 0) -> str:
+def title(results: Sequence[CellResult], sweep: SweepConfig, command: str) -> str:
     """The question, what was run, and the command that made it."""
+    num_failed = len(results) - len(finished(results))
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
-    budget = sweep.budget or f"{results[0].trained_samples:,} samples trained on per run"
+    budget = f"{finished(results)[0].trained_samples:,} samples trained on per run"
     details = f"{sweep.name}: {sweep.grid}; {seeds}, {budget}"
     if num_failed:
         details += f"; cells that failed and are not shown: {num_failed}"
@@ -96,16 +101,17 @@ def settings_of(results: Sequence[CellResult]) -> list[Setting]:
     # The value behind each curve: a setting of three keys has none, its name is a word.
     values = {curves[label]: cells[0].setting[varied[-1]][1] if len(varied) <= 2 else label for label, cells in groups.items()}
     colours = dict(zip(values, _colours(list(values.values())), strict=True))
-    return [
-        Setting(
-            cells=cells,
-            column=shown([cells[0].setting[varied[0]]]) if by_column else "",
-            curve=curves[label].replace(", ", "\n"),
-            row=label.replace(", ", "\n"),
-            colour=colours[curves[label]],
-        )
-        for label, cells in groups.items()
-    ]
+    columns = {label: shown([cells[0].setting[varied[0]]]) if by_column else "" for label, cells in groups.items()}
+    order = list(dict.fromkeys(columns.values()))
+    settings = []
+    for number, (label, cells) in enumerate(groups.items()):
+        place = order.index(columns[label])
+        style, marker = _STYLES[place % len(_STYLES)], _MARKERS[place % len(_MARKERS)]
+        if not by_column and number % 2 and len(groups) > _MOST_SOLID:
+            style = "--"
+        curve, row = curves[label].replace(", ", "\n"), label.replace(", ", "\n")
+        settings.append(Setting(cells, columns[label], curve, row, colours[curves[label]], style, marker))
+    return settings
 
 
 def _colours(values: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,5 @@
-"""How far a sweep is: a bar a cell on a terminal, a line now and then in a log, and the time left.
+"""How far a sweep is: what happens to its cells, a line now and then, and the time left.
 
-owns        the bars of the cells that run; between cells the terminal is free
 waits for   nothing; called by the supervisors of the runs, each from its own thread
 Called by `sweep`.
 """
@@ -12,14 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-from async_rlhf.run.display import progress
-from async_rlhf.run.display.console import StepPace, beginning, duration
+from async_rlhf.run.display.console import StepPace, duration
+from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.run_files import printable
 
-# A log that is read later wants a line now and then, not one a step.
 _LINE_EVERY_S = 15.0
 
 
@@ -46,63 +41,20 @@ class Pace:
         return found
 
 
-class SweepProgress:
-    """Shows the cells that run; a context manager, so that the bars are gone whatever happens. say: prints a line where there
-    is no terminal."""
+class CellProgress(Progress):
+    """Of one cell. head: which of how many, and its settings. say: prints a line."""
 
-    def __init__(self, pace: Pace, say: Callable[[str], None], console: Console | None = None) -> None:
-        self.pace, self._plain = pace, say
-        self._console = console or Console(highlight=False, soft_wrap=True)
-        self.bars: Progress | None = None
-
-    def __enter__(self) -> SweepProgress:
-        if self._console.is_terminal:
-            columns = (BarColumn(20), MofNCompleteColumn(), *(TextColumn(text, markup=False) for text in _TEXTS))
-            self.bars = Progress(*columns, console=self._console, transient=True)
-            self.bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bars is not None:
-            self.bars.stop()
-
-    def say(self, text: str) -> None:
-        if self.bars is not None:
-            self._console.print(printable(text), markup=False)
-        else:
-            self._plain(printable(text))
-
-
-class CellProgress(progress.Progress):
-    """Of one cell. head: which of how many, and its settings."""
-
-    def __init__(self, head: str, num_steps: int, sweep: SweepProgress) -> None:
-        self._head, self._num_steps, self._sweep = head, num_steps, sweep
+    def __init__(self, head: str, num_steps: int, pace: Pace, say: Callable[[str], None]) -> None:
+        self._head, self._num_steps, self._pace, self._say = head, num_steps, pace, say
         self._steps, self._last_line = StepPace(), float("-inf")
-        self._bar = None if sweep.bars is None else sweep.bars.add_task(head, total=num_steps, state="")
-
-    def close(self) -> None:
-        if self._sweep.bars is not None and self._bar is not None:
-            self._sweep.bars.remove_task(self._bar)
 
     def event(self, text: str) -> None:
-        self._sweep.say(f"    {text}" if self._sweep.pace.jobs == 1 else f"    {self._head}: {text}")
-
-    def waiting(self, status: dict[str, Any], wanted: int) -> None:
-        self._update(state=beginning(status, wanted)[0])
+        self._say(printable(f"    {text}" if self._pace.jobs == 1 else f"    {self._head}: {text}"))
 
     def step(self, record: dict[str, Any], max_steps: int | None) -> None:
         now, step = time.monotonic(), record["step"]
         last = self._num_steps if max_steps is None else min(self._num_steps, max_steps)
-        left = self._sweep.pace.left(self._steps.left_s(step, last, now))
-        self._update(completed=step, total=last, state=left)
-        if self._bar is None and left and now - self._last_line >= _LINE_EVERY_S:
+        left = self._pace.left(self._steps.left_s(step, last, now))
+        if left and now - self._last_line >= _LINE_EVERY_S:
             self._last_line = now
-            self._sweep.say(f"{self._head}: step {step}/{last}, {left}")
-
-    def _update(self, **shown: Any) -> None:
-        if self._sweep.bars is not None and self._bar is not None:
-            self._sweep.bars.update(self._bar, **shown)
-
-
-_TEXTS = ("{task.description}", "{task.fields[state]}")
+            self._say(f"{self._head}: step {step}/{last}, {left}")

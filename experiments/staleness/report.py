@@ -11,35 +11,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.experiments.page import by_group, difference, number, plain, write_csv, write_page
+from async_rlhf.experiments.page import by_group, difference, plain, write_csv, write_page
 from async_rlhf.experiments.staleness import measures
 from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, finished
-from async_rlhf.experiments.staleness.checks import checks
-from async_rlhf.experiments.staleness.outcomes import by_setting, compared, paired_difference
+from async_rlhf.experiments.staleness.checks import checks, listed
+from async_rlhf.experiments.staleness.outcomes import area, by_setting, compared, final_reward, paired_difference
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
 
 _PLAIN_COLUMNS = (
-    "reward_last_quarter",
-    "reward_area",
-    "staleness_mean",
-    "staleness_max",
-    "staleness_violations",
-    "is_ess_mean",
-    "is_ratio_max",
-    "kl_behaviour_mean",
-    "clip_ratio_mean",
-    "kl_reference_end",
-    "generated_tokens",
-    "trained_tokens",
-    "wall_s",
+    "reward_last_quarter", "reward_area", "staleness_mean", "staleness_max", "staleness_violations", "is_ess_mean",
+    "is_ratio_max", "kl_behaviour_mean", "clip_ratio_mean", "kl_reference_end", "generated_tokens", "trained_tokens", "wall_s",
     "samples_per_s",
-)
+)  # fmt: skip
 
 
-def write(archive: Archive, directory: Path, say: Callable[[str], None], html: Path | None = None) -> list[Path]:
-    """Into the directory, which exists; the page into `html` where it is given. What was written, the pages last. Raises
-    OSError."""
+def write(archive: Archive, directory: Path, say: Callable[[str], None]) -> list[Path]:
+    """Into the directory, which exists. What was written, the pages last. Raises OSError."""
     write_csv([row(result) for result in archive.results], directory / "results.csv")
 
     def draw() -> dict[str, Any]:
@@ -52,7 +40,7 @@ def write(archive: Archive, directory: Path, say: Callable[[str], None], html: P
     def page(drawn: Mapping[str, str]) -> str:
         return render(archive, drawn.get("results"), drawn.get("trade_offs"))
 
-    return [directory / "results.csv", *write_page(directory, page, draw, say, html)]
+    return [directory / "results.csv", *write_page(directory, page, draw, say)]
 
 
 def row(result: CellResult) -> dict[str, Any]:
@@ -82,7 +70,7 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}."
     left = f" **{missing} of {missing + len(results)} cells have no result yet.**" if missing else ""
-    budget = f" Budget: {sweep.budget}." if sweep.budget else ""
+    budget = f" Budget: {sweep.samples:,} samples trained on per run." if sweep.samples else ""
     parts = [
         f"# {sweep.question}",
         f"    {archive.command}",
@@ -100,7 +88,7 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
             * bool(trade_offs)
         ),
         "## Checks",
-        "\n".join(f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in checks(results)),
+        listed(checks(results)),
         "## What may be concluded, and what not",
         conclusions(results, len(sweep.seeds)),
     ]
@@ -122,18 +110,18 @@ def table(results: Sequence[CellResult]) -> str:
     reference = next(iter(groups.values()))
     columns: dict[str, Callable[[list[CellResult]], str]] = {
         "seeds": lambda cells: str(len(cells)) + (f" ({failed[cells[0].label]} failed)" if failed[cells[0].label] else ""),
-        "held-out reward, end": lambda cells: number(estimate(c.held_out_end.reward for c in cells)),
+        "held-out reward, end": measures.mean_of(final_reward),
         f"minus that of {reference[0].label}": lambda cells: (
             "" if cells is reference else difference(paired_difference(cells, reference))
         ),
-        "held-out accuracy, end": lambda cells: number(estimate(c.held_out_end.accuracy for c in cells)),
-        "length": lambda cells: number(estimate(c.held_out_end.length for c in cells), digits=1),
-        "reward, last quarter": lambda cells: number(estimate(c.reward_last_quarter for c in cells)),
-        "area under the reward": lambda cells: number(estimate(c.reward_area for c in cells)),
-        "staleness, mean (max)": lambda cells: _staleness(cells),
-        "ESS": lambda cells: number(estimate(c.is_ess_mean for c in cells)),
-        "largest ratio": lambda cells: f"{_highest(c.is_ratio_max for c in cells)}",
-        "samples/s": lambda cells: number(estimate(c.samples_per_s for c in cells), digits=0),
+        "held-out accuracy, end": measures.mean_of(lambda cell: cell.held_out_end.accuracy),
+        "length": measures.mean_of(lambda cell: cell.held_out_end.length, 1),
+        "reward, last quarter": measures.mean_of(lambda cell: cell.reward_last_quarter),
+        "area under the reward": measures.mean_of(area),
+        "staleness, mean (max)": _staleness,
+        "ESS": measures.mean_of(lambda cell: cell.is_ess_mean),
+        "largest ratio": lambda cells: _highest(cell.is_ratio_max for cell in cells),
+        "samples/s": measures.mean_of(lambda cell: cell.samples_per_s, 0),
     }
     if all(cell.held_out_end.accuracy is None for cells in groups.values() for cell in cells):
         del columns["held-out accuracy, end"]
@@ -160,7 +148,7 @@ def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
     found = compared(finished(results))
     judged = {label: each for label, each in found.items() if each.adjusted is not None}
     lines = [
-        f"- {worded(label, base, judged[label].found, judged[label].adjusted or 0.0, len(judged))}"
+        f"- {worded(label, base, judged[label], len(judged))}"
         if label in judged
         else f"- {label} against {base}: too few held-out evaluations to say anything."
         for label in others

@@ -20,15 +20,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
 from async_rlhf.experiments.staleness.archive import Archive, keep_failed, keep_sweep
-from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, fingerprint, finished, given, keep, kept, read_cell
+from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, finished, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
-from async_rlhf.experiments.staleness.progress import CellProgress, Pace, SweepProgress
+from async_rlhf.experiments.staleness.progress import CellProgress, Pace
 from async_rlhf.experiments.staleness.report import write
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
@@ -36,7 +36,7 @@ from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.preparation import as_rewards_want, prepare
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import Config, differences, parse_override
+from async_rlhf.run.config import Config, parse_override
 from async_rlhf.run.config_keys import masked
 from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.display.terminal import on_signals
@@ -56,26 +56,16 @@ class Job:
     num_prompts: int
     kept: Path
 
-    def state(self, sees_run: bool = True) -> State:
-        """sees_run: whether its run would be in the directory that is seen here; without, only its kept result counts.
-
-        Raises ConfigError for a cell that was run with other settings, or is being run.
-        """
-        found = state_of(self.cell, self.num_prompts) if sees_run else "new"
+    def state(self) -> State:
+        """Raises ConfigError for a cell that was run with other settings, or is being run."""
+        found = state_of(self.cell, self.num_prompts)
         return found if self.result() is None else "finished"
 
     def result(self) -> CellResult | None:
         """What the cell measured in an earlier start. Raises ConfigError where it had other settings, DamagedError."""
         found = kept(self.kept)
-        config = _resolved(self.cell.config)
-        if found is not None and found.whole != fingerprint(config, WATCHING):
-            old, new = found.settings, given(config)
-            keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in WATCHING]
-            changed = "; ".join(f"{key}: {old.get(key, 'default')!r} -> {new.get(key, 'default')!r}" for key in keys[:5])
-            raise ConfigError(
-                f"{str(self.kept)!r} is the result of other settings ({changed}). Restore them, those of --set too; or keep "
-                "both sweeps, with --set sweep.name=NAME; or remove it and run the cell again"
-            )
+        if found is not None:
+            _check_same(self.kept, found.settings, self.cell.config)
         return found
 
     @property
@@ -95,15 +85,8 @@ class Outcome:
 class Cells(Protocol):
     """Where cells run: in this process (`Here`), or on the nodes of a cluster (`on_ray.Nodes`)."""
 
-    @property
-    def at_once(self) -> int:
-        """Cells that can run at once."""
-        ...
-
-    @property
-    def sees_runs(self) -> bool:
-        """Whether the directories of their runs are those that this process sees."""
-        ...
+    at_once: int
+    """Cells that can run at once."""
 
     def run(self, job: Job, progress: Progress) -> Outcome | None:
         """Begin a cell's run or go on with it; None when it has drained, or was forced to end. Called by a thread a cell."""
@@ -136,29 +119,28 @@ def run_sweep(
     sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
     wanted = _wanted(sweep, cells, only)
     all_jobs = [_job(sweep, cell, f"{number}/{len(cells)}", ray is None) for number, cell in enumerate(cells, 1)]
+    states = {job.head: job.state() for job in all_jobs}
+    mine = [job for job in all_jobs if job.cell in wanted]
+    for job in mine:
+        if dry_run:
+            most = "at most " if job.cell.config.budget.may_cut_steps else ""
+            say(f"{job.head}: {states[job.head]}, {most}{job.num_steps} steps")
+        elif states[job.head] == "finished":
+            say(f"{job.head}: finished before, skipped")
+    if dry_run:
+        return False
     sets = (f"{key}={masked(key.strip(), value, Config)}" for key, _, value in (text.partition("=") for text in overrides))
     command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in sets for word in ("--set", text))])
     again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
-    with _cells(ray, jobs, sweep, all_jobs) as where:
-        states = [(job, job.state(where.sees_runs)) for job in all_jobs]
-        mine = [(job, state) for job, state in states if job.cell in wanted]
-        for job, state in mine:
-            if dry_run:
-                most = "at most " if job.cell.config.budget.may_cut_steps else ""
-                say(f"{job.head}: {state}, {most}{job.num_steps} steps")
-            elif state == "finished":
-                say(f"{job.head}: finished before, skipped")
-        if dry_run:
-            return False
+    with _cells(ray, jobs, all_jobs) as where:
         alone = keep_sweep(sweep, command, where.at_once)
-        running = _Running(where)
-        ended = running.all([(job, state) for job, state in mine if state != "finished"], say)
-    left = [job for job, state in states if state != "finished" and ended.get(job.head) is None]
+        ended, signals = _run_all(where, [job for job in mine if states[job.head] != "finished"], states, say)
+    left = [head for head, state in states.items() if state != "finished" and ended.get(head) is None]
     failures = {head: outcome for head, outcome in ended.items() if outcome is not None and outcome.failure}
-    if running.signals > 1:
+    if signals > 1:
         raise InterruptedRunError(f"forced to end before the cells had drained; this goes on: {again}")
     if left:
-        drained = "drained: " if running.signals else ""
+        drained = "drained: " if signals else ""
         say(f"{drained}{len(left)} of {len(cells)} cells are left. The same command goes on here: {again}")
         return False
     results = list(_results(all_jobs, failures))
@@ -174,8 +156,6 @@ def run_sweep(
 
 class Here:
     """Cells as runs of this machine, with a supervisor each. Raises ConfigError for more at once than there are CPUs."""
-
-    sees_runs = True
 
     def __init__(self, at_once: int = 1) -> None:
         cores = os.cpu_count() or 1
@@ -200,7 +180,10 @@ class Here:
             return None
         except AsyncRLHFError as error:
             progress.event(f"failed in {config.run_dir}: {error}")
-            return Outcome(_measured(job.cell, str(error)), str(error))
+            measured = None
+            with suppress(AsyncRLHFError):  # it made no step that can be read
+                measured = replace(read_cell(job.cell), failure=str(error))
+            return Outcome(measured, str(error))
 
     def interrupt(self) -> None:
         self._signals += 1
@@ -208,57 +191,52 @@ class Here:
             supervisor.interrupt()
 
 
-class _Running:
-    """The cells that run: a signal reaches them all, and those that begin after it."""
+def _run_all(
+    cells: Cells, jobs: Sequence[Job], states: Mapping[str, State], say: Callable[[str], None]
+) -> tuple[dict[str, Outcome | None], int]:
+    """Run them. By their heads how they ended, None where they have not; and how many signals came, which reach the cells that
+    run and those that begin later."""
+    signals, pace = 0, Pace(waiting=len(jobs), jobs=cells.at_once)
 
-    def __init__(self, cells: Cells) -> None:
-        self.signals = 0
-        self._cells = cells
+    def take(*_: object) -> None:
+        nonlocal signals
+        signals += 1
+        cells.interrupt()
 
-    def all(self, jobs: Sequence[tuple[Job, State]], say: Callable[[str], None]) -> dict[str, Outcome | None]:
-        """Run them. By their heads how they ended; None where they have not."""
-        at_once = self._cells.at_once
-        pace = Pace(waiting=len(jobs), jobs=at_once)
-        with on_signals(self._take), SweepProgress(pace, say) as shown, ThreadPoolExecutor(at_once) as threads:
-            futures = {job.head: threads.submit(self._run, job, state, shown) for job, state in jobs}
-            return {head: _wait(future) for head, future in futures.items()}
-
-    def _run(self, job: Job, state: State, shown: SweepProgress) -> Outcome | None:
-        """See `all`."""
-        if self.signals:
+    def run(job: Job) -> Outcome | None:
+        if signals:
             return None
-        shown.say(f"{job.head}: resumed" if state == "unfinished" else job.head)
-        shown.pace.waiting -= 1
-        began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, shown)
-        try:
-            outcome = self._cells.run(job, progress)
-        finally:
-            progress.close()
+        state = states[job.head]
+        say(f"{job.head}: resumed" if state == "unfinished" else job.head)
+        pace.waiting -= 1
+        began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, pace, say)
+        outcome = cells.run(job, progress)
         if outcome is not None and not outcome.failure and (result := outcome.result) is not None:
             if state == "new":
-                shown.pace.end(time.monotonic() - began)
+                pace.end(time.monotonic() - began)
             keep(result, job.kept)
             progress.event(_summary(result))
         return outcome
 
-    def _take(self, *_: object) -> None:
-        self.signals += 1
-        self._cells.interrupt()
+    with on_signals(take), ThreadPoolExecutor(cells.at_once) as threads:
+        futures = {job.head: threads.submit(run, job) for job in jobs}
+        ended = {head: _wait(future) for head, future in futures.items()}
+    return ended, signals
 
 
-def _cells(ray: str | None, jobs: int | None, sweep: SweepConfig, all_jobs: Sequence[Job]) -> AbstractContextManager[Cells]:
+def _cells(ray: str | None, jobs: int | None, all_jobs: Sequence[Job]) -> AbstractContextManager[Cells]:
     """Where they run. Raises ConfigError where they cannot."""
     if ray is None:
         if jobs not in (None, 1) and any(job.cell.config.max_seconds is not None for job in all_jobs):
             raise ConfigError(
-                f"--jobs {jobs}: cells that end by time (sweep.seconds, max_seconds) would take it from each other; run them "
-                "one at a time, or on the nodes of a Ray cluster (--ray)"
+                f"--jobs {jobs}: cells that end by time (max_seconds) would take it from each other; run them one at a time, "
+                "or on the nodes of a Ray cluster (--ray)"
             )
         return nullcontext(Here(1 if jobs is None else jobs))
     check_ray("--ray", ray, "the cells run here, --jobs N at once")
     from async_rlhf.experiments.staleness.on_ray import nodes
 
-    return nodes(ray, jobs, sweep.directory, all_jobs)
+    return nodes(ray, jobs, all_jobs)
 
 
 def _wait(future: Future[Outcome | None]) -> Outcome | None:
@@ -269,10 +247,10 @@ def _wait(future: Future[Outcome | None]) -> Outcome | None:
 
 
 def _wanted(sweep: SweepConfig, cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    axes = {axis: [str(value) for value, _ in levels] for axis, levels in sweep.levels.items()}
+    axes["seed"] = [str(seed) for seed in sweep.seeds]
     for text in only:
         axis, equals, value = text.partition("=")
-        axes: dict[str, list[str]] = {name: [str(each) for each, _ in levels] for name, levels in sweep.levels.items()}
-        axes["seed"] = [str(seed) for seed in sweep.seeds]
         if not equals or axis not in axes:
             raise ConfigError(f"--only {text!r} is no AXIS=VALUE: {did_you_mean(axis, axes)}")
         if value not in axes[axis]:
@@ -299,13 +277,6 @@ def _results(jobs: Sequence[Job], failures: Mapping[str, Outcome]) -> Iterator[C
             yield measured
 
 
-def _measured(cell: Cell, failure: str) -> CellResult | None:
-    """What a cell measured before it failed; None where it made no step that can be read."""
-    with suppress(AsyncRLHFError, ValueError):
-        return replace(read_cell(cell), failure=failure)
-    return None
-
-
 def num_steps(config: Config, num_prompts: int) -> int:
     """Most steps of a whole run, which ends before `max_steps` where the data does."""
     return config.bound(num_prompts).num_groups // config.groups_per_batch
@@ -321,30 +292,26 @@ def state_of(cell: Cell, num_prompts: int) -> State:
     if not (config.run_dir / "config.toml").exists():
         return "new"
     directory = RunDir.existing(config.run_dir)
-    _check_same(directory.config(), _resolved(config))
+    _check_same(config.run_dir, given(directory.config()), config)
     if directory.is_alive():
         raise ConfigError(f"cell {str(config.run_dir)!r} is being run by {holder(directory.lock_file)}; wait, or stop it")
-    metrics = directory.read_metrics()
     evaluated = {record["label"] for record in directory.read_evaluations() if "missing" not in record}
-    spent = Spent.after(metrics)
+    spent = Spent.after(directory.read_metrics())
     done = spent.steps >= num_steps(config, num_prompts) or config.budget.ended(spent)
     return "finished" if done and (not config.evaluation.at_end or "end" in evaluated) else "unfinished"
 
 
-def _resolved(config: Config) -> Config:
-    """As the run keeps it."""
-    return as_rewards_want(config.model_copy(update={"model": model_directory(config.model)}))
-
-
-def _check_same(old: Config, new: Config) -> None:
-    """A sweep compares runs, so every setting counts: also those that a resumed run may change."""
-    if fingerprint(old, WATCHING) == fingerprint(new, WATCHING):
-        return
-    changed = [line for line in differences(old, new) if line.partition(":")[0] not in WATCHING]
-    raise ConfigError(
-        f"cell {str(new.run_dir)!r} was run with other settings ({'; '.join(changed[:5]) or 'keys were removed'}). Restore "
-        "them, those of --set too; or keep both sweeps, with --set sweep.name=NAME; or remove the directory and run it again"
-    )
+def _check_same(place: Path, old: Mapping[str, Any], config: Config) -> None:
+    """A sweep compares runs, so every setting counts: also those that a resumed run may change. old: of what lies in `place`,
+    as `given`. Raises ConfigError."""
+    new = given(as_rewards_want(config.model_copy(update={"model": model_directory(config.model)})))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in WATCHING]
+    if keys:
+        changed = "; ".join(f"{key}: {old.get(key, 'default')!r} -> {new.get(key, 'default')!r}" for key in keys[:5])
+        raise ConfigError(
+            f"{str(place)!r} is of a run with other settings ({changed}). Restore them, those of --set too; or keep both "
+            "sweeps, with --set sweep.name=NAME; or remove it and run the cell again"
+        )
 
 
 def _summary(result: CellResult) -> str:

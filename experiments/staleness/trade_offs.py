@@ -22,10 +22,6 @@ from async_rlhf.inspect.plot import COLOURS
 
 _LEGEND_COLUMNS = 4
 _MOST_TICKS = 5
-_MOST_SOLID = 5
-# Settings that share a colour differ in these, by the value of the first key.
-_STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (7, 1, 1, 1, 1, 1)), (0, (5, 4)), (0, (1, 3)), (0, (3, 1, 3, 1, 1, 1)))
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 Settings = Sequence[Setting]
 Draw = Callable[[Any, Settings], None]
 # The places of the steps, and a number of each.
@@ -47,10 +43,8 @@ class _Block:
 
 def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
     """A panel for each quantity that was kept, in the colours of the first picture; dashes and marks are its columns."""
-    num_failed, results = len(results), finished(results)
-    num_failed -= len(results)
-    settings = settings_of(results)
-    blocks = [block for block in _blocks(results, settings) if block.panels]
+    settings = settings_of(finished(results))
+    blocks = [block for block in _blocks(finished(results), settings) if block.panels]
     heights = [block.height * -(-len(block.panels) // block.columns) for block in blocks]
     below = 0.18 * -(-sum(1 + setting.row.count("\n") for setting in settings) // _LEGEND_COLUMNS)
     figure = Figure(figsize=(14.5, sum(heights) + below + 1.0), dpi=110, layout="constrained")
@@ -58,13 +52,13 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
     for block, part in zip(blocks, parts[:, 0], strict=True):
         _draw_block(part, block, settings)
     handles = [
-        Line2D([], [], color=setting.colour, linestyle=style, marker=marker, markersize=4, label=setting.row)
-        for setting, (style, marker) in zip(settings, _looks(settings), strict=True)
+        Line2D([], [], color=setting.colour, linestyle=setting.style, marker=setting.marker, markersize=4, label=setting.row)
+        for setting in settings
     ]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, handlelength=4, frameon=False, fontsize="small"
     )
-    figure.suptitle(title(results, sweep, command, num_failed), wrap=True, fontsize="medium")
+    figure.suptitle(title(results, sweep, command), wrap=True, fontsize="medium")
     return figure
 
 
@@ -147,12 +141,12 @@ def _draw_lengths(axes: Any, settings: Settings) -> None:
 
 
 def _draw_courses(axes: Any, settings: Settings, title: str, label: str, course: Callable[[CellResult], _Course]) -> None:
-    for setting, (style, _) in zip(settings, _looks(settings), strict=True):
+    for setting in settings:
         courses = [found for found in map(course, setting.cells) if all(found)]
         # a step of every seed, at the mean of their places
         steps = [(xs, ys) for xs, ys in _step_by_step(courses) if all(y is not None for y in ys)]
         xs, ys = [sum(x) / len(x) for x, _ in steps], [sum(y) / len(y) for _, y in steps]
-        axes.plot(xs, ys, linestyle=style, color=setting.colour, linewidth=1.3)
+        axes.plot(xs, ys, linestyle=setting.style, color=setting.colour, linewidth=1.3)
     axes.set_xlim(left=0)
     axes.set(title=f"{title}\nmean of the seeds and of {SMOOTHED} completions", xlabel=label)
 
@@ -183,11 +177,11 @@ def _draw_corrections(axes: Any, settings: Settings) -> None:
 
 
 def _draw_to_sampler(axes: Any, settings: Settings) -> None:
-    for setting, (_, marker) in zip(settings, _looks(settings), strict=True):
+    for setting in settings:
         known = [(c.kl_behaviour_mean, c.held_out_end.reward) for c in setting.cells if c.held_out_end.reward is not None]
         points = [(kl, reward) for kl, reward in known if kl is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), marker, color=setting.colour, markersize=6, alpha=0.85)
+            axes.plot(*zip(*points, strict=True), setting.marker, color=setting.colour, markersize=6, alpha=0.85)
     _widen(axes)
     axes.set(
         title="Held-out reward over KL to the sampling policy\na mark a run; KL is a mean over steps",
@@ -200,14 +194,12 @@ def _over_reference(name: str, column: str) -> Draw:
     """Of one reward function, of their sum where the name is empty; the settings of one column."""
 
     def draw(axes: Any, settings: Settings) -> None:
-        for setting, (style, marker) in zip(settings, _looks(settings), strict=True):
-            if setting.column != column:
-                continue
+        for setting in (each for each in settings if each.column == column):
             # a place along training of every seed, at their mean
             places = list(zip(*filter(None, (_to_reference(cell, name) for cell in setting.cells)), strict=False))
             kls = [sum(kl for kl, _ in place) / len(place) for place in places]
             scores = [sum(score for _, score in place) / len(place) for place in places]
-            look: dict[str, Any] = {"linestyle": style, "marker": marker, "color": setting.colour}
+            look: dict[str, Any] = {"linestyle": setting.style, "marker": setting.marker, "color": setting.colour}
             axes.plot(kls, scores, **look, markersize=4, linewidth=1, alpha=0.85)
         if not column:
             _widen(axes)
@@ -245,12 +237,3 @@ def _cost(words: str, label: str, number: Callable[[Reached], float], goal: floa
         axes.set(title=f"{words} of {goal:.3f}\na mark a run; on the right how many reached it", xlabel=label)
 
     return draw
-
-
-def _looks(settings: Settings) -> list[tuple[Any, str]]:
-    """The dashes and the marker of each setting."""
-    columns = list(dict.fromkeys(setting.column for setting in settings))
-    if len(columns) == 1:
-        return [("--" if i % 2 and len(settings) > _MOST_SOLID else "-", "o") for i in range(len(settings))]
-    places = [columns.index(setting.column) for setting in settings]
-    return [(_STYLES[place % len(_STYLES)], _MARKERS[place % len(_MARKERS)]) for place in places]

@@ -2,7 +2,7 @@
 
 Without PART every part runs in a process of its own, so that threads and memory of one do not weigh on the next. A part
 that fails, lacks a package or exceeds its limit is named at the end, the others run, and the exit code is 1. All rows go
-into one file (see `results`). With PART, that part runs in this process and takes its own options: `PART --help`.
+into one file: runs/bench/DATE.json. With PART, that part runs in this process and takes its own options: `PART --help`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,35 +20,27 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 from typer.core import TyperGroup
 
-from async_rlhf.experiments.throughput import results
-from async_rlhf.experiments.throughput.harness import Bench, MissingError, Part, Row, Watch, await_quiet
+from async_rlhf.experiments.throughput.harness import ROOT, Bench, MissingError, Part, Row, Watch, await_quiet
+from async_rlhf.experiments.throughput.tables import save
 from async_rlhf.launch.forked import adopt_orphans
 
-ROOT = Path(__file__).resolve().parents[2]
-# By name: the module here that has a function of this name, and what it measures; in the order in which they run.
-PARTS = {
-    "engine": ("engine", "generation beside transformers' generate"),
-    "vllm_side": ("engine", "generation beside vLLM"),
-    "queue": ("queue", "the replay queue beside raw ZeroMQ"),
-    "learner": ("learner", "a learner step beside a bare loop and TRL's training part"),
-    "pipeline": ("pipeline", "the whole beside TRL's GRPOTrainer"),
-    "weights": ("weights", "weight transport beside memcpy and raw ZeroMQ"),
-    "publication": ("publication", "what a publication costs learner and generation; what relays spare the hub"),
-    "whole": (
-        "whole",
-        "time to the first step, and memory of each process: by default, with a million rows, with 400 M weights",
-    ),
-}
+# By name, in the order in which they run: the module here that has a function of this name.
+PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "pipeline": "pipeline",
+         "weights": "weights", "publication": "weights", "whole": "whole"}  # fmt: skip
 # Seconds after which a part is ended: several times what it takes on a quiet machine.
 LIMIT_S = 1500.0
 # Exit code of a part whose package is not installed.
 MISSING = 3
+_PACKAGES = ("torch", "transformers", "pyzmq", "vllm", "trl")
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a row.")]
 Turns = Annotated[int | None, typer.Option(min=1, help="Timed turns of each side, instead of each part's own.")]
@@ -56,7 +49,7 @@ Small = Annotated[bool, typer.Option("--small", help="Small loads, one turn: tha
 
 def load(name: str) -> Part:
     """The part's function."""
-    found: Part = getattr(importlib.import_module(f"async_rlhf.experiments.throughput.{PARTS[name][0]}"), name)
+    found: Part = getattr(importlib.import_module(f"async_rlhf.experiments.throughput.{PARTS[name]}"), name)
     return found
 
 
@@ -73,10 +66,9 @@ def command(name: str, part: Part) -> Callable[..., None]:
             typer.echo(f"{name}: {reason}", err=True)
             raise typer.Exit(MISSING) from reason
 
-    common = list(inspect.signature(run, eval_str=True).parameters.values())[:-1]
-    parameters = [*common, *list(inspect.signature(part, eval_str=True).parameters.values())[1:]]
-    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    common, own = (list(inspect.signature(each, eval_str=True).parameters.values()) for each in (run, part))
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*common[:-1], *own[1:])]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__doc__ = part.__doc__
     return run
@@ -94,11 +86,6 @@ class Parts(TyperGroup):
         app = typer.Typer(add_completion=False)
         app.command(cmd_name)(command(cmd_name, load(cmd_name)))
         return typer.main.get_command(app)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The list in `--help`, without an import."""
-        with formatter.section("Parts"):
-            formatter.write_dl([(name, what) for name, (_, what) in PARTS.items()])
 
 
 app = typer.Typer(add_completion=False, cls=Parts, rich_markup_mode=None)
@@ -119,17 +106,19 @@ def main(
     if unknown := set(only or ()) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     options = ["--json", *(["--turns", str(turns)] if turns else []), *(["--small"] if small else [])]
-    path, run, outcomes = output or results.new_path(ROOT), results.describe_run(ROOT, small), list[Outcome]()
+    run, outcomes = describe_run(small), dict[str, Outcome]()
+    path = output or ROOT / "runs" / "bench" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     for part in only or PARTS:
-        outcomes.append(measure(part, options, quiet=not small))
+        found = outcomes[part] = measure(part, options, quiet=not small)
         if not as_json:
-            typer.echo(f"-- {part}: {outcomes[-1].how} in {outcomes[-1].seconds:.0f} s")
-        for row in outcomes[-1].rows:
-            typer.echo(json.dumps(vars(row)) if as_json else row)
-        ended = {each.part: (each.how, each.seconds) for each in outcomes}
-        results.write(path, run, ended, [row for each in outcomes for row in each.rows])
+            typer.echo(f"-- {part}: {found.how} in {found.seconds:.0f} s")
+        for row in found.rows:
+            typer.echo(json.dumps(asdict(row)) if as_json else row)
+        run["parts"][part] = {"outcome": found.how, "seconds": found.seconds}
+        rows = [{"run": run["date"], **asdict(row)} for each in outcomes.values() for row in each.rows]
+        save(path, {"runs": {run["date"]: run}, "rows": rows})
     typer.echo(f"results: {path}", err=as_json)
-    if unmeasured := [f"{each.part} ({each.how})" for each in outcomes if each.how != "measured"]:
+    if unmeasured := [f"{part} ({each.how})" for part, each in outcomes.items() if each.how != "measured"]:
         typer.echo(f"not measured: {', '.join(unmeasured)}", err=True)
         raise typer.Exit(1)
 
@@ -138,7 +127,6 @@ def main(
 class Outcome:
     """How a part ended: "measured", "missing a package", "failed (CODE)" or "ended after SECONDS s"."""
 
-    part: str
     how: str
     rows: tuple[Row, ...]
     seconds: float
@@ -163,7 +151,35 @@ def measure(part: str, options: list[str], quiet: bool) -> Outcome:
             process.wait()
         stdout.seek(0)
         rows = tuple(Row(**json.loads(text)) for text in stdout if text.startswith("{"))
-    return Outcome(part, how, rows, round(time.monotonic() - began, 1))
+    return Outcome(how, rows, round(time.monotonic() - began, 1))
+
+
+def describe_run(small: bool) -> dict[str, Any]:
+    """Date (UTC), commit (with "+" where files differ from it), machine and versions; what is unknown is null. A small run is
+    no measurement."""
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    memory_gib = round(psutil.virtual_memory().total / 2**30, 1)
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+        "small": small,
+        "commit": commit,
+        "conditions": None,
+        "machine": {"cores": psutil.cpu_count(), "cpu": cpu and cpu[1], "memory_gib": memory_gib},
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "parts": {},
+    }
+
+
+def _version(name: str) -> str | None:
+    """Of this interpreter's package or its CPU build."""
+    for distribution in (name, f"{name}-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(distribution)
+    return None
 
 
 if __name__ == "__main__":

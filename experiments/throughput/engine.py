@@ -1,4 +1,4 @@
-"""How fast is the built-in engine next to `transformers` generate, and next to vLLM? In turns, on one CPU.
+"""How fast is the built-in engine next to `transformers` generate, and next to vLLM? In turns, on one CPU thread.
 
 Two loads, end tokens disabled so that every length is forced:
 
@@ -34,7 +34,7 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey, load_engine
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, ThreadsOption, alternate, rates, timed
+from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, alternate, rates, timed
 from async_rlhf.learner.model.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
@@ -48,18 +48,13 @@ LoadOption = Annotated[Literal["equal", "mixed"] | None, typer.Option("--load", 
 
 
 def engine(
-    bench: Bench,
-    model: ModelOption = None,
-    dtype: DTypeOption = "float32",
-    slots: SlotsOption = None,
-    load: LoadOption = None,
-    threads: ThreadsOption = 1,
+    bench: Bench, model: ModelOption = None, dtype: DTypeOption = "float32", slots: SlotsOption = None, load: LoadOption = None
 ) -> Iterator[Row]:
     """Compare the built-in engine with transformers generate, in useful tokens a second.
 
     The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     for each in loads_for(model, slots or bench.size(None, 8), load):
         ours, plain = TorchEngine(make_model(model, dtype), slots=each.batch, max_length=512), make_model(model, dtype)
         sides = {"engine": timed(partial(run_engine, ours, each)), "generate": timed(partial(run_generate, plain, each))}
@@ -68,40 +63,32 @@ def engine(
 
 
 def vllm_side(
-    bench: Bench,
-    model: ModelOption = None,
-    dtype: DTypeOption = "float32",
-    slots: SlotsOption = None,
-    load: LoadOption = None,
-    threads: ThreadsOption = 1,
+    bench: Bench, model: ModelOption = None, dtype: DTypeOption = "float32", slots: SlotsOption = None, load: LoadOption = None
 ) -> Iterator[Row]:
     """Compare the built-in engine with vLLM on a CPU, in useful tokens a second.
 
     Both are given the same requests with seeds and return log-probabilities. vLLM decodes in two processes of its own, each of
-    which spins while it waits for the other; the built-in engine has this process only. `threads`: what the tensors of either
-    may use.
+    which spins while it waits for the other; the built-in engine has this process only.
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingError("vLLM is not installed (make test installs its CPU build)")
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         make_model(model, dtype).save_pretrained(directory)
         for each in loads_for(model, slots or bench.size(None, 8), load):
             with ExitStack() as stack:
                 sides = {}
                 for name, kind in (("engine", "torch"), ("vLLM", "vllm")):
-                    settings = {"kind": kind, "slots": each.batch, "threads": threads, "dtype": dtype, "batch_invariant": False}
+                    settings = {"kind": kind, "slots": each.batch, "threads": 1, "dtype": dtype, "batch_invariant": False}
                     started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
-                    sides[name] = _settled(stack.enter_context(closing(started)), each)
+                    side = timed(partial(run_engine, stack.enter_context(closing(started)), each))
+                    sides[name] = partial(_settled, side)
                 yield Row.of(each.title(model, dtype), rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
 
 
-def _settled(engine: Engine, load: Load) -> Callable[[], float]:
-    def run() -> float:
-        time.sleep(_SETTLE_S)
-        return timed(partial(run_engine, engine, load))()
-
-    return run
+def _settled(side: Callable[[], float]) -> float:
+    time.sleep(_SETTLE_S)
+    return side()
 
 
 @dataclass(frozen=True)
@@ -112,9 +99,14 @@ class Load:
     lengths: tuple[int, ...]
     batch: int
 
-    def title(self, model: Path | None = None, dtype: str = "float32") -> str:
+    def title(self, model: Path | None, dtype: str) -> str:
         """The load's name in a row."""
         return f"{self.name}, {self.batch} slots" + (f", {model.name} in {dtype}" if model else "")
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        found: list[list[int]] = np.random.default_rng(1).integers(1, 100, (len(self.lengths), NUM_PROMPT_TOKENS)).tolist()
+        return found
 
 
 def loads_for(model: Path | None, slots: int | None, only: Literal["equal", "mixed"] | None) -> list[Load]:
@@ -126,7 +118,7 @@ def loads_for(model: Path | None, slots: int | None, only: Literal["equal", "mix
     return [load for load in loads if only in (None, load.name)]
 
 
-def make_model(model: Path | None = None, dtype: DType = "float32") -> PreTrainedModel:
+def make_model(model: Path | None, dtype: DType) -> PreTrainedModel:
     """That of a directory or GGUF file, or a Llama of 0.87 million random parameters; it never ends by itself."""
     if model is not None:
         directory = model_directory(str(model.expanduser()))
@@ -144,14 +136,9 @@ def make_model(model: Path | None = None, dtype: DType = "float32") -> PreTraine
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
 
 
-def make_prompts(load: Load) -> list[tuple[int, ...]]:
-    shape = (len(load.lengths), NUM_PROMPT_TOKENS)
-    return [tuple(row) for row in np.random.default_rng(1).integers(1, 100, shape).tolist()]
-
-
 def run_engine(engine: Engine, load: Load) -> None:
-    work = enumerate(zip(make_prompts(load), load.lengths, strict=True))
-    engine.submit([Request(RolloutKey(n, 0, 0), prompt, length, Sampling(), n) for n, (prompt, length) in work])
+    work = enumerate(zip(load.prompts, load.lengths, strict=True))
+    engine.submit([Request(RolloutKey(n, 0, 0), tuple(prompt), length, Sampling(), n) for n, (prompt, length) in work])
     num_tokens = 0
     while engine.num_unfinished:
         num_tokens += sum(len(completion.token_ids) for completion in engine.step())
@@ -159,7 +146,7 @@ def run_engine(engine: Engine, load: Load) -> None:
 
 
 def run_generate(model: PreTrainedModel, load: Load) -> None:
-    prompts = torch.tensor(make_prompts(load))
+    prompts = torch.tensor(load.prompts)
     for start in range(0, len(load.lengths), load.batch):
         batch, longest = prompts[start : start + load.batch], max(load.lengths[start : start + load.batch])
         mask = torch.ones_like(batch)

@@ -7,23 +7,32 @@ and the reader compares.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeVar
 
 import psutil
-import typer
+import zmq
 
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "configs" / "models" / "tiny-speller"
+"""What both systems are given where no other model is named."""
 # Share of all cores' time that other programs may use: above it, they are measured too.
 QUIET = 0.05
 # Processor times are counted in hundredths of a second.
 _SHORTEST_S = 1.0
-
-ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="CPU threads, the same for all sides.")]
+_RAW_LIMIT_S = 300.0
+SPAWN = multiprocessing.get_context("spawn")
+Part = Callable[..., Iterator["Row"]]
 
 
 class MissingError(Exception):
@@ -44,9 +53,6 @@ class Bench:
     def num_turns(self, usual: int) -> int:
         """Timed turns of each side."""
         return self.turns or self.size(usual, 1)
-
-
-Part = Callable[..., Iterator["Row"]]
 
 
 @dataclass(frozen=True)
@@ -81,50 +87,35 @@ class Row:
         at_least: float | None = None,
         at_most: float | None = None,
         counted: bool = False,
-        turns: int | None = None,
         figures: Mapping[str, float] | None = None,
     ) -> Row:
         """values: one number a turn for each side; the turns' ratios are of the first side over the second.
 
         counted: bytes or steps, which other work does not change; such a row has no turns.
-        turns: where several values come from each turn.
         """
         first, *others = values.values()
         ratios = [a / b for a, b in zip(first, others[0], strict=True)] if others else []
         median, low, high = (rounded(f(ratios)) if ratios else None for f in (statistics.median, min, max))
         sides = {name: rounded(statistics.median(each)) for name, each in values.items()}
         further = {name: rounded(value) for name, value in (figures or {}).items()}
-        taken = None if counted else turns or len(first)
-        return cls(load, sides, unit, median, low, high, taken, at_least, at_most, further)
-
-    @property
-    def goal(self) -> str:
-        """The bound on the ratio, and whether it holds; empty where there is none."""
-        if self.at_least is not None:
-            return f"at least {self.at_least:g}, {_reached(self.ratio is not None and self.ratio >= self.at_least)}"
-        if self.at_most is not None:
-            return f"at most {self.at_most:g}, {_reached(self.ratio is not None and self.ratio <= self.at_most)}"
-        return ""
-
-    @property
-    def note(self) -> str:
-        """Empty on a quiet machine."""
-        loud = self.turns is not None and self.foreign is not None and self.foreign > QUIET
-        return f"not quiet: other programs used {self.foreign:.0%}, measure again" if loud else ""
+        turns = None if counted else len(first)
+        return cls(load, sides, unit, median, low, high, turns, at_least, at_most, further)
 
     def __str__(self) -> str:
-        """Load, sides, ratio with its range, turns, goal, and everything else, in a line."""
+        """Load, sides, ratio with its range, turns, goal, everything else, and whether the machine was quiet, in a line."""
         sides = "  ".join(f"{name} {shown(value)} {self.unit}" for name, value in self.sides.items())
-        ratio = "" if self.ratio is None else f"ratio {self.ratio:.3g}"
-        if self.lowest is not None and self.lowest != self.highest:
-            ratio += f" ({self.lowest:.3g} to {self.highest:.3g})"
+        ratio, goal, note = "", "", ""
+        if self.ratio is not None:
+            spread = f" ({self.lowest:.3g} to {self.highest:.3g})" if self.lowest != self.highest else ""
+            ratio = f"ratio {self.ratio:.3g}{spread}"
+            for words, bound, sign in (("at least", self.at_least, 1), ("at most", self.at_most, -1)):
+                if bound is not None:
+                    goal = f"goal {words} {bound:g}, {'reached' if sign * self.ratio >= sign * bound else 'missed'}"
+        if self.turns is not None and self.foreign is not None and self.foreign > QUIET:
+            note = f"not quiet: other programs used {self.foreign:.0%}, measure again"
         figures = "  ".join(f"{name} {shown(value)}" for name, value in self.figures.items())
-        words = (sides, ratio, self.turns and f"turns {self.turns}", self.goal and f"goal {self.goal}")
-        return f"{self.load}: {'; '.join(map(str, filter(None, (*words, figures, self.note))))}"
-
-
-def _reached(holds: bool) -> str:
-    return "reached" if holds else "missed"
+        turns = f"turns {self.turns}" if self.turns else ""
+        return f"{self.load}: {'; '.join(filter(None, (sides, ratio, turns, goal, figures, note)))}"
 
 
 def rounded(value: float) -> float:
@@ -148,13 +139,13 @@ def alternate(sides: Mapping[str, Callable[[], T]], turns: int, warm_up: int = 1
     return found
 
 
-def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
-    """A side that returns its seconds by `clock`."""
+def timed(work: Callable[[], object]) -> Callable[[], float]:
+    """A side that returns its seconds."""
 
     def run() -> float:
-        began = clock()
+        began = time.perf_counter()
         work()
-        return clock() - began
+        return time.perf_counter() - began
 
     return run
 
@@ -162,6 +153,66 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
 def rates(work: float, seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """`work` a second, for each turn of each side."""
     return {name: [work / each for each in values] for name, values in seconds.items()}
+
+
+@contextmanager
+def running(*processes: BaseProcess) -> Iterator[None]:
+    """Started at the beginning of the block, killed at its end."""
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def talking(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """Our end of a pipe to a process of this function, whose last argument is the other end. `recv` raises EOFError when the
+    process has ended."""
+    ours, theirs = SPAWN.Pipe()
+    with running(SPAWN.Process(target=target, args=(*arguments, theirs), daemon=True)):
+        theirs.close()
+        yield ours
+
+
+def raw_seconds(address: str, message_bytes: int, count: int, pushers: int) -> float:
+    """Seconds from the first message to the last by ZeroMQ alone, PUSH to PULL: no hub, nothing checked, nothing kept."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, _waiting(message_bytes))
+    socket.setsockopt(zmq.RCVTIMEO, int(_RAW_LIMIT_S * 1000))
+    socket.bind(address)
+    arguments = (address, message_bytes, count // pushers)
+    try:
+        with running(*(SPAWN.Process(target=_push, args=arguments, daemon=True) for _ in range(pushers))):
+            for _ in range(pushers):
+                socket.recv()
+            began = time.perf_counter()
+            for _ in range(count // pushers * pushers - pushers):
+                socket.recv()
+            return time.perf_counter() - began
+    finally:
+        context.destroy(linger=0)
+
+
+def _push(address: str, message_bytes: int, count: int) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, _waiting(message_bytes))
+    socket.connect(address)
+    message = memoryview(bytes(message_bytes))
+    for _ in range(count):
+        socket.send(message)
+    socket.close()
+    context.term()
+
+
+def _waiting(message_bytes: int) -> int:
+    """Messages that may wait: of large ones few, for they lie in memory."""
+    return 16 if message_bytes >= 1 << 20 else 1000
 
 
 class Watch:
@@ -173,20 +224,19 @@ class Watch:
 
     def __init__(self) -> None:
         self._foreign: float | None = None
-        self._began, self._busy, self._own = self._now()
+        self._last = self._now()
 
     def lap(self) -> dict[str, float | None]:
         """`foreign` since the last call, or as before when that was less than a second ago; the load average of a minute."""
-        began, busy, own = self._now()
-        load_average = round(os.getloadavg()[0], 1)
-        if began - self._began < _SHORTEST_S:
-            return {"foreign": self._foreign, "load_average": load_average}
-        available = (psutil.cpu_count() or 1) * max(began - self._began, 1e-9)
-        self._foreign = round(max(0.0, (busy - self._busy) - (own - self._own)) / available, 3)
-        self._began, self._busy, self._own = began, busy, own
-        return {"foreign": self._foreign, "load_average": load_average}
+        now = self._now()
+        seconds, busy, own = (after - before for after, before in zip(now, self._last, strict=True))
+        if seconds >= _SHORTEST_S:
+            self._foreign = round(max(0.0, busy - own) / ((psutil.cpu_count() or 1) * seconds), 3)
+            self._last = now
+        return {"foreign": self._foreign, "load_average": round(os.getloadavg()[0], 1)}
 
     def _now(self) -> tuple[float, float, float]:
+        """Seconds of the clock, of all cores that were busy, and of what is ours."""
         times = psutil.cpu_times()
         busy = float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
         return time.monotonic(), busy, own_cpu_s()

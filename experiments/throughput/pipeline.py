@@ -21,18 +21,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.api import run
-from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, await_quiet
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alternate, await_quiet
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
-from async_rlhf.experiments.throughput.trl import MODEL, ROOT, TrlProcess, trl_python
+from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
 from async_rlhf.run.config import Config, validated
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.run_dir import RunDir
@@ -43,50 +42,36 @@ GROUP_SIZE, MAX_NEW_TOKENS, THREADS = 8, 32, 2
 # So small that lengths stay what they are; the arithmetic of an update is the same at any rate.
 LEARNING_RATE = 1e-6
 _QUIET_LIMIT_S = 60.0
+Name = Literal["natural", "full", "slow"]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What both are given, and how far ours may run ahead (steps)."""
+    """What both are given, how far ours may run ahead (steps), and the least ratio wanted."""
 
-    name: str
-    never_ends: bool
-    slow_reward: bool
+    name: Name
     max_staleness: int
     goal: float
 
 
-LOADS = (
-    Load("natural", never_ends=False, slow_reward=False, max_staleness=2, goal=1.2),
-    Load("full", never_ends=True, slow_reward=False, max_staleness=2, goal=1.2),
-    Load("slow", never_ends=False, slow_reward=True, max_staleness=8, goal=5.0),
-)
+LOADS = (Load("natural", max_staleness=2, goal=1.2), Load("full", max_staleness=2, goal=1.2),
+         Load("slow", max_staleness=8, goal=5.0))  # fmt: skip
 
 
-class Name(StrEnum):
-    """Of a load."""
-
-    NATURAL = "natural"
-    FULL = "full"
-    SLOW = "slow"
-
-
-Loads = Annotated[list[Name] | None, typer.Option("--load", help="Only this load; may be repeated.")]
-
-
-def pipeline(bench: Bench, load: Loads = None) -> Iterator[Row]:
+def pipeline(bench: Bench, load: Annotated[Name | None, typer.Option(help="Only this load.")] = None) -> Iterator[Row]:
     """Compare the whole system with TRL's GRPOTrainer, in completions a second."""
-    python = trl_python(ROOT)
+    check_trl()
     for each in LOADS:
-        if each.name in (load or bench.size(list(Name), [Name.NATURAL])):
+        if load == each.name or (load is None and (each is LOADS[0] or not bench.small)):
             with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
-                yield compare(each, bench, python, Path(directory))
+                yield compare(each, bench, Path(directory))
 
 
-def compare(load: Load, bench: Bench, python: Path, directory: Path) -> Row:
+def compare(load: Load, bench: Bench, directory: Path) -> Row:
     """Both in turns without one to warm up: a run starts anew, and its first steps are not in the window."""
     prompts = write_prompts(directory / "prompts.jsonl")
-    model = make_endless(MODEL, directory / "endless") if load.never_ends else MODEL
+    model = make_endless(MODEL, directory / "endless") if load.name == "full" else MODEL
+    settings = our_config(load, model, prompts, directory)
     lengths: dict[str, list[float]] = {"ours": [], "trl": []}
 
     def side(name: str, steps: Steps, run: Callable[[Path], Recorded]) -> Callable[[], float]:
@@ -94,25 +79,22 @@ def compare(load: Load, bench: Bench, python: Path, directory: Path) -> Row:
             place = directory / f"{name}-{len(lengths[name])}"
             place.mkdir()
             await_quiet(0.0 if bench.small else _QUIET_LIMIT_S)
-            recorded = run(place)
-            lengths[name].append(mean_length(recorded.tokens, steps, BATCH_SIZE))
-            return window_rate(recorded.ends, steps, BATCH_SIZE)
+            rate, length = in_window(run(place), steps)
+            lengths[name].append(length)
+            return rate
 
         return one
 
-    sides = {
-        "ours": side("ours", Steps.of_ours(load.max_staleness), lambda place: run_ours(load, model, prompts, place)),
-        "trl": side("trl", OF_TRL, lambda place: run_trl(python, load, model, prompts, place)),
-    }
-    rates = alternate(sides, bench.num_turns(2), warm_up=0)
-    mean = {f"{name}_mean_length": statistics.median(each) for name, each in lengths.items()}
-    settings = our_config(load, model, prompts, directory)
-    mean |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
-    return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=mean)
+    rates = alternate({
+        "ours": side("ours", Steps.of_ours(load.max_staleness), lambda at: run_ours(our_config(load, model, prompts, at))),
+        "trl": side("trl", OF_TRL, lambda place: run_trl(load, model, prompts, place)),
+    }, bench.num_turns(2), warm_up=0)  # fmt: skip
+    figures = {f"{name}_mean_length": statistics.median(each) for name, each in lengths.items()}
+    figures |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
+    return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=figures)
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(NamedTuple):
     """How many steps a run makes, and which of them are measured.
 
     first: before the window: start-up, compilation, and what was generated while nothing else ran. last: after it.
@@ -127,37 +109,24 @@ class Steps:
         """Leaves out the beginning, and the end in which the actor has no more to do and the learner the machine."""
         return cls(first=max_staleness + 4, measured=max(20, 3 * (max_staleness + 1)), last=max_staleness + 2)
 
-    @property
-    def total(self) -> int:
-        return self.first + self.measured + self.last
-
 
 OF_TRL = Steps(first=3, measured=10)
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """One run: monotonic seconds at which steps ended, and tokens trained on in each."""
 
     ends: Sequence[float]
     tokens: Sequence[int]
 
 
-def window_rate(ends: Sequence[float], steps: Steps, batch_size: int) -> float:
-    """Completions per second from the end of step `first` to the end of step `first + measured`.
-
-    ends: monotonic seconds at which each step ended. Raises ValueError when the run ended inside the window.
-    """
-    until = steps.first + steps.measured
-    if len(ends) < until:
-        raise ValueError(f"the measured window ends with step {until}, the run had {len(ends)} steps")
-    return steps.measured * batch_size / (ends[until - 1] - ends[steps.first - 1])
-
-
-def mean_length(tokens: Sequence[int], steps: Steps, batch_size: int) -> float:
-    """Mean tokens of a completion in the measured window."""
-    measured = tokens[steps.first : steps.first + steps.measured]
-    return sum(measured) / (len(measured) * batch_size)
+def in_window(run: Recorded, steps: Steps) -> tuple[float, float]:
+    """Completions per second from the end of step `first` to the end of step `first + measured`, and their mean length in
+    tokens. Raises ValueError when the run ended inside the window."""
+    until, completions = steps.first + steps.measured, steps.measured * BATCH_SIZE
+    if len(run.ends) < until:
+        raise ValueError(f"the measured window ends with step {until}, the run had {len(run.ends)} steps")
+    return completions / (run.ends[until - 1] - run.ends[steps.first - 1]), sum(run.tokens[steps.first : until]) / completions
 
 
 def make_endless(model: Path, directory: Path) -> Path:
@@ -180,13 +149,13 @@ def write_prompts(path: Path) -> Path:
 
 def our_config(load: Load, model: Path, prompts: Path, output_dir: Path) -> Config:
     """Everything that is not a default."""
-    judge = "slow_similarity" if load.slow_reward else "similarity"
+    judge = "slow_similarity" if load.name == "slow" else "similarity"
     config = validated(
         {
             "name": "ours",
             "output_dir": str(output_dir),
             "model": str(model),
-            "max_steps": Steps.of_ours(load.max_staleness).total,
+            "max_steps": sum(Steps.of_ours(load.max_staleness)),
             "data": {"source": str(prompts), "held_out": 0},
             "generation": {"group_size": GROUP_SIZE, "max_completion_length": MAX_NEW_TOKENS},
             "engine": {"slots": BATCH_SIZE, "threads": 1},
@@ -202,9 +171,8 @@ def our_config(load: Load, model: Path, prompts: Path, output_dir: Path) -> Conf
     return config
 
 
-def run_ours(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded:
+def run_ours(config: Config) -> Recorded:
     """One run of ours, watched from outside: a step ends when its metrics are written (seen within 10 ms)."""
-    config = our_config(load, model, prompts, directory)
     tail, ends, tokens = Tail(RunDir(config.run_dir).metrics), list[float](), list[int]()
     with ThreadPoolExecutor(max_workers=1) as executor:
         running = executor.submit(run, config, quiet=True)
@@ -217,19 +185,19 @@ def run_ours(load: Load, model: Path, prompts: Path, directory: Path) -> Recorde
     return Recorded(ends, tokens)
 
 
-def run_trl(python: Path, load: Load, model: Path, prompts: Path, directory: Path) -> Recorded:
+def run_trl(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded:
     """One run of TRL's in a process of its own."""
     spec = {
         "model": str(model),
         "prompts": str(prompts),
         "output_dir": str(directory / "trl"),
-        "steps": OF_TRL.total,
+        "steps": sum(OF_TRL),
         "group_size": GROUP_SIZE,
         "batch_size": BATCH_SIZE,
         "max_completion_length": MAX_NEW_TOKENS,
         "learning_rate": LEARNING_RATE,
         "threads": THREADS,
-        "slow_reward": load.slow_reward,
+        "slow_reward": load.name == "slow",
     }
-    with TrlProcess(python, "pipeline", spec, directory) as process:
-        return Recorded(**process.step())
+    with trl_process("pipeline", spec) as step:
+        return Recorded(**step())

@@ -5,7 +5,7 @@ A message is a group of 8 rollouts. Four producers, one hub, one consumer, each 
 - raw: PUSH to PULL, no hub, nothing checked, nothing kept.
 - queue: the real hub. Producers speak the actor's protocol (hello, credits, put, ack) and the consumer is a learner that takes,
   trains on nothing, and commits every 16 batches. So every byte goes to the hub, to the journal, from the journal and to the
-  learner, and is checked twice. Producers send headers that were encoded before, and the consumer does not unpack.
+  learner, and is checked twice. Producers send what was packed before with another number, and the consumer does not unpack.
 
 Also: the time from put to take at 10,000 rollouts a second, the processor time of the hub, and its memory with 100,000
 rollouts queued.
@@ -13,22 +13,20 @@ rollouts queued.
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 import psutil
-import zmq
 
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient
@@ -41,14 +39,13 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import SocketLink
-from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, cpu_s
+from async_rlhf.experiments.throughput.harness import SPAWN, Bench, Row, alternate, cpu_s, raw_seconds, running
 
 GROUP_SIZE, PRODUCERS = 8, 4
 COMMIT_EVERY = 16
 _GOALS = {("2 KB", "off"): 0.1, ("64 KB", "off"): 0.3}
 _MAX_STALENESS = 1024  # nothing is published while it is measured, so all of it is sampled by version 0
 _LIMIT_S = 300.0
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -66,18 +63,14 @@ class Load:
 def queue(bench: Bench) -> Iterator[Row]:
     """Compare the replay queue with raw pyzmq, in MB/s of groups (10^6 bytes of ids and log-probabilities)."""
     scale = bench.size(1, 64)
-    loads = [
-        Load("2 KB", 2048, "off", 16384 // scale),
-        Load("2 KB", 2048, "group", 16384 // scale),
-        Load("64 KB", 65536, "off", 2048 // scale),
-        Load("64 KB", 65536, "group", 2048 // scale),
-    ]
-    for load in bench.size(loads, loads[2:4]):
+    small, large = (Load("2 KB", 2048, "off", 16384 // scale), Load("64 KB", 65536, "off", 2048 // scale))
+    all_loads = [small, replace(small, fsync="group"), large, replace(large, fsync="group")]
+    for load in bench.size(all_loads, all_loads[1:3]):
         yield measure(load, bench.num_turns(3))
     waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
     p99 = {"p99_ms": waits[int(0.99 * len(waits))]}
-    yield Row.of("put to take at 10,000 rollouts a second", {"wait": waits}, "ms", turns=1, figures=p99)
-    queued = Load("2 KB", 2048, "off", 12512 // (8 * scale) * 8)
+    yield replace(Row.of("put to take at 10,000 rollouts a second", {"wait": waits}, "ms", figures=p99), turns=1)
+    queued = replace(small, num_groups=12512 // (8 * scale) * 8)
     before, after = memory_at(queued)
     memory = {"queued": [after], "empty": [before]}
     yield Row.of("hub memory", memory, "MiB", counted=True, figures={"rollouts": queued.num_groups * GROUP_SIZE})
@@ -93,18 +86,17 @@ def measure(load: Load, turns: int) -> Row:
         return size / run.seconds
 
     rates = alternate({"queue": through_the_hub, "raw": lambda: size / run_raw(load)}, turns, warm_up=0)
-    per_s, goal = statistics.median(rates["queue"]) * 1e6 / load.rollout_bytes, _GOALS.get((load.name, load.fsync))
-    figures = {"rollouts_per_s": round(per_s), "hub_cpu_s_per_1000": statistics.median(cpu)}
+    per_s = round(statistics.median(rates["queue"]) * 1e6 / load.rollout_bytes)
+    figures, goal = {"rollouts_per_s": per_s, "hub_cpu_s_per_1000": statistics.median(cpu)}, _GOALS.get((load.name, load.fsync))
     return Row.of(f"{load.name} a rollout, fsync {load.fsync}", rates, "MB/s", at_least=goal, figures=figures)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What one run through the hub gave. wait_ms: from put until the batch has come, of groups after the first quarter."""
 
     seconds: float
     hub_cpu_s: float
-    wait_ms: tuple[float, ...]
+    wait_ms: Sequence[float]
 
 
 def a_group(rollout_bytes: int) -> Group:
@@ -120,43 +112,17 @@ def a_group(rollout_bytes: int) -> Group:
 
 
 def run_raw(load: Load) -> float:
-    """Seconds from the first message received to the last."""
+    """Seconds of as many messages of the same size."""
     header, arrays = packing.pack_group(a_group(load.rollout_bytes))
     size = sum(map(len, wire.encode(wire.Put(group=header), arrays)))
     with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
-        address, each = f"ipc://{folder}/raw", load.num_groups // PRODUCERS
-        context = zmq.Context()
-        socket = context.socket(zmq.PULL)
-        socket.setsockopt(zmq.RCVTIMEO, int(_LIMIT_S * 1000))
-        socket.bind(address)
-        processes = [_SPAWN.Process(target=_push, args=(address, size, each), daemon=True) for _ in range(PRODUCERS)]
-        try:
-            with _running(processes):
-                for _ in range(PRODUCERS):
-                    socket.recv()
-                began = time.perf_counter()
-                for _ in range((each - 1) * PRODUCERS):
-                    socket.recv()
-                return time.perf_counter() - began
-        finally:
-            context.destroy(linger=0)
-
-
-def _push(address: str, size: int, count: int) -> None:
-    context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.connect(address)
-    message = bytes(size)
-    for _ in range(count):
-        socket.send(message)
-    socket.close()
-    context.term()
+        return raw_seconds(f"ipc://{folder}/raw", size, load.num_groups, PRODUCERS)
 
 
 def run_queue(load: Load) -> Run:
     """All groups through the hub, from the first batch to the last."""
     bound = Bound(load.batch, _MAX_STALENESS, load.num_groups)
-    with _hub(load, bound) as (address, hub, learner), _running(_producers(load, address)):
+    with _hub(load, bound) as (address, hub, learner), running(*_producers(load, address)):
         process, num_batches, wait_ms = psutil.Process(hub.pid), load.num_groups // load.batch, list[float]()
         learner.take_packed(0)  # all producers have started
         began, before_s = time.perf_counter(), cpu_s(process)
@@ -169,7 +135,7 @@ def run_queue(load: Load) -> Run:
             learner.trained(step)
             if (step + 1) % COMMIT_EVERY == 0:
                 learner.commit(step + 1)
-        return Run(time.perf_counter() - began, cpu_s(process) - before_s, tuple(wait_ms))
+        return Run(time.perf_counter() - began, cpu_s(process) - before_s, wait_ms)
 
 
 def memory_at(load: Load) -> tuple[float, float]:
@@ -177,7 +143,7 @@ def memory_at(load: Load) -> tuple[float, float]:
     with _hub(load, Bound(load.batch, _MAX_STALENESS, load.num_groups + load.batch)) as (address, hub, _):
         process = psutil.Process(hub.pid)
         before, deadline = process.memory_info().rss, time.monotonic() + _LIMIT_S
-        with _running(_producers(load, address)), control(address, timeout_s=30.0) as operator:
+        with running(*_producers(load, address)), control(address, timeout_s=30.0) as operator:
             while operator.status()["ledger"]["queued"] < load.num_groups:
                 assert time.monotonic() < deadline, f"the groups were not queued within {_LIMIT_S:.0f} s"
                 time.sleep(0.2)
@@ -190,8 +156,8 @@ def _hub(load: Load, bound: Bound) -> Iterator[tuple[str, BaseProcess, LearnerCl
     """A hub in a process of its own, and a learner that has published version 0."""
     with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
         address = f"ipc://{folder}/hub"
-        process = _SPAWN.Process(target=_serve, args=(address, folder, load.fsync, bound), daemon=True)
-        with _running([process]):
+        process = SPAWN.Process(target=_serve, args=(address, folder, load.fsync, bound), daemon=True)
+        with running(process):
             learner = LearnerClient(address, timeout_s=60.0)
             learner.register(0, 0)
             learner.publish(0, {"w": RawTensor("float32", (), bytes(4))})
@@ -206,19 +172,7 @@ def _serve(address: str, folder: str, fsync: Fsync, bound: Bound) -> None:
 def _producers(load: Load, address: str) -> list[BaseProcess]:
     header, arrays = packing.pack_group(a_group(load.rollout_bytes))
     arguments = (address, header.model_dump(), arrays, load.rate / PRODUCERS)
-    return [_SPAWN.Process(target=produce, args=(f"producer-{i}", *arguments), daemon=True) for i in range(PRODUCERS)]
-
-
-@contextmanager
-def _running(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    return [SPAWN.Process(target=produce, args=(f"producer-{i}", *arguments), daemon=True) for i in range(PRODUCERS)]
 
 
 def _put_at(header: bytes) -> float:
@@ -234,9 +188,6 @@ _BEAT_S = 1.0
 def produce(name: str, address: str, group: dict[str, Any], arrays: list[bytes], rate: float) -> None:
     """Puts a group for every credit, at most `rate` a second when it is not 0; until it is killed."""
     link, credits = SocketLink(address, name), deque[tuple[int, int]]()
-    rest = {key: value for key, value in group.items() if key not in ("number", "attempt", "timings")}
-    encoded = msgpack.packb(rest)
-    fields, size = encoded[_map_head(len(rest)) :], len(rest) + 3
     link.send(wire.encode(wire.Hello(actor=name, life=name, capacity=_CAPACITY, fence=0, version=-1), request=1))
     fence, version, beat_at, due = 0, -1, 0.0, time.monotonic()
     while True:
@@ -245,10 +196,8 @@ def produce(name: str, address: str, group: dict[str, Any], arrays: list[bytes],
             beat_at = now + _BEAT_S
             link.send(wire.encode(wire.Beat(capacity=_CAPACITY, fence=fence, version=version), request=2))
         while credits and (not rate or now >= due):
-            number, attempt = credits.popleft()
             due = max(due + 1 / rate, now - 0.1) if rate else now
-            timings = [{"put_s": time.monotonic(), "generate_s": 1.5}] * len(group["timings"])
-            link.send([_header(number, attempt, timings, fields, size), *arrays])
+            link.send([put_header(group, *credits.popleft(), time.monotonic()), *arrays])
         wait = 0.05 if not credits else max(0.0, due - now)
         while (frames := link.receive(wait)) is not None:
             wait = 0.0
@@ -259,14 +208,8 @@ def produce(name: str, address: str, group: dict[str, Any], arrays: list[bytes],
                 fence, version, beat_at = message["fence"], message["version"], 0.0
 
 
-def _map_head(size: int) -> int:
-    """Bytes before the first key of a map of so many entries."""
-    return 1 if size < 16 else 3
-
-
-def _header(number: int, attempt: int, timings: list[dict[str, float]], fields: bytes, size: int) -> bytes:
-    """The header of a Put, of which only the beginning is encoded each time."""
-    head = b"\x93" + msgpack.packb(wire.PROTOCOL) + msgpack.packb(number + 10) + b"\x82"
-    head += msgpack.packb("type") + msgpack.packb("put") + msgpack.packb("group") + b"\xde" + size.to_bytes(2, "big")
-    start = msgpack.packb({"number": number, "attempt": attempt, "timings": timings})
-    return bytes(head + start[1:] + fields)
+def put_header(group: dict[str, Any], number: int, attempt: int, put_s: float) -> bytes:
+    """The header of a Put of this group under another number, packed without a check of what is known to be right."""
+    timings = [{"put_s": put_s, "generate_s": 1.5}] * len(group["timings"])
+    put = {"type": "put", "group": {**group, "number": number, "attempt": attempt, "timings": timings}}
+    return bytes(msgpack.packb([wire.PROTOCOL, number + 10, put]))

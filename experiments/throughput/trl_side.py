@@ -1,5 +1,5 @@
-"""TRL's side of the benchmarks: what the interpreter of `.venv-trl` runs, which has torch, transformers, trl and datasets and
-nothing of ours but this file and `judges`.
+"""TRL's side of the benchmarks, in a process of its own: `pipeline` is a whole run of its GRPOTrainer, `learner` its training
+part on samples that are ready.
 
 It measures and never judges: what is left out and what is divided by what is decided in `pipeline` and `learner`.
 """
@@ -7,26 +7,66 @@ It measures and never judges: what is left out and what is divided by what is de
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
-import sys
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import torch
-from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
-
+from async_rlhf.experiments.throughput.harness import MissingError, talking
 from async_rlhf.experiments.throughput.judges import similarity, slow_similarity
 
+_STEP_LIMIT_S = 600.0
 
-def spare_config(output_dir: str, learning_rate: float, **further: Any) -> GRPOConfig:
+
+def check_trl() -> None:
+    """Raises MissingError."""
+    if importlib.util.find_spec("trl") is None:
+        raise MissingError("TRL is not installed: pip install 'async-rlhf[dev]'")
+
+
+@contextmanager
+def trl_process(part: str, spec: Mapping[str, Any]) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A function that has PART make its next step and returns what it reports of it. spec: what that part reads, with its
+    `threads`.
+
+    The function raises EOFError when TRL has failed, whose reason it has printed, and TimeoutError after ten minutes.
+    """
+    # no network, and as many threads as ours has
+    own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(spec["threads"])}
+    with mock.patch.dict(os.environ, own), talking(_serve, part, dict(spec)) as trl:
+
+        def step() -> dict[str, Any]:
+            trl.send("step")
+            if not trl.poll(_STEP_LIMIT_S):
+                raise TimeoutError(f"TRL made no step within {_STEP_LIMIT_S:.0f} s")
+            reported: dict[str, Any] = trl.recv()
+            return reported
+
+        yield step
+
+
+def _serve(part: str, spec: dict[str, Any], connection: Connection) -> None:
+    import torch
+
+    os.dup2(2, 1)  # what libraries print is no row
+    torch.set_num_threads(spec["threads"])
+    {"pipeline": _run_pipeline, "learner": _run_learner}[part](spec, connection)
+
+
+def _spare_config(spec: dict[str, Any], **further: Any) -> Any:
     """TRL's configuration with nothing that costs time and is not compared; `further` goes to it as it is."""
+    from trl import GRPOConfig
+
     return GRPOConfig(
-        output_dir=output_dir,
-        learning_rate=learning_rate,
+        output_dir=spec["output_dir"],
+        learning_rate=spec["learning_rate"],
         lr_scheduler_type="constant",
         beta=0.0,  # no reference model
         model_init_kwargs={"dtype": "float32"},
@@ -43,125 +83,76 @@ def spare_config(output_dir: str, learning_rate: float, **further: Any) -> GRPOC
     )
 
 
-class Recorder(TrainerCallback):  # type: ignore[misc]  # trl's environment is not the checker's
-    """Monotonic seconds at which each step ended, and how many tokens were judged in it."""
+def _run_pipeline(spec: dict[str, Any], connection: Connection) -> None:
+    """One whole run: monotonic seconds at which each step ended (`ends`), and how many tokens were judged in it (`tokens`)."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.tokens: list[int] = []
-        self.num_tokens = 0
+    ends, tokens, judged = list[float](), list[int](), 0
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.monotonic())
-        self.tokens.append(self.num_tokens)
-        self.num_tokens = 0
+    class Recorder(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            nonlocal judged
+            ends.append(time.monotonic())
+            tokens.append(judged)
+            judged = 0
 
-
-def make_reward(slow: bool, recorder: Recorder) -> Callable[..., Any]:
-    """The judge in TRL's form: whole lists in, one number each out; an async one is awaited for all at once."""
-
-    def quick_judge(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
-        recorder.num_tokens += sum(map(len, completion_ids))
+    # The judge in TRL's form: whole lists in, one number each out; an async one is awaited for all at once.
+    def quick(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        nonlocal judged
+        judged += sum(map(len, completion_ids))
         return [similarity(*pair) for pair in zip(completions, answer, strict=True)]
 
-    async def slow_judge(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
-        recorder.num_tokens += sum(map(len, completion_ids))
+    async def slow(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        nonlocal judged
+        judged += sum(map(len, completion_ids))
         return await asyncio.gather(*[slow_similarity(*pair) for pair in zip(completions, answer, strict=True)])
 
-    return slow_judge if slow else quick_judge
-
-
-def train(spec: dict[str, Any]) -> Recorder:
-    """One run with the same model, prompts, sizes and learning rate as ours; everything TRL can spare is off."""
-    torch.set_num_threads(spec["threads"])
-    recorder = Recorder()
-    rows = [json.loads(line) for line in Path(spec["prompts"]).read_text().splitlines()]
-    trainer = GRPOTrainer(
+    connection.recv()
+    GRPOTrainer(
         model=spec["model"],
-        reward_funcs=make_reward(spec["slow_reward"], recorder),
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[recorder],
-        args=spare_config(
-            spec["output_dir"],
-            spec["learning_rate"],
+        reward_funcs=slow if spec["slow_reward"] else quick,
+        train_dataset=Dataset.from_list([json.loads(line) for line in Path(spec["prompts"]).read_text().splitlines()]),
+        callbacks=[Recorder()],
+        args=_spare_config(
+            spec,
             max_steps=spec["steps"],
             per_device_train_batch_size=spec["batch_size"],
             num_generations=spec["group_size"],
             max_completion_length=spec["max_completion_length"],
             temperature=1.0,
         ),
-    )
-    trainer.train()
-    return recorder
+    ).train()
+    connection.send({"ends": ends, "tokens": tokens})
 
 
-def run_pipeline(spec_path: str) -> None:
-    """One whole run, begun by the first line on standard input; answers with when each step ended and its tokens."""
-    sys.stdin.readline()
-    recorder = train(json.loads(Path(spec_path).read_text()))
-    sys.stdout.write(json.dumps({"ends": recorder.ends, "tokens": recorder.tokens}) + "\n")
-    sys.stdout.flush()
-
-
-class Turns(TrainerCallback):  # type: ignore[misc]  # trl's environment is not the checker's
-    """Waits for a line before each step and answers after it."""
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if not sys.stdin.readline():
-            raise SystemExit(0)
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        took = {"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu}
-        sys.stdout.write(json.dumps(took) + "\n")
-        sys.stdout.flush()
-
-
-class ReadySamples(GRPOTrainer):  # type: ignore[misc]
-    """Is handed what it would have generated and scored."""
-
-    ready: dict[str, torch.Tensor]
-
-    def _generate_and_score_completions(self, inputs: object) -> dict[str, torch.Tensor]:
-        return dict(self.ready)
-
-
-def padded(rows: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and mask, int64 [B, L]; prompts are padded on the left as TRL pads them, completions on the right."""
-    width = max(map(len, rows))
-    filled = [([0] * (width - len(row)), row) for row in rows]
-    ids = torch.tensor([[*pad, *row] if left else [*row, *pad] for pad, row in filled])
-    mask = torch.tensor([[0] * len(pad) + [1] * len(row) if left else [1] * len(row) + [0] * len(pad) for pad, row in filled])
-    return ids, mask
-
-
-def run_learner(spec_path: str) -> None:
-    """`GRPOTrainer`'s own loop on samples that are ready: for every line on standard input it makes one optimizer step and
-    answers with its seconds, from the moment the step begins to the end of the update: padding, shuffling and splitting as TRL
-    does them, loss, backward, clipping, optimizer, its metrics. Ends when standard input does.
+def _run_learner(spec: dict[str, Any], connection: Connection) -> None:
+    """`GRPOTrainer`'s own loop on samples that are ready: for every message it makes one optimizer step and answers with its
+    seconds, from the moment the step begins to the end of the update: padding, shuffling and splitting as TRL does them, loss,
+    backward, clipping, optimizer, its metrics. Ends with the process that asks.
     """
-    spec: dict[str, Any] = json.loads(Path(spec_path).read_text())
-    torch.set_num_threads(spec["threads"])
-    batch_size = len(spec["completion_ids"])
-    trainer = ReadySamples(
-        model=spec["model"],
-        processing_class=AutoTokenizer.from_pretrained(spec["tokenizer"], trust_remote_code=False),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=Dataset.from_list([{"prompt": "a"}] * batch_size),
-        callbacks=[Turns()],
-        args=spare_config(
-            spec["output_dir"],
-            spec["learning_rate"],
-            max_steps=1_000_000,
-            per_device_train_batch_size=spec["micro_batch"],
-            gradient_accumulation_steps=batch_size // spec["micro_batch"],
-            num_generations=2,  # of no consequence: nothing is generated
-            adam_beta2=0.95,
-        ),
-    )
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+
+    class Turns(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            connection.recv()
+            self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            connection.send({"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu})
+
+    def padded(rows: list[list[int]], left: bool) -> tuple[Any, Any]:
+        """ids and mask, int64 [B, L]; prompts are padded on the left as TRL pads them, completions on the right."""
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left" if left else "right")
+        return pad([torch.tensor(row) for row in rows]), pad([torch.ones(len(row), dtype=torch.long) for row in rows])
+
     prompt_ids, prompt_mask = padded(spec["prompt_ids"], left=True)
     completion_ids, completion_mask = padded(spec["completion_ids"], left=False)
-    trainer.ready = {
+    ready = {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
@@ -169,10 +160,24 @@ def run_learner(spec_path: str) -> None:
         "advantages": torch.tensor(spec["advantages"]),
         "num_items_in_batch": completion_mask.sum(),
     }
-    trainer.train()
 
+    class ReadySamples(GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: object) -> dict[str, torch.Tensor]:
+            return dict(ready)
 
-PARTS: dict[str, Callable[[str], None]] = {"pipeline": run_pipeline, "learner": run_learner}
-
-if __name__ == "__main__":
-    PARTS[sys.argv[1]](sys.argv[2])
+    batch_size = len(spec["completion_ids"])
+    ReadySamples(
+        model=spec["model"],
+        processing_class=AutoTokenizer.from_pretrained(spec["tokenizer"], local_files_only=True, trust_remote_code=False),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * batch_size),
+        callbacks=[Turns()],
+        args=_spare_config(
+            spec,
+            max_steps=1_000_000,
+            per_device_train_batch_size=spec["micro_batch"],
+            gradient_accumulation_steps=batch_size // spec["micro_batch"],
+            num_generations=2,  # of no consequence: nothing is generated
+            adam_beta2=0.95,
+        ),
+    ).train()

@@ -1,23 +1,13 @@
-"""The other processes of the weights benchmark: a hub, a learner that publishes on command, and raw ZeroMQ.
-
-hub ADDRESS DIRECTORY TRANSPORT       serves until Halt
-learner ADDRESS TRANSPORT BYTES       for each line of its input: publishes a set that differs a little from the last,
-                                      and prints its fence and when it began, had copied it into memory that it uses again
-                                      (as a learner does), and the hub had verified it, in seconds of the clock all
-                                      processes share; and seconds of processor time for it
-source ADDRESS BYTES FRAME_BYTES      for each line of its input: pushes so many bytes in frames of that size
-"""
+"""The other processes of the weights benchmark: a hub, and a learner that publishes on command. No torch."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic, process_time
 from typing import Any, cast
 
 import numpy as np
-import zmq
 
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.config import QueueConfig, WeightsConfig
@@ -46,16 +36,25 @@ def as_tensors(words: np.ndarray[Any, np.dtype[np.uint16]]) -> dict[str, RawTens
     return {f"layer{n}": RawTensor("bfloat16", (len(part),), part.view(np.uint8).data) for n, part in enumerate(parts)}
 
 
-def hub(address: str, directory: str, transport: str) -> None:
+def make_hub(address: str, directory: str, transport: str) -> Hub:
     bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
-    Hub(address, Path(directory), QueueConfig(lease_s=600), bound, weights=weights_config(transport)).run()
+    return Hub(address, Path(directory), QueueConfig(lease_s=600), bound, weights=weights_config(transport))
 
 
-def learner(address: str, transport: str, num_bytes: str) -> None:
+def hub(address: str, directory: str, transport: str) -> None:
+    """Serves until Halt."""
+    make_hub(address, directory, transport).run()
+
+
+def learner(address: str, transport: str, num_bytes: int, told: Connection) -> None:
+    """For each message: publishes a set that differs a little from the last. Answers with its fence and when it began, had
+    copied it into memory that it uses again (as a learner does), and the hub had verified it, in seconds of the clock that all
+    processes share; and with the seconds of processor time for it."""
     client = LearnerClient(address, timeout_s=DEADLINE_S, weights=weights_config(transport))
-    words, rng = make_words(int(num_bytes)), np.random.default_rng(1)
+    words, rng = make_words(num_bytes), np.random.default_rng(1)
     leaving = words.copy()
-    for _ in sys.stdin:
+    while True:
+        told.recv()
         client.register(0, 0)  # the same step under a new fence: nothing need be trained in between
         words[rng.integers(0, len(words), int(CHANGED_SHARE * len(words)))] += 1
         began, working = monotonic(), process_time()
@@ -63,24 +62,4 @@ def learner(address: str, transport: str, num_bytes: str) -> None:
         publication = client.begin_publish(0, as_tensors(leaving))
         copied = monotonic()
         publication.wait()
-        print(client.fence, began, copied, monotonic(), process_time() - working, flush=True)  # noqa: T201
-    client.close()
-
-
-def source(address: str, num_bytes: str, frame_bytes: str) -> None:
-    context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 16)
-    socket.connect(address)
-    data = memoryview(bytes(int(frame_bytes)))
-    for _ in sys.stdin:
-        for _ in range(int(num_bytes) // int(frame_bytes)):
-            socket.send(data)
-    context.destroy(linger=0)
-
-
-ROLES: dict[str, Callable[..., None]] = {"hub": hub, "learner": learner, "source": source}
-
-if __name__ == "__main__":
-    ROLES[sys.argv[1]](*sys.argv[2:])
+        told.send((client.fence, began, copied, monotonic(), process_time() - working))

@@ -5,49 +5,69 @@
 - tcp:      an actor fetches the chunks of a set from a hub over loopback; beside PUSH/PULL of frames of the same size
 - delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
 - versions: deltas between consecutive versions of the shipped model, trained in float32 and published in bfloat16
+
+And what does a publication cost those who have other work?
+
+- beside generation: a learner publishes to an actor that decodes. How long from its call to adopted, beside copying the set as
+  often as it must be (out of the learner, into the engine); how long the learner stands still, while it copies the set as in a
+  run; how long the actor does, beyond the engine's own copy. Decoding is a matrix product of some 20 ms, on one thread.
+- relay tree: bytes that the hub sends to eight pretended hosts with a relay each, where every relay serves two more, beside one
 """
 
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from time import monotonic, perf_counter, thread_time
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
-import typer
-import zmq
 from transformers import AutoModelForCausalLM
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import delta
 from async_rlhf.buffers.weights.assembly import Assembly, mapped
+from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
-from async_rlhf.experiments.throughput.harness import Bench, Row, alternate, cpu_s, rates, timed
-from async_rlhf.experiments.throughput.trl import MODEL, ROOT
-from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
+from async_rlhf.experiments.throughput import weight_roles
+from async_rlhf.experiments.throughput.harness import (
+    MODEL,
+    SPAWN,
+    Bench,
+    Row,
+    alternate,
+    cpu_s,
+    rates,
+    raw_seconds,
+    running,
+    talking,
+    timed,
+)
+from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_hub, make_words, weights_config
 from async_rlhf.launch.network import LOOPBACK, free_port
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
-Megabytes = Annotated[int, typer.Option("--megabytes", min=1, help="Size of the set, in MiB.")]
+_HOSTS = 8
+_WIDTH = 1024  # of the product that stands for a decode step
 
 
-def weights(bench: Bench, megabytes: Megabytes = 1024) -> Iterator[Row]:
+def weights(bench: Bench) -> Iterator[Row]:
     """Measure how fast weights travel, beside memcpy and raw ZeroMQ, in GB/s."""
     torch.set_num_threads(1)
-    turns, num_bytes = bench.num_turns(5), bench.size(megabytes, 16) << 20
+    turns, num_bytes = bench.num_turns(5), bench.size(1024, 16) << 20
 
     def beside(load: str, at_least: float | None, **sides: Callable[[], float]) -> Row:
         speed = rates(num_bytes / 1e9, alternate(sides, turns))
@@ -60,8 +80,8 @@ def weights(bench: Bench, megabytes: Megabytes = 1024) -> Iterator[Row]:
     with Fleet.of("ipc", "auto", num_bytes) as fleet:
         yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with Fleet.of("tcp", "chunks", num_bytes) as fleet:
-        raw = iter(raw_seconds(num_bytes, turns + 1))
-        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=lambda: next(raw))
+        raw = partial(raw_seconds, f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", CHUNK_BYTES, num_bytes // CHUNK_BYTES, 1)
+        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=raw)
         with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
@@ -97,17 +117,6 @@ def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:
     return perf_counter() - began
 
 
-@contextmanager
-def process(*arguments: str | int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "async_rlhf.experiments.throughput.weight_roles", *map(str, arguments)]
-    child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
-
-
 @dataclass(frozen=True)
 class Published:
     """Seconds: from the learner's call, and from the hub's word that the set is there, to adopted; for which the learner was
@@ -127,11 +136,10 @@ def nothing() -> None:
 
 
 class Fleet:
-    """A hub, a learner and, in this process, an actor."""
+    """A hub, a learner and, in this process, an actor. told: the learner's end of a pipe; hub: its process."""
 
-    def __init__(self, address: str, transport: str, hub: subprocess.Popen[str], learner: subprocess.Popen[str]) -> None:
-        self._learner, self._arrays = learner, dict[str, Any]()
-        self._hub = psutil.Process(hub.pid)
+    def __init__(self, address: str, transport: str, hub: int | None, told: Connection) -> None:
+        self._told, self._hub, self._arrays = told, psutil.Process(hub), dict[str, Any]()
         config = weights_config(transport)
         self._client = ActorClient(address, "actor", beat_s=1.0, timeout_s=DEADLINE_S, weights=config)
         self._state = ActorState(0, 0, -1, ())
@@ -141,11 +149,9 @@ class Fleet:
     def of(cls, scheme: str, transport: str, num_bytes: int) -> Iterator[Fleet]:
         with tempfile.TemporaryDirectory() as folder:
             address = f"ipc://{folder}/hub" if scheme == "ipc" else f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
-            with (
-                process("hub", address, folder, transport) as hub,
-                process("learner", address, transport, num_bytes) as learner,
-            ):
-                fleet = cls(address, transport, hub, learner)
+            hub = SPAWN.Process(target=weight_roles.hub, args=(address, folder, transport), daemon=True)
+            with running(hub), talking(weight_roles.learner, address, transport, num_bytes) as learner:
+                fleet = cls(address, transport, hub.pid, learner)
                 try:
                     yield fleet
                     with control(address) as operator:
@@ -155,9 +161,7 @@ class Fleet:
 
     def publish(self, meanwhile: Callable[[], object] = nothing) -> Published:
         """One set, from the learner's call to adopted. meanwhile: what the actor does between two looks."""
-        assert self._learner.stdin is not None and self._learner.stdout is not None
-        self._learner.stdin.write("publish\n")
-        self._learner.stdin.flush()
+        self._told.send("publish")
         fence, looked_s, spent_s, weights = self._state.fence, 0.0, -cpu_s(self._hub), None
         while weights is None or weights.fence == fence:
             meanwhile()
@@ -170,32 +174,10 @@ class Fleet:
         copy_into(self._arrays, weights.tensors())
         adopted = monotonic()
         spent_s += thread_time() - working + cpu_s(self._hub)
-        _, began, copied, ended, learner_s = map(float, self._learner.stdout.readline().split())
+        _, began, copied, ended, learner_s = self._told.recv()
         self._state = ActorState(0, weights.fence, weights.version, ())
         self._client.beat(self._state, wire.Telemetry())
         return Published(adopted - began, adopted - ended, copied - began, looked_s, adopted - here, spent_s + learner_s)
-
-
-def raw_seconds(num_bytes: int, repeats: int) -> list[float]:
-    """PUSH/PULL of the same bytes in frames as large as a chunk over loopback tcp, without looking at them."""
-    context = zmq.Context()
-    pull = context.socket(zmq.PULL)
-    pull.setsockopt(zmq.RCVHWM, 16)
-    pull.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    address, seconds = f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", []
-    pull.bind(address)
-    with process("source", address, num_bytes, CHUNK_BYTES) as child:
-        assert child.stdin is not None
-        for _ in range(repeats):
-            child.stdin.write("push\n")
-            child.stdin.flush()
-            pull.poll(int(DEADLINE_S * 1000))
-            began = perf_counter()
-            for _ in range(num_bytes // CHUNK_BYTES):
-                pull.recv()
-            seconds.append(perf_counter() - began)
-    context.destroy(linger=0)
-    return seconds
 
 
 def versions(learning_rate: float, steps: int) -> list[WeightSet]:
@@ -236,3 +218,65 @@ def measure_versions(learning_rate: float, turns: int) -> Row:
     return Row.of(
         f"versions, learning rate {learning_rate:.0e}", sizes, "bytes", counted=True, figures={"changed": changed, **speed}
     )
+
+
+def publication(bench: Bench) -> Iterator[Row]:
+    """Measure what a publication costs learner and generation, and what relays spare the hub."""
+    torch.set_num_threads(1)
+    yield beside_generation(bench.num_turns(3), bench.size(2048, 16) << 20)
+    num_bytes = bench.size(16, 2) << 20
+    sent = {f"{hosts} hosts": [sent_by_hub(hosts, num_bytes)] for hosts in (_HOSTS, 1)}
+    yield Row.of("relay tree", sent, "bytes", at_most=1.0, counted=True, figures={"set_mb": num_bytes / 1e6})
+
+
+def beside_generation(turns: int, num_bytes: int) -> Row:
+    published = list[Published]()
+    matrix = torch.ones(_WIDTH, _WIDTH)
+    with Fleet.of("ipc", "auto", num_bytes) as fleet:
+
+        def ours() -> float:
+            published.append(fleet.publish(lambda: torch.mm(matrix, matrix)))
+            return published[-1].total
+
+        seconds = alternate({"ours": ours, "copies": lambda: 2 * memcpy_seconds(num_bytes)}, turns)
+    timed = published[-turns:]
+    figures = {
+        "set_mb": num_bytes / 1e6,
+        "learner_blocked_s": statistics.median(each.blocked for each in timed),
+        "generation_stopped_s": statistics.median(each.looked for each in timed),
+        "reload_s": statistics.median(each.reload for each in timed),
+        "cpu_s": statistics.median(each.cpu for each in timed),
+    }
+    return Row.of("beside generation", seconds, "s", at_most=3.0, figures=figures)
+
+
+def sent_by_hub(num_hosts: int, num_bytes: int) -> int:
+    """One set, adopted by an actor on each host: behind the hub one relay, behind every relay two."""
+    config, addresses = weights_config("chunks"), [f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}" for _ in range(num_hosts + 1)]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def run(server: Any) -> None:
+            thread = threading.Thread(target=server.run)
+            thread.start()
+            stack.callback(thread.join)
+
+        run(make_hub(addresses[0], folder, "chunks"))
+        operator = stack.enter_context(control(addresses[0]))
+        stack.callback(operator.halt)
+        waiting = set[ActorClient]()
+        for number, address in enumerate(addresses[1:]):
+            run(relay := Relay(addresses[(number + 1) // 2], address, config))
+            stack.callback(relay.stop)
+            client = ActorClient(address, f"actor-{number}", beat_s=1.0, timeout_s=DEADLINE_S, weights=config)
+            stack.callback(client.close)
+            waiting.add(client)
+        learner = LearnerClient(addresses[0], timeout_s=DEADLINE_S, weights=config)
+        stack.callback(learner.close)
+        learner.register(0, 0)
+        learner.publish(0, as_tensors(make_words(num_bytes)))
+        while waiting:
+            for client in list(waiting):
+                client.poll(ActorState(0, 0, -1, ()), wire.Telemetry(), timeout_s=0.01)
+                if client.weights() is not None:
+                    waiting.discard(client)
+        return int(operator.status()["weights"]["served_bytes"])

@@ -17,76 +17,52 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.experiments.soak.sampling import Census, command
-from async_rlhf.experiments.throughput.harness import Bench, Row
-from async_rlhf.experiments.throughput.trl import MODEL
-from async_rlhf.run.config import dump
-from async_rlhf.run.config import load as read
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row
+from async_rlhf.run.config import dump, load
 from async_rlhf.run.run_dir import RunDir
 
 _SAMPLE_S = 0.2
 _LIMIT_S = 900.0
 _BARE = "import sys, torch, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], local_files_only=True)"
 _SMALL_STEPS: dict[str, Any] = {
-    "max_steps": 2,
-    "evaluation.at_start": False,
-    "evaluation.at_end": False,
-    "learner.batch_size": 16,
-    "generation.group_size": 4,
-    "generation.max_completion_length": 8,
-    "engine.slots": 16,
-}
+    "evaluation.at_start": False, "evaluation.at_end": False, "learner.batch_size": 16, "generation.group_size": 4,
+    "generation.max_completion_length": 8, "engine.slots": 16,
+}  # fmt: skip
+Name = Literal["start-up", "rows", "weights"]
+NAMES: tuple[Name, ...] = ("start-up", "rows", "weights")
 
 
-class Name(StrEnum):
-    """Of a load."""
-
-    START_UP = "start-up"
-    ROWS = "rows"
-    WEIGHTS = "weights"
-
-
-Loads = Annotated[list[Name] | None, typer.Option("--load", help="Only this load; may be repeated.")]
-
-
-def whole(bench: Bench, load: Loads = None) -> Iterator[Row]:
+def whole(bench: Bench, only: Annotated[Name | None, typer.Option("--load", help="Only this load.")] = None) -> Iterator[Row]:
     """Seconds from the command to the first step, and the most memory of each role."""
-    for each in load or list(Name):
-        with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as folder:
-            yield measure(each, Path(folder), bench)
-
-
-def measure(name: Name, folder: Path, bench: Bench) -> Row:
-    """One run, and one process that loads its model."""
-    overrides, size = dict[str, Any](), ""
-    if name is Name.ROWS:
-        count = bench.size(1_000_000, 2_000)
-        overrides = {"data.source": str(write_rows(folder / "rows.jsonl", count)), "data.options": {}, "data.held_out": 0}
-        overrides |= {"rewards.functions": ["exact"]}
-        size = f", {count:,}"
-    model = MODEL
-    if name is Name.WEIGHTS:
-        model = make_wide(folder / "model", *bench.size((1024, 32), (64, 2)))
-        overrides = {"model": str(model), **_SMALL_STEPS}
-        size = f", {sum(path.stat().st_size for path in model.glob('*.safetensors')) / 1e6:,.0f} MB"
-    config = dump(read("quick", {"name": "run", "output_dir": str(folder), "max_steps": 2, **overrides}))
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds, peaks = watched(config, folder)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
-    figures = {**{f"{role}_mib": peak for role, peak in peaks.items()}, "system_share": system / (user + system)}
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", _BARE, str(model)], check=True, timeout=_LIMIT_S, capture_output=True)
-    sides = {"first step": [seconds], "bare": [time.perf_counter() - began]}
-    return Row.of(name + size, sides, "s", figures=figures)
+    for name in (only,) if only else NAMES:
+        with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
+            folder, model, size, overrides = Path(directory), MODEL, "", dict[str, Any]()
+            if name == "rows":
+                count = bench.size(1_000_000, 2_000)
+                source = str(write_rows(folder / "rows.jsonl", count))
+                overrides = {"data.source": source, "data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
+                size = f", {count:,}"
+            if name == "weights":
+                model = make_wide(folder / "model", *bench.size((1024, 32), (64, 2)))
+                overrides = {"model": str(model), **_SMALL_STEPS}
+                size = f", {sum(path.stat().st_size for path in model.glob('*.safetensors')) / 1e6:,.0f} MB"
+            config = dump(load("quick", {"name": "run", "output_dir": str(folder), "max_steps": 2, **overrides}))
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds, peaks = watched(config, folder)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+            figures = {**{f"{role}_mib": peak for role, peak in peaks.items()}, "system_share": system / (user + system)}
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-c", _BARE, str(model)], check=True, timeout=_LIMIT_S, capture_output=True)
+            yield Row.of(name + size, {"first step": [seconds], "bare": [time.perf_counter() - began]}, "s", figures=figures)
 
 
 def watched(config: str, folder: Path) -> tuple[float, Mapping[str, float]]:

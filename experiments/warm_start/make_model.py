@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION, Demonstration, demonstrate, load_words
-from async_rlhf.experiments.warm_start.speller import WIDTH, make_model, make_tokenizer
+from async_rlhf.experiments.warm_start.speller import (
+    INSTRUCTION,
+    WIDTH,
+    Demonstration,
+    demonstrate,
+    load_words,
+    make_model,
+    make_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

@@ -15,7 +15,8 @@ completions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,18 +25,56 @@ from torch import Tensor
 from async_rlhf.buffers.attention import FULL, Reach
 from async_rlhf.buffers.record import Rollout
 from async_rlhf.learner.batch.rows import Member, Row, by_group
-from async_rlhf.learner.batch.sampling_mask import SamplingMasks
 from async_rlhf.learner.objective.loss import Counts
 
 
-@dataclass(frozen=True)
+class SamplingMasks(NamedTuple):
+    """The tokens that each token was chosen among. sizes_N: int64, how many, 0 where nothing was cut off. ids_K: int64, one
+    mask after the other.
+
+    Where sampling was cut off (top-k, top-p, ...), a token comes from b_S(a) = b(a) / b(S), with S the tokens that were left.
+    Every policy of the learner (current, proximal, reference) is then evaluated as p_S(a) = p(a) / p(S) on the *recorded* S,
+    so that an unchanged policy has ratio 1; p / b_S would be b(S) there. A token outside S is never sampled, so no weight can
+    stand for it, and what is estimated is not the gradient of p:
+
+        sum over a in S of b_S(a) (p_S(a) / b_S(a)) A(a) grad log p_S(a) = grad E_{p_S}[A]
+
+    is the policy gradient of the masked policy. S is fixed by the prefix, so p_S is a policy like any other (Huang & Ontanon
+    2020, "A closer look at invalid action masking", arXiv 2006.14171); masks recorded from truncated sampling are those of
+    DeepSeek-V3.2 (2025, arXiv 2512.02556, section 3.1, "keep sampling mask"). Logits outside S get no gradient, and divergence
+    and entropy are those of p_S: what the policy does outside is neither seen nor held.
+    """
+
+    sizes_N: Tensor
+    ids_K: Tensor
+
+    def chunks(self, rows: int) -> list[SamplingMasks]:
+        """Those of `rows` tokens at a time."""
+        sizes = torch.split(self.sizes_N, rows)
+        ids = torch.split(self.ids_K, [int(each.sum()) for each in sizes])
+        return [SamplingMasks(*pair) for pair in zip(sizes, ids, strict=True)]
+
+    def of(self, index_M: Tensor) -> SamplingMasks:
+        """Those of some tokens, by ascending index."""
+        chosen_N = torch.zeros_like(self.sizes_N, dtype=torch.bool).index_fill(0, index_M, True)
+        return SamplingMasks(self.sizes_N[index_M], self.ids_K[torch.repeat_interleave(chosen_N, self.sizes_N)])
+
+    def restrict_(self, logits_NV: Tensor) -> Tensor:
+        """The same logits, -inf outside each sampling mask; in place, and differentiable. IndexError for an unknown id."""
+        index = torch.repeat_interleave(self.sizes_N), self.ids_K
+        kept_K = logits_NV[index]
+        return logits_NV.masked_fill_((self.sizes_N > 0)[:, None], -torch.inf).index_put_(index, kept_K)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
     """What a policy reads in one forward pass, and the tokens whose log-probabilities are asked of it.
 
     ids_RL, positions_RL: int64. segments_RL: int64, 0 in the prompt, m > 0 in what its m-th completion has behind it; -1 in
     padding, and -2, -3, ... in pieces that begin anew.
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token. target_N: int64 token ids.
-    temperature_N: float32. sampling_masks: the tokens that each was chosen among; None where nothing was cut off.
+    temperature_N: float32. sizes_N, ids_K: the tokens that each was chosen among, as in `SamplingMasks`; None where nothing was
+    cut off.
     """
 
     ids_RL: Tensor
@@ -44,14 +83,19 @@ class PolicyInputs:
     source_N: Tensor
     target_N: Tensor
     temperature_N: Tensor
-    sampling_masks: SamplingMasks | None
+    sizes_N: Tensor | None = None
+    ids_K: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.target_N)
 
+    @property
+    def sampling_masks(self) -> SamplingMasks | None:
+        return None if self.sizes_N is None or self.ids_K is None else SamplingMasks(self.sizes_N, self.ids_K)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch(PolicyInputs):
     """Tensors of one forward pass and of its loss.
 
@@ -89,16 +133,12 @@ class MicroBatch(PolicyInputs):
 
     def tensors(self) -> dict[str, Tensor]:
         """What there is of it, by name."""
-        named = {each.name: getattr(self, each.name) for each in fields(self)}
-        masks = named.pop("sampling_masks")
-        return {name: tensor for name, tensor in named.items() if tensor is not None} | (masks._asdict() if masks else {})
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> MicroBatch:
         """The batch with these `tensors()`."""
-        named = dict(tensors)
-        masks = [named.pop(name) for name in SamplingMasks._fields if name in named]
-        return cls(**named, sampling_masks=SamplingMasks(*masks) if masks else None)
+        return cls(**tensors)
 
 
 @dataclass(frozen=True)
@@ -167,19 +207,15 @@ def padding_batch() -> MicroBatch:
         **dict.fromkeys(("source_N", "target_N", "member_N", "group_S", "version_N"), nothing),
         **dict.fromkeys(("temperature_N", "logp_behaviour_N", "advantage_N"), zero),
         comparable_N=nothing.bool(),
-        sampling_masks=None,
     )
 
 
 def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
     """Rows of similar length together, and apart those of one completion, which need no mask and may be far longer."""
     units = by_group(rows) if packing.whole_groups else [[row] for row in rows]
-    # whether completions share a row, the length of the longest row, and how many rows
-    kind = {id(unit): _shape(unit) for unit in units}
     batches: list[list[Row]] = []
     packed, widest, count = False, 0, 0
-    for unit in sorted(units, key=lambda unit: kind[id(unit)][:2], reverse=True):
-        shares, longest, num_rows = kind[id(unit)]
+    for (shares, longest, num_rows), unit in sorted(((_shape(unit), unit) for unit in units), key=_longest_first):
         if not batches or (count + num_rows) * widest > packing.micro_batch_tokens or packed != shares:
             batches.append([])
             packed, widest, count = shares, longest, 0
@@ -188,7 +224,13 @@ def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch
     return [_tensors(batch, packing) for batch in batches]
 
 
+def _longest_first(shaped: tuple[tuple[bool, int, int], list[Row]]) -> tuple[bool, int]:
+    shares, longest, _ = shaped[0]
+    return not shares, -longest
+
+
 def _shape(rows: Sequence[Row]) -> tuple[bool, int, int]:
+    """Whether completions share a row, the length of the longest row, and how many rows."""
     shares = any(len(row.members) > 1 for row in rows)
     lengths = [row.length for row in rows] if shares else [length for row in rows for length in row.lengths]
     return shares, max(lengths), len(lengths)
@@ -224,30 +266,29 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
     shape = (num_rows, width)
     layout = _Layout(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64))
     members = [member for row in rows for member in row.members]
-    groups = [row.group for row in rows for _ in row.members]
+    samplings = [row.group.sampling for row in rows for _ in row.members]
     sources = [source for row in rows for source in layout.add(row, shares)]
     rollouts = [member.rollout for member in members]
     lengths = [rollout.num_tokens for rollout in rollouts]
-    targets = _targets(members)
+    optional = _targets(members)
     if packing.recorded_references:
-        targets["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
+        optional["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
+    comparable = [_comparable(r, not sampling.truncation) for r, sampling in zip(rollouts, samplings, strict=True)]
     return MicroBatch(
         ids_RL=torch.from_numpy(layout.ids),
         positions_RL=torch.from_numpy(layout.positions),
         segments_RL=torch.from_numpy(layout.segments),
         source_N=_joined(sources, np.int64),
         target_N=_joined([rollout.sampled_ids for rollout in rollouts], np.int64),
-        temperature_N=torch.from_numpy(np.repeat([group.sampling.temperature for group in groups], lengths).astype(np.float32)),
-        sampling_masks=_sampling_masks(rollouts) if packing.sampling_masks else None,
+        temperature_N=torch.from_numpy(np.repeat([sampling.temperature for sampling in samplings], lengths).astype(np.float32)),
         member_N=torch.from_numpy(np.repeat([member.index for member in members], lengths)),
-        group_S=torch.tensor([group.number for group in groups]),
+        group_S=torch.tensor([row.group.number for row in rows for _ in row.members]),
         version_N=_joined([rollout.versions for rollout in rollouts], np.int64),
-        comparable_N=_joined(
-            [_comparable(r, not g.sampling.truncation) for r, g in zip(rollouts, groups, strict=True)], np.bool_
-        ),
+        comparable_N=_joined(comparable, np.bool_),
         logp_behaviour_N=_joined([rollout.logprobs for rollout in rollouts], np.float32),
         advantage_N=_joined([member.advantages for member in members], np.float32),
-        **targets,
+        **_sampling_masks(rollouts if packing.sampling_masks else ()),
+        **optional,
     )
 
 
@@ -309,13 +350,14 @@ def _comparable(rollout: Rollout, from_all: bool) -> np.ndarray:
     return np.repeat([known and span.cache_version is None for span in spans], [span.num_tokens for span in spans])
 
 
-def _sampling_masks(rollouts: Sequence[Rollout]) -> SamplingMasks | None:
-    """None where nothing was cut off from any of them."""
+def _sampling_masks(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """Nothing where nothing was cut off from any of them."""
     kept = [rollout.sampling_mask for rollout in rollouts]
     if all(sampling_mask is None for sampling_mask in kept):
-        return None
+        return {}
     sizes = [np.zeros(r.num_tokens, np.int32) if s is None else s.sizes for r, s in zip(rollouts, kept, strict=True)]
-    return SamplingMasks(_joined(sizes, np.int64), _joined([each.ids for each in kept if each is not None], np.int64))
+    ids = [each.ids for each in kept if each is not None]
+    return {"sizes_N": _joined(sizes, np.int64), "ids_K": _joined(ids, np.int64)}
 
 
 def _targets(members: Sequence[Member]) -> dict[str, Tensor]:

@@ -94,37 +94,26 @@ def split_updates(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
     return [[row for group in groups[i : i + size] for row in group] for i in range(0, len(groups), max(1, size))]
 
 
-def check_sampling_masks(rows: Sequence[Row]) -> None:
-    """Raises RecordError when it is not known what a token of a truncated distribution was chosen among."""
-    for row in rows:
-        truncation = row.group.sampling.truncation
-        if truncation and any(member.rollout.sampling_mask is None for member in row.members):
-            raise RecordError(
-                f"group {row.group.number} was sampled with {truncation}, and its engine did not record what was left: "
-                "a ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
-            )
-
-
-def check_references(rows: Sequence[Row]) -> None:
-    """Raises RecordError when log-probabilities under the reference should have been recorded and were not."""
-    for row in rows:
-        if any(member.rollout.reference is None for member in row.members):
-            raise RecordError(
-                f"group {row.group.number} carries no log-probabilities under the reference. Its actor had no such stage: set "
-                'scoring.stages.reference.placement = "learner", which computes them here'
-            )
-
-
-def check_tokens(rows: Sequence[Row], vocabulary: int) -> None:
-    """Raises RecordError for a token that the model does not have: on some devices the model itself would not name it."""
-    for row in rows:
-        rollouts = [member.rollout for member in row.members]
-        sampling_masks = [rollout.sampling_mask.ids for rollout in rollouts if rollout.sampling_mask is not None]
-        largest = max(
-            int(ids.max(initial=0)) for ids in (row.group.prompt_ids, *(r.completion_ids for r in rollouts), *sampling_masks)
+def check_row(row: Row, vocabulary: int, *, sampling_masks: bool, references: bool) -> None:
+    """Raises RecordError for a token that the model does not have (on some devices the model itself would not name it); with
+    `sampling_masks`, when it is not known what a token of a truncated distribution was chosen among; with `references`, when
+    log-probabilities under the reference should have been recorded and were not."""
+    number, truncation = row.group.number, row.group.sampling.truncation
+    rollouts = [member.rollout for member in row.members]
+    ids = [row.group.prompt_ids, *(rollout.completion_ids for rollout in rollouts)]
+    ids += [rollout.sampling_mask.ids for rollout in rollouts if rollout.sampling_mask is not None]
+    if (largest := max(int(each.max(initial=0)) for each in ids)) >= vocabulary:
+        raise RecordError(
+            f"group {number} has token {largest}, the model has those from 0 to {vocabulary - 1}. "
+            "Its actor serves another model or tokenizer than the learner's"
         )
-        if largest >= vocabulary:
-            raise RecordError(
-                f"group {row.group.number} has token {largest}, the model has those from 0 to {vocabulary - 1}. "
-                "Its actor serves another model or tokenizer than the learner's"
-            )
+    if sampling_masks and truncation and any(rollout.sampling_mask is None for rollout in rollouts):
+        raise RecordError(
+            f"group {number} was sampled with {truncation}, and its engine did not record what was left: "
+            "a ratio to that distribution is not known. Sample from all of it, or set loss.allow_uncorrected = true"
+        )
+    if references and any(rollout.reference is None for rollout in rollouts):
+        raise RecordError(
+            f"group {number} carries no log-probabilities under the reference. Its actor had no such stage: set "
+            'scoring.stages.reference.placement = "learner", which computes them here'
+        )

@@ -34,23 +34,19 @@ def check_step(run: Path, step: int) -> None:
     """Whether the run can go on from the checkpoint of `step` steps, its files digested. Raises ConfigError, DamagedError."""
     path = run / "checkpoints" / f"step_{step:06d}"
     committed, can = committed_step(run / "queue"), resumable(run)
-    choices = f"This run can go on from {_steps(can)}" if can else "This run can go on from no checkpoint"
     if step < committed:
-        anew = f" from its model: {_new_run(run, path)}" if path.exists() else f": {_train(run)} --set name=NAME"
         raise ConfigError(
-            f"--from-step {step}: the queue has given up the groups before step {committed}, which are needed. {choices}. "
-            f"Start a new run{anew}"
+            f"--from-step {step}: the queue has given up the groups before step {committed}, which are needed. "
+            f"{_choices(can)}. Start a new run: {_new_run(run, path if path.exists() else None)}"
         )
     if step > 0 and not path.exists():
-        raise ConfigError(f"--from-step {step}: there is no checkpoint of that step. {choices}")
+        raise ConfigError(f"--from-step {step}: there is no checkpoint of that step. {_choices(can)}")
     try:
         if step > 0:
             verified(path)
     except DamagedError as error:
         others = [each for each in can if each != step]
-        raise DamagedError(
-            f"{error}. " + (f"This run can go on from {_steps(others)}" if others else _way_out(run, step))
-        ) from error
+        raise DamagedError(f"{error}. {_choices(others) if others else _way_out(run, step)}") from error
 
 
 def go_back(run: Path, step: int) -> None:
@@ -70,9 +66,8 @@ def _way_out(run: Path, damaged: int) -> str:
     if can := [step for step in resumable(run) if step < damaged]:
         return f"Go on from step {can[-1]}: {_train(run)} --resume --from-step {can[-1]}"
     whole = [path for path in complete(run / "checkpoints") if step_of(path) != damaged and _is_whole(path)]
-    if not whole:
-        return f"There is no other to go on from: start a new run with {_train(run)} --set name=NAME"
-    return f"The queue has given up the groups after every other: start a new run from a model with {_new_run(run, whole[-1])}"
+    why = "The queue has given up the groups after every other" if whole else "There is no other to go on from"
+    return f"{why}: start a new run with {_new_run(run, whole[-1] if whole else None)}"
 
 
 def _is_whole(path: Path) -> bool:
@@ -87,9 +82,11 @@ def _train(run: Path) -> str:
     return f"async-rlhf train {shlex.quote(str(run / 'config.toml'))}"
 
 
-def _new_run(run: Path, checkpoint: Path) -> str:
-    return f"{_train(run)} --set {shlex.quote(f'model={checkpoint}/model')} --set name=NAME"
+def _new_run(run: Path, checkpoint: Path | None) -> str:
+    model = f" --set {shlex.quote(f'model={checkpoint}/model')}" if checkpoint else ""
+    return f"{_train(run)}{model} --set name=NAME"
 
 
-def _steps(steps: list[int]) -> str:
-    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+def _choices(steps: list[int]) -> str:
+    which = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else "no checkpoint"
+    return f"This run can go on from {which}"

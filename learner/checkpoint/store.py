@@ -23,7 +23,7 @@ from async_rlhf.buffers.files import DISK, content_digest
 SCHEMA = 2
 _STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
-_UNFINISHED, _REPLACED, _ASIDE = ".tmp-", ".replaced-", ".aside-"
+_UNFINISHED, _ASIDE = ".tmp-", ".aside-"
 
 
 class CheckpointError(ConfigError):
@@ -46,12 +46,6 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
         for left_over in directory.glob(f"{_UNFINISHED}*"):
             _remove(left_over)
-        for replaced in directory.glob(f"{_REPLACED}*"):
-            final = directory / replaced.name.removeprefix(_REPLACED)
-            if final.exists():
-                _remove(replaced)
-            else:  # killed after the old one lost the name and before the new one had it
-                replaced.rename(final)
         self._link()
 
     def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
@@ -61,18 +55,17 @@ class Checkpoints:
         """
         final = self._directory / f"step_{step:06d}"
         temporary = self._directory / f"{_UNFINISHED}{final.name}"
-        replaced = self._directory / f"{_REPLACED}{final.name}"
         _remove(temporary)
         try:
             _write(temporary, write, {"schema": SCHEMA, "step": step, **state})
-            if final.exists():  # a directory cannot take another's name in one go
-                final.rename(replaced)
+            if final.exists():  # no step is saved twice, but for one that is made again from an older checkpoint
+                self.set_aside(step - 1)
             temporary.rename(final)
         finally:
             _remove(temporary)  # half a checkpoint would keep a full disk full
         self._link()
         DISK.sync_path(self._directory)
-        for old in (replaced, *self._directory.glob(f"{_ASIDE}*")):
+        for old in self._directory.glob(f"{_ASIDE}*"):
             _remove(old)
         is_needed = self._needed()
         for old in self.all()[: -self._keep_last]:

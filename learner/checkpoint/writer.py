@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +31,32 @@ from async_rlhf.learner.checkpoint.store import Checkpoints
 _COPY_S = 600.0
 
 
-class Snapshot:
-    """Copies `tensors` into host memory; those that share storage share it in the copy as well."""
+def begin_copy(tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """A thread begins to copy into host memory, which is used again; tensors that share storage share it in the copy as well.
+    What comes back waits for the copies, by name. Raises DeadlineError, or what copying raised."""
+    copying = ThreadPoolExecutor(1, "freeze").submit(_copied, dict(tensors), memory)
 
-    def __init__(self, tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> None:
-        self._copied: dict[str, Tensor] = {}
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._copy, args=(dict(tensors), memory), name="freeze", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> dict[str, Tensor]:
-        """The copies by name, when they are whole. Raises DeadlineError, or what copying raised."""
-        self._thread.join(_COPY_S)
-        if self._thread.is_alive():
-            raise DeadlineError(f"the copy of the training state was not made within {_COPY_S:.0f} s")
-        if self._failure is not None:
-            raise self._failure
-        return self._copied
-
-    def _copy(self, tensors: dict[str, Tensor], memory: dict[int, Tensor]) -> None:
+    def wait() -> dict[str, Tensor]:
         try:
-            made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
-            for number, (name, tensor) in enumerate(tensors.items()):
-                place = (tensor.data_ptr(), tuple(tensor.shape))
-                if place not in made or not tensor.numel():
-                    held = memory.get(number)
-                    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                        held = memory[number] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    made[place] = held.copy_(tensor.detach())
-                self._copied[name] = made[place]
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-            self._failure = error
+            return copying.result(_COPY_S)
+        except TimeoutError as error:
+            raise DeadlineError(f"the copy of the training state was not made within {_COPY_S:.0f} s") from error
+
+    return wait
+
+
+def _copied(tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> dict[str, Tensor]:
+    made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    copied = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        place = (tensor.data_ptr(), tuple(tensor.shape))
+        if place not in made or not tensor.numel():
+            held = memory.get(number)
+            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+                held = memory[number] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            made[place] = held.copy_(tensor.detach())
+        copied[name] = made[place]
+    return copied
 
 
 _log = logging.getLogger(__name__)
@@ -70,10 +66,10 @@ Writer = Callable[[Path], None]
 
 
 class CheckpointWriter:
-    """See the module docstring. With `background` False, `begin` returns when the checkpoint is durable or has failed."""
+    """See the module docstring."""
 
-    def __init__(self, checkpoints: Checkpoints, *, background: bool) -> None:
-        self._checkpoints, self._background = checkpoints, background
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
         self._raised: BaseException | None = None
         self.durable = checkpoints.newest
@@ -92,8 +88,6 @@ class CheckpointWriter:
         self.wait()
         self._thread = threading.Thread(target=self._save, args=(step, write, state), name="checkpoint", daemon=True)
         self._thread.start()
-        if not self._background:
-            self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises DeadlineError, and what no disk can be blamed for."""

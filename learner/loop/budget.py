@@ -61,31 +61,27 @@ class Budget:
 
     def ended(self, spent: Spent) -> str:
         """Why no step follows; empty while one may."""
-        if self.max_steps is not None and spent.steps >= self.max_steps:
-            return "all steps done"
         for key, limit, used in self._limits(spent):
             if used >= limit:
-                return f"{key} = {limit:.10g} reached"
+                return "all steps done" if key == "max_steps" else f"{key} = {limit:.10g} reached"
         return ""
 
     def exceeds(self, other: Budget) -> bool:
         """Whether a run that has used up the other may go on with this one."""
-        mine = (self.max_steps, self.max_trained_tokens, self.max_seconds)
-        pairs = zip(mine, (other.max_steps, other.max_trained_tokens, other.max_seconds), strict=True)
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return any(theirs is not None and (own is None or own > theirs) for own, theirs in pairs)
 
     def num_steps(self, spent: Spent) -> int | None:
         """How many steps the run will have if it goes on at the pace at which it has used its budget so far; None while that
         is open."""
-        ends = [] if self.max_steps is None else [self.max_steps]
-        if spent.steps:
-            ends += [math.ceil(spent.steps * limit / used) for _, limit, used in self._limits(spent) if used > 0]
-        return max(spent.steps, min(ends)) if ends else None
+        ends = [
+            limit if key == "max_steps" else spent.steps * limit / used
+            for key, limit, used in self._limits(spent)
+            if key == "max_steps" or (spent.steps and used > 0)
+        ]
+        return max(spent.steps, math.ceil(min(ends))) if ends else None
 
     def _limits(self, spent: Spent) -> list[tuple[str, float, float]]:
-        """Key, limit and what is used of it, of those that are set beside `max_steps`."""
-        known = (
-            ("max_trained_tokens", self.max_trained_tokens, spent.tokens),
-            ("max_seconds", self.max_seconds, spent.seconds),
-        )
-        return [(key, limit, used) for key, limit, used in known if limit is not None]
+        """Key, limit and what is used of it, of those that are set."""
+        known = zip(vars(self).items(), vars(spent).values(), strict=True)
+        return [(key, limit, used) for (key, limit), used in known if limit is not None]

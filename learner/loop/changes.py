@@ -77,8 +77,8 @@ class Undone(_Line):
 
 
 Line = Asked | Applied | Reached | Undone
-_NO_FILE = (0, 0, 0)
 _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
+Stamp = tuple[int, int, int] | None
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,10 @@ class History:
                     reached = min(reached, line.step)
         return History(tuple(changes.values()), last_number, reached)
 
+    def num_in_force(self, step: int) -> int:
+        """Changes with which `step` is made."""
+        return sum(change.step is not None and change.step <= step for change in self.changes)
+
     def in_force(self, step: int) -> dict[str, Any]:
         """The changed values with which `step` is made."""
         return _values(each for each in self.changes if each.step is not None and each.step <= step)
@@ -146,32 +150,29 @@ class Ledger:
 
     def __init__(self, run: Path) -> None:
         self.path = run / "changes.jsonl"
-        self._stamp, self._read, self._end = _NO_FILE, History(), 0
+        self._read: tuple[Stamp, History] = None, History()
 
     @property
-    def stamp(self) -> tuple[int, int, int]:
-        """Another one after every change of the file: which file, its bytes, when it was written."""
+    def stamp(self) -> Stamp:
+        """Another one after every change of the file: which file, its bytes, when it was written. None without one."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
-            return _NO_FILE
+            return None
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def read(self) -> History:
-        """What is there. Lines are only ever added: what was read once is not read again, unless it is another file."""
-        if (stamp := self.stamp) != self._stamp:
-            if stamp[0] != self._stamp[0] or stamp[1] < self._end:
-                self._read, self._end = History(), 0
+        """What is there; read where it has changed."""
+        stamp = self.stamp  # from before: what comes between the two is read the next time
+        if stamp is None:
+            return History()
+        if stamp != self._read[0]:
             try:
                 with self._open(os.O_RDONLY) as file:
-                    file.seek(self._end)
-                    data = file.read()
+                    self._read = stamp, self._history(file.read())
             except FileNotFoundError:
                 return History()
-            self._read = self._history(data, self._read)
-            self._end += data.rfind(b"\n") + 1
-            self._stamp = stamp  # from before: what comes between the two is read the next time
-        return self._read if stamp != _NO_FILE else History()
+        return self._read[1]
 
     def append(self, decide: Callable[[History], Sequence[Line]], *, wait: bool = True) -> History:
         """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
@@ -183,8 +184,7 @@ class Ledger:
             if not (lines := decide(history)):
                 return history
             try:
-                if end < len(data):
-                    os.truncate(self.path, end)
+                os.truncate(self.path, end)
                 file.write("".join(f"{line.model_dump_json()}\n" for line in lines).encode())
                 DISK.sync(file)
                 DISK.sync_path(self.path.parent)
@@ -203,10 +203,10 @@ class Ledger:
             raise DamagedError(f"{self.path} is no regular file of at most {_MAX_BYTES} bytes")
         return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
 
-    def _history(self, data: bytes, before: History = History()) -> History:
+    def _history(self, data: bytes) -> History:
         whole = data[: data.rfind(b"\n") + 1].splitlines()
         try:
-            return before.then(_LINE.validate_json(line) for line in whole)
+            return History().then(_LINE.validate_json(line) for line in whole)
         except ValidationError as error:
             raise DamagedError(f"{self.path} is damaged: {error.errors()[0]['msg']}; restore it from a copy") from error
 
@@ -217,38 +217,29 @@ class LiveChanges:
 
     def __init__(self, run: Path, step: int, reached: int) -> None:
         self._ledger = Ledger(run)
-        self._history = self._ledger.read()
-        self._reached = max(step, reached, self._history.reached)
-        self._seen: tuple[int, int, int] | None = _NO_FILE
+        self.history = self._ledger.read()
+        self._reached = max(step, reached, self.history.reached)
+        self._begins = self._reached > max(step, self.history.reached)
+        self._seen: Stamp = None
         self._complained = False
-        if self._reached > max(step, self._history.reached):
-            self._seen = None  # the line is written now, or with the first step
+        if self._begins:  # the line is written now, or with the first step
             self._append(self._begun)
 
     def at(self, step: int) -> Mapping[str, Any]:
         """The changed values with which `step` is made, which is about to begin. What waits is applied first. Where the ledger
         cannot be written (a full disk), it goes on waiting."""
-        if (stamp := self._ledger.stamp) != self._seen and self._append(
-            lambda history: [*self._begun(history), *history.apply(max(step, self._reached + 2))]
-        ):
-            self._seen = stamp
-        return self._history.in_force(step)
-
-    def num_in_force(self, step: int) -> int:
-        """Changes with which `step` is made."""
-        return sum(change.step is not None and change.step <= step for change in self._history.changes)
-
-    def course(self, key: str, first: Any) -> list[tuple[int, Any]]:
-        """See `History.course`."""
-        return self._history.course(key, first)
+        stamp, first = self._ledger.stamp, max(step, self._reached + 2)
+        if (stamp != self._seen or self._begins) and self._append(lambda known: [*self._begun(known), *known.apply(first)]):
+            self._seen, self._begins = stamp, False
+        return self.history.in_force(step)
 
     def _begun(self, history: History) -> list[Line]:
-        return [Reached(step=self._reached)] if self._seen is None and self._reached > history.reached else []
+        return [Reached(step=self._reached)] if self._begins and self._reached > history.reached else []
 
     def _append(self, decide: Callable[[History], Sequence[Line]]) -> bool:
         """Whether it was done."""
         try:
-            self._history = self._ledger.append(decide, wait=False)
+            self.history = self._ledger.append(decide, wait=False)
         except BlockingIOError:
             return False
         except (OSError, DamagedError) as error:

@@ -30,17 +30,17 @@ def data_metrics(
     per_group: the reward of each member of each group, None where it does not count.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [reward for group in per_group for reward in group if reward is not None]
-    spreads = [_std([reward for reward in group if reward is not None]) for group in per_group]
+    counting = [[reward for reward in group if reward is not None] for group in per_group]
+    spreads = [_std(group) for group in counting]
     ages = staleness_histogram(groups, step)
     num_tokens = sum(ages.values())
     lengths = [rollout.num_tokens for rollout in rollouts]
     scores = [score for rollout in rollouts for score in rollout.scores.values()]
     metrics: dict[str, Any] = {
-        "reward": _mean(rewards),
+        "reward": _mean([reward for group in counting for reward in group]),
         "reward_std": _mean(spreads),
         "frac_reward_zero_std": _mean([float(spread < 1e-6) for spread in spreads]),
-        "rewards/failed_ratio": sum(score.failure is not None for score in scores) / max(1, len(scores)),
+        "rewards/failed_ratio": _mean([float(score.failure is not None) for score in scores]) or 0.0,
         "completions/mean_length": _mean(lengths),
         "completions/max_length": max(lengths, default=0),
         "completions/clipped_ratio": _mean([float(rollout.is_truncated) for rollout in rollouts]),
@@ -49,18 +49,15 @@ def data_metrics(
         "staleness/max": max(ages, default=0),
         "staleness/histogram": {str(age): count for age, count in ages.items()},
         "staleness/violations": sum(count for age, count in ages.items() if age > max_staleness),
+        **_episode_metrics(rollouts),
+        **stage_metrics(rollout.timings for rollout in rollouts),
     }
-    metrics |= _episode_metrics(rollouts)
-    metrics |= stage_metrics(rollout.timings for rollout in rollouts)
     for name in rollouts[0].scores if rollouts else ():
-        values = [rollout.scores[name].value for rollout in rollouts]
-        metrics[f"rewards/{name}/mean"] = _mean([value for value in values if value is not None])
-        failures = [rollout.scores[name].failure for rollout in rollouts]
-        metrics[f"rewards/{name}/failed_ratio"] = sum(failure is not None for failure in failures) / len(failures)
-        reported = sorted({metric for rollout in rollouts for metric in rollout.scores[name].metrics})
-        for metric in reported:
-            found = [r.scores[name].metrics[metric] for r in rollouts if metric in r.scores[name].metrics]
-            metrics[f"rewards/{name}/{metric}"] = _mean(found)
+        own = [rollout.scores[name] for rollout in rollouts]
+        metrics[f"rewards/{name}/mean"] = _mean([score.value for score in own if score.value is not None])
+        metrics[f"rewards/{name}/failed_ratio"] = _mean([float(score.failure is not None) for score in own])
+        for metric in sorted({metric for score in own for metric in score.metrics}):
+            metrics[f"rewards/{name}/{metric}"] = _mean([s.metrics[metric] for s in own if metric in s.metrics])
     return metrics
 
 
@@ -78,12 +75,10 @@ def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
 
 
 class SourceMetrics:
-    """Rewards and lengths of each source of mixed data. Under names of their own stand the first sources seen, and only names
-    that a dashboard can show; all others are one source, so that a column of many values makes no endless record."""
+    """Rewards and lengths of each source of mixed data. Under names of their own stand the first `MOST` sources seen, and only
+    names that a dashboard can show; all others are one source, so that a column of many values makes no endless record."""
 
     MOST = 64
-    LONGEST = 64
-    OTHER = "other"
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -101,12 +96,9 @@ class SourceMetrics:
         return found | {f"completions/{name}/mean_length": _mean(values) for name, values in lengths.items()}
 
     def _name(self, source: str) -> str:
-        if source not in self._known and (
-            len(self._known) == self.MOST or not 0 < len(source) <= self.LONGEST or not source.isprintable()
-        ):
-            return self.OTHER
-        self._known.add(source)
-        return source
+        if len(self._known) < self.MOST and 0 < len(source) <= 64 and source.isprintable():
+            self._known.add(source)
+        return source if source in self._known else "other"
 
 
 class StepClock:

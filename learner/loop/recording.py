@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.files import FULL
-from async_rlhf.buffers.lines import Line, LineFile, read_lines_backwards
+from async_rlhf.buffers.lines import LineFile, read_lines_backwards
 from async_rlhf.learner.loop.budget import Spent
 
 _log = logging.getLogger(__name__)
@@ -43,34 +43,33 @@ class Recording:
         """Cut off the lines of steps after `steps_done`, the checkpoint's; nothing when it has begun already."""
         if self._begun:
             return
-        self._begun = True
-        metrics = self._metrics.cut(lambda line: _is_done(line, steps_done))
-        samples = self._samples.cut(lambda line: _is_done(line, steps_done))
-        for name, cut in (("metrics.jsonl", metrics), ("rollouts.jsonl", samples)):
+        self._begun, last = True, 0
+        for name, file in (("rollouts.jsonl", self._samples), ("metrics.jsonl", self._metrics)):
+            cut = file.cut(lambda line: isinstance(line.get("step"), int) and line["step"] <= steps_done)
+            last = 0 if cut.last is None else cut.last["step"]
             if cut.damaged:
                 _log.warning("%s ended with %d bytes that were no whole lines; they are cut off", name, cut.damaged)
-        last = 0 if metrics.last is None else metrics.last["step"]
         if last < steps_done:
             self.lost_lines += steps_done - last
             _log.error("metrics.jsonl is damaged: it has no lines of the steps from %d to %d", last + 1, steps_done)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Write down a step; on a full disk wait until there is room. Raises OSError for every other failure of the disk."""
-        line, waited = as_line(record), False
+        line, full = as_line(record), False
         while True:
             try:
                 self._metrics.write(line)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
-                if not waited:
+                if not full:
                     _log.error("the disk is full: step %s waits until metrics.jsonl has room (%s)", record["step"], error)
-                waited = True
+                full = True
                 self._sleep(_AGAIN_S)
             else:
-                if waited:
-                    _log.warning("there is room on the disk again: step %s is recorded", record["step"])
-                return
+                break
+        if full:
+            _log.warning("there is room on the disk again: step %s is recorded", record["step"])
 
     def sample(self, record: Mapping[str, Any]) -> None:
         """Write down a group that was trained on; one that cannot be written is counted."""
@@ -101,10 +100,6 @@ def last_step(directory: Path) -> int:
     """The step of the last line of `metrics.jsonl`; 0 where there is none."""
     lines = read_lines_backwards(directory / "metrics.jsonl")
     return next((line["step"] for line in lines if isinstance(line.get("step"), int)), 0)
-
-
-def _is_done(line: Line, steps_done: int) -> bool:
-    return isinstance(line.get("step"), int) and line["step"] <= steps_done
 
 
 def as_line(record: Mapping[str, Any]) -> str:

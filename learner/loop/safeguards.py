@@ -3,32 +3,36 @@ not finite, engines that sample from another policy, a policy beyond the limits 
 which lowers the target staleness while data look too old.
 
 The hard bound never moves and never depends on the guard; its target only sets how much of the bound is used. Several signals,
-because an effective sample size near 1 alone certifies nothing. Down after `patience` bad steps in a row, up after `recovery`
-good ones; good is better than the limit by `margin`, so that between the two the target stays where it is.
+because an effective sample size near 1 alone certifies nothing. Down after `PATIENCE` bad steps in a row, up after `RECOVERY`
+good ones; good is better than the limit by `_MARGIN`, so that between the two the target stays where it is.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from async_rlhf.buffers.errors import DivergedError, MismatchError, NonFiniteError, RewardError, StalenessError
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.metrics import staleness_histogram
-from async_rlhf.learner.loop.settings import TrainerConfig
 from async_rlhf.learner.step.report import StepReport
 
-# Beside `guard.min_ess`: the corrections still work on what is so far off, but most of a batch teaches nothing.
-_MAX_SECOND_MOMENT, _MAX_CLIP_RATIO = 0.1, 0.3
-_MAX_NONFINITE_STEPS = 3  # refused in a row: one may be a batch's, three are the model's
+if TYPE_CHECKING:
+    from async_rlhf.learner.loop.trainer import TrainerConfig
 
-_log = logging.getLogger(__name__)
+# The corrections still work on what is so far off, but most of a batch teaches nothing.
+MIN_ESS, _MAX_SECOND_MOMENT, _MAX_CLIP_RATIO = 0.5, 0.1, 0.3
+# One bad step is noise; and a target that was lowered for a reason is raised with more care.
+PATIENCE, RECOVERY, _MARGIN = 3, 10, 0.2
+_MAX_NONFINITE_STEPS = 3  # refused in a row: one may be a batch's, three are the model's
 # Too few scores are no measure of a ratio; a batch of the smallest sensible size already passes this.
 _MIN_SCORES = 8
 # Of fewer tokens a mean is noise.
 _MIN_TOKENS = 64
+
+_log = logging.getLogger(__name__)
 
 
 class Safeguards:
@@ -36,71 +40,68 @@ class Safeguards:
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
-        self._constant_in_a_row = self._unscored_in_a_row = self._refused_in_a_row = self._diverged_in_a_row = 0
+        self._in_a_row: dict[str, int] = {}
+
+    def _count(self, what: str, happened: bool) -> int:
+        """How many times in a row it has happened."""
+        self._in_a_row[what] = self._in_a_row.get(what, 0) + 1 if happened else 0
+        return self._in_a_row[what]
 
     def certify(self, groups: Sequence[Group], step: int) -> None:
         """The last net, right before the gradient: no token over the bound. Raises StalenessError."""
         limit = self.config.max_staleness
-        ages = staleness_histogram(groups, step)
-        if max(ages, default=0) > limit:
-            numbers = [g.number for g in groups if max(staleness_histogram([g], step)) > limit]
+        oldest = {group.number: max(staleness_histogram([group], step)) for group in groups}
+        if max(oldest.values(), default=0) > limit:
             raise StalenessError(
-                f"step {step} was given tokens of staleness {max(ages)}, the bound is {limit} "
-                f"(groups {numbers}); nothing was trained on them. This is a defect of the queue: please report it."
+                f"step {step} was given tokens of staleness {max(oldest.values())}, the bound is {limit} "
+                f"(groups {[number for number, age in oldest.items() if age > limit]}); nothing was trained on them. This is a "
+                "defect of the queue: please report it."
             )
 
     def check_scores(self, groups: Sequence[Group], failed_ratio: float) -> None:
-        """Raises RewardError when too many scores failed."""
+        """Raises RewardError when too many scores failed, and after too many batches in a row in which every reward returned
+        None for every completion."""
         scores = [(g.number, name, score) for g in groups for r in g.rollouts for name, score in r.scores.items()]
+        failed = [each for each in scores if each[2].failure is not None]
         if failed_ratio > self.config.max_failed_ratio and len(scores) >= _MIN_SCORES:
-            failed = [each for each in scores if each[2].failure is not None]
             number, name, score = failed[0]
             raise RewardError(
                 f"{len(failed)} of {len(scores)} scores failed ({failed_ratio:.0%}); rewards.max_failed_ratio is "
                 f"{self.config.max_failed_ratio:.0%}. First: reward {name!r} of group {number}: {score.failure}. "
                 "The full traceback is in the run directory: logs/actor-*.log, or logs/scorer.log for a stage that runs there."
             )
-
-    def count_unscored(self, groups: Sequence[Group]) -> None:
-        """Raises RewardError after too many batches in a row in which every reward returned None for every completion. Failed
-        scores have a limit of their own."""
-        scores = [(name, score) for group in groups for r in group.rollouts for name, score in r.scores.items()]
         if not scores:
             return
-        unscored = all(score.state == "not_applicable" for _, score in scores)
-        self._unscored_in_a_row = self._unscored_in_a_row + 1 if unscored else 0
+        unscored = self._count("unscored", all(score.state == "not_applicable" for *_, score in scores))
         most, max_steps = self.config.advantage.max_constant_batches, self.config.budget.max_steps
-        if self._unscored_in_a_row >= (most if max_steps is None else min(most, max_steps)):  # a short run ends badly too
+        if unscored >= (most if max_steps is None else min(most, max_steps)):  # a short run ends badly too
             raise RewardError(
-                f"{self._unscored_in_a_row} batches in a row had no score: {', '.join(sorted({name for name, _ in scores}))} "
-                "returned None ('not applicable') for every completion, so there is nothing to learn from. Is a `return` "
-                "missing? `async-rlhf try reward` shows what a reward gives."
+                f"{unscored} batches in a row had no score: {', '.join(sorted({name for _, name, _ in scores}))} returned None "
+                "for every completion. Is a `return` missing? `async-rlhf try reward` shows what a reward gives."
             )
 
     def count_constant(self, groups: Sequence[Group], masked: int, *, constant: bool) -> None:
         """Raises RewardError after too many batches in a row in which no completion is better than another, of those that were
         not masked because they were cut."""
-        self._constant_in_a_row = self._constant_in_a_row + 1 if constant else 0
-        if self._constant_in_a_row >= self.config.advantage.max_constant_batches:
+        if (batches := self._count("constant", constant)) >= self.config.advantage.max_constant_batches:
             rollouts = sum(len(group.rollouts) for group in groups)
             cut = f"; {masked} of its {rollouts} completions were cut and masked (loss.mask_truncated)" if masked else ""
             way_out = "raise generation.max_completion_length (of episodes max_episode_length), or " if masked else ""
             raise RewardError(
-                f"{self._constant_in_a_row} batches in a row had no group in which one completion is better than another, so "
-                f"there is nothing to learn from; the last had the groups {[group.number for group in groups]}{cut}. "
-                f"{way_out}Look at the rewards in rollouts.jsonl: the prompts are all too easy or all too hard, or the reward "
-                "is constant."
+                f"{batches} batches in a row had no group in which one completion is better than another, so there is nothing "
+                f"to learn from; the last had the groups {[group.number for group in groups]}{cut}. {way_out}Look at the "
+                "rewards in rollouts.jsonl: the prompts are all too easy or all too hard, or the reward is constant."
             )
 
     def count_refused(self, groups: Sequence[Group], report: StepReport, step: int) -> None:
         """Raises NonFiniteError after too many refused steps in a row."""
-        self._refused_in_a_row = 0 if report.applied else self._refused_in_a_row + 1
+        numbers = [group.number for group in groups]
         if not report.applied:
-            _log.error("step %d refused: its gradient is not finite; groups %s", step, [g.number for g in groups])
-        if self._refused_in_a_row >= _MAX_NONFINITE_STEPS:
+            _log.error("step %d refused: its gradient is not finite; groups %s", step, numbers)
+        if (steps := self._count("refused", not report.applied)) >= _MAX_NONFINITE_STEPS:
             raise NonFiniteError(
-                f"{self._refused_in_a_row} steps in a row had a gradient that is not finite, the last with groups "
-                f"{[group.number for group in groups]}. Lower learner.learning_rate, or look at rollouts.jsonl."
+                f"{steps} steps in a row had a gradient that is not finite, the last with groups {numbers}. Lower "
+                "learner.learning_rate, or look at rollouts.jsonl."
             )
 
     def check_mismatch(self, report: StepReport) -> None:
@@ -115,50 +116,40 @@ class Safeguards:
 
     def count_diverged(self, metrics: Mapping[str, Any], step: int) -> None:
         """Raises DivergedError after too many steps in a row beyond one of the guard's limits."""
-        found, guard = beyond(metrics, self.config.guard), self.config.guard
-        self._diverged_in_a_row = self._diverged_in_a_row + 1 if found else 0
-        if self._diverged_in_a_row >= guard.max_diverged_steps:
+        found = beyond(metrics, self.config.guard)
+        if (steps := self._count("diverged", bool(found))) >= self.config.guard.max_diverged_steps:
             raise DivergedError(
-                f"the policy was beyond a limit for {self._diverged_in_a_row} steps in a row (guard.max_diverged_steps); "
+                f"the policy was beyond a limit for {steps} steps in a row (guard.max_diverged_steps); "
                 f"step {step} had {', '.join(found)}. Change values or the limit with async-rlhf set, and go back with "
                 "--resume --from-step"
             )
 
 
+class _Limit(NamedTuple):
+    """sign: with +1 a value above the limit is beyond it, with -1 one below. setting: that is named with it."""
+
+    name: str
+    value: float
+    limit: float
+    sign: int
+    setting: str = ""
+
+    def excess(self) -> float:
+        return self.sign * (self.value - self.limit)
+
+    def text(self) -> str:
+        return f"{self.name} {self.value:.4g} {'above' if self.sign > 0 else 'below'} {self.setting}{self.limit:g}"
+
+
 def beyond(metrics: Mapping[str, Any], guard: GuardConfig) -> list[str]:
     """The limits of the guard that a step with these metrics is beyond. What a step does not measure is within."""
     divergence = "kl/reference" if metrics.get("kl/reference") is not None else "kl/behaviour"
-    # each as (metric, limit, its setting, sign): with sign +1 a value above the limit is beyond it, with -1 one below
     limits = [
-        (divergence, guard.max_kl, "max_kl", 1),
-        ("entropy", guard.min_entropy, "min_entropy", -1),
-        ("reward", guard.min_reward, "min_reward", -1),
+        _Limit(name, metrics[name], limit, sign, f"guard.{setting} = ")
+        for name, setting, sign in ((divergence, "max_kl", 1), ("entropy", "min_entropy", -1), ("reward", "min_reward", -1))
+        if (limit := getattr(guard, setting)) is not None and metrics.get(name) is not None
     ]
-    return [
-        f"{name} {value:.4g} {'above' if sign > 0 else 'below'} guard.{setting} = {limit:g}"
-        for name, limit, setting, sign in limits
-        if limit is not None and (value := metrics.get(name)) is not None and not sign * (value - limit) <= 0
-    ]
-
-
-def _judge(metrics: Mapping[str, Any], config: GuardConfig) -> tuple[list[str], bool, bool]:
-    """What is over its limit, whether anything is known, whether all that is known is better than its limit by the margin."""
-    clipped = [metrics.get(name) for name in ("clip_ratio/region_mean", "is/masked_ratio")]
-    known_clips = [value for value in clipped if value is not None]
-    # each as (what, value, limit, sign): with sign +1 a value above the limit is bad, with -1 one below
-    signals = [
-        ("is/ess", metrics.get("is/ess"), config.min_ess, -1),
-        ("is/second_moment", metrics.get("is/second_moment"), _MAX_SECOND_MOMENT, 1),
-        ("clipped or masked", sum(known_clips) if known_clips else None, _MAX_CLIP_RATIO, 1),
-    ]
-    known = [(name, value, limit, sign) for name, value, limit, sign in signals if value is not None]
-    bad = [
-        f"{name} {value:.3g} {'above' if sign > 0 else 'below'} {limit:g}"
-        for name, value, limit, sign in known
-        if sign * (value - limit) > 0
-    ]
-    clearly_good = all(sign * (value - limit) <= -config.margin * limit for _, value, limit, sign in known)
-    return bad, bool(known), clearly_good
+    return [each.text() for each in limits if not each.excess() <= 0]
 
 
 class StalenessController:
@@ -190,16 +181,24 @@ class StalenessController:
     def adjust(self, metrics: Mapping[str, Any], step: int) -> None:
         """After a step with these metrics. One that is missing or None does not count; a step of which nothing is known changes
         nothing."""
-        bad, known, clearly_good = _judge(metrics, self.config)
+        clips = [metrics.get(name) for name in ("clip_ratio/region_mean", "is/masked_ratio")]
+        measured = {
+            "is/ess": (metrics.get("is/ess"), MIN_ESS, -1),
+            "is/second_moment": (metrics.get("is/second_moment"), _MAX_SECOND_MOMENT, 1),
+            "clipped or masked": (None if clips == [None, None] else sum(clip or 0.0 for clip in clips), _MAX_CLIP_RATIO, 1),
+        }
+        known = [_Limit(name, value, limit, sign) for name, (value, limit, sign) in measured.items() if value is not None]
         if not (self.config.enabled and known):
             return
+        bad = [each.text() for each in known if not each.excess() <= 0]
+        clearly_good = all(each.excess() <= -_MARGIN * each.limit for each in known)
         before, reason = self.target, ""
         self._bad, self._good = (self._bad + 1, 0) if bad else (0, self._good + 1 if clearly_good else 0)
-        if self._bad >= self.config.patience and self.target > self.lowest:
+        if self._bad >= PATIENCE and self.target > self.lowest:
             self._aim_at(self.target - 1)
-            reason = f"{self.config.patience} steps in a row: {', '.join(bad)}"
-        elif self._good >= self.config.recovery and self.target < self.highest:
+            reason = f"{PATIENCE} steps in a row: {', '.join(bad)}"
+        elif self._good >= RECOVERY and self.target < self.highest:
             self._aim_at(self.target + 1)
-            reason = f"{self.config.recovery} steps in a row well within all limits"
+            reason = f"{RECOVERY} steps in a row well within all limits"
         if reason:
             _log.info("step %d: aiming at staleness %d instead of %d: %s", step, self.target, before, reason)

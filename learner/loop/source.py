@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch, WeightUpload
+from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch, WeightUpload
 from async_rlhf.buffers.errors import HubRestartedError, NonFiniteError, RefusedError
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.queue.recovery import ArchivedBatch, read_batches
@@ -19,24 +19,6 @@ from async_rlhf.learner.step.controller import Controller
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class BatchSource(Protocol):
-    """The trainer's side of the hub; see `LearnerClient` for what each call means."""
-
-    def register(self, step: int, committed: int) -> None: ...
-
-    def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str: ...
-
-    def finish(self, step: int) -> None: ...
-
-    def tried(self, suspect: SuspectGroup) -> None: ...
-
-    def trained(self, step: int) -> None: ...
-
-    def commit(self, step: int) -> None: ...
-
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload: ...
 
 
 class ArchiveSource:
@@ -54,24 +36,16 @@ class ArchiveSource:
                 raise RefusedError("not-kept", f"the archive has no batch {step}, it goes on at {batch.step}")
         return "end of the archive"
 
-    def finish(self, step: int) -> None:
-        """Nothing waits for it."""
-
-    def tried(self, suspect: SuspectGroup) -> None:
-        """No group of an archive is suspected."""
-
-    def register(self, step: int, committed: int) -> None:
-        """The next `take` names its step."""
-
-    def trained(self, step: int) -> None:
-        """Steps are not counted."""
-
-    def commit(self, step: int) -> None:
-        """Nothing may be deleted."""
-
     def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
-        """No engine adopts it."""
         return WeightUpload(lambda: None)
+
+    def register(self, *args: object, **named: object) -> None:
+        """Nothing that it is informed of matters to it."""
+
+    finish = tried = trained = commit = register
+
+
+BatchSource = LearnerClient | ArchiveSource
 
 
 class SourceSession:
@@ -89,16 +63,15 @@ class SourceSession:
         source: BatchSource,
         backend: Controller,
         recording: Recording,
-        *,
         step: int,
         committed: int,
         max_steps: int | None,
+        *,
         exact: bool,
     ) -> None:
         self._source, self._backend, self._recording = source, backend, recording
-        self._max_steps, self._exact = max_steps, exact
+        self._committed, self._max_steps, self._exact = committed, max_steps, exact
         self._registered = False
-        self._committed = committed
         self._text: Sequence[int] = ()  # the newest that was trained on: the canary that engines are compared by
         self._publication: WeightUpload | None = None
         self.published = step
@@ -111,15 +84,14 @@ class SourceSession:
         """The next batch, or why there is none. Groups suspected of having ended learners are tried alone before."""
 
         def next_batch() -> TakenBatch | str:
-            while True:
-                began = time.monotonic()
-                taken = self._source.take(step, target_staleness)
-                self.waited_s = time.monotonic() - began
-                if not isinstance(taken, SuspectGroup):
-                    return taken
+            began = time.monotonic()
+            while isinstance(taken := self._source.take(step, target_staleness), SuspectGroup):
                 _log.warning("step %d: group %d is tried alone, its batch has ended learners", step, taken.number)
                 try_group(taken.group())
                 self._source.tried(taken)
+                began = time.monotonic()
+            self.waited_s = time.monotonic() - began
+            return taken
 
         return self._registered_at(step, next_batch)
 

@@ -17,32 +17,33 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.clients.learner import TakenBatch
-from async_rlhf.buffers.composition import Statistics
+from async_rlhf.buffers.composition import Composition, Statistics
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
 from async_rlhf.learner.checkpoint.evaluated import Cadence, needed
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
-from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.learner.loop.changes import LiveChanges
 from async_rlhf.learner.loop.metrics import SourceMetrics, StepClock, data_metrics, sample_record
 from async_rlhf.learner.loop.recording import Recording, as_line, last_step, spent
 from async_rlhf.learner.loop.safeguards import Safeguards, StalenessController
-from async_rlhf.learner.loop.settings import TrainerConfig
 from async_rlhf.learner.loop.source import BatchSource, SourceSession
 from async_rlhf.learner.objective.estimation import (
     AdvantageEstimates,
     Rewards,
-    baseline_rewards,
     estimate_advantages,
     num_masked,
     select_members,
@@ -54,6 +55,34 @@ from async_rlhf.learner.step.torch_machine import learning_rate
 _log = logging.getLogger(__name__)
 # Why the hub gives no more batches to a run that is to go on another time.
 _DRAINED = "drained"
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """What the loop takes of the whole run: the learner's own sections, and single values of the others."""
+
+    learner: LearnerConfig
+    loss: LossConfig
+    checkpoint: CheckpointConfig
+    budget: Budget
+    max_staleness: int
+    composition: Composition
+    max_failed_ratio: float
+    """Of the scores of a batch."""
+    sampled_groups: int
+    """Groups of every step written to `rollouts.jsonl`."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    lowest_staleness: int = 0
+    """The smallest staleness the guard may set as target: below it the run would wait forever."""
+    exact: bool = False
+    """Whether each group is made by one certain version."""
+    evaluate_every: int = 0
+    """Steps between two evaluations, each of which has a checkpoint; 0: none."""
+    mismatch_limit: float = math.inf
+    """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
+    max_log_bytes: int | None = None
+    """After which `rollouts.jsonl` begins anew."""
 
 
 class Trainer:
@@ -77,7 +106,7 @@ class Trainer:
         self._checkpoints = Checkpoints(
             directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(evaluations, self._cadence.is_due)
         )
-        self._writer = CheckpointWriter(self._checkpoints, background=keep.background)
+        self._writer = CheckpointWriter(self._checkpoints)
         self.step, self._statistics = 0, Statistics()
         if (found := newest(directory)) is not None:
             path, state = found
@@ -88,14 +117,9 @@ class Trainer:
         self._changed, self._first = changed or (lambda values: config), config
         self._changes, self._values = LiveChanges(directory, self.step, last_step(directory)), dict[str, Any]()
         self._recording = Recording(directory, config.max_log_bytes)
+        steps = config.budget.max_steps
         self._session = SourceSession(
-            source,
-            backend,
-            self._recording,
-            step=self.step,
-            committed=self._writer.floor,
-            max_steps=config.budget.max_steps,
-            exact=config.exact,
+            source, backend, self._recording, self.step, self._writer.floor, steps, exact=config.exact
         )
         self._safeguards = Safeguards(config)
         self._staleness = StalenessController(config.guard, config.lowest_staleness, config.max_staleness)
@@ -136,7 +160,7 @@ class Trainer:
             return
         _log.info("from step %d on: %s", self.step + 1, values)
         self._values, self._config = dict(values), self._changed(values)
-        self._cadence = Cadence(self._changes.course("evaluation.every", self._first.evaluate_every))
+        self._cadence = Cadence(self._changes.history.course("evaluation.every", self._first.evaluate_every))
         self._checkpoints.keep(self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)
         self._backend.learn_at(self._config.learner.learning_rate)
         self._safeguards.config = self._config
@@ -149,7 +173,6 @@ class Trainer:
             rewards = self._rewards(groups, self._statistics)
             data = data_metrics(groups, rewards, step, config.max_staleness)
             self._safeguards.check_scores(groups, data["rewards/failed_ratio"])
-            self._safeguards.count_unscored(groups)
             masked = num_masked(groups, rewards, config.loss)
             estimates, constant = self._estimate(groups, rewards)
             self._safeguards.count_constant(groups, masked, constant=constant)
@@ -194,7 +217,7 @@ class Trainer:
         statistics.observe(rule, (rollout.scores for group in groups for rollout in group.rollouts))
         return [[rule.of(group.columns).reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]
 
-    def _estimate(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> tuple[AdvantageEstimates, bool]:
+    def _estimate(self, groups: Sequence[Group], rewards: Rewards) -> tuple[AdvantageEstimates, bool]:
         """As `estimated`, by this run's settings."""
         return estimated(groups, rewards, self._backend, self._config.advantage, self._config.loss)
 
@@ -205,10 +228,10 @@ class Trainer:
         return split_updates(rows, learner.updates_per_step) * learner.epochs
 
     def _update(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> StepReport:
-        if not (updates := self._updates(groups, estimates)):
-            return StepReport.of_nothing()
-        report = self._backend.step(updates, self.step)
-        self._safeguards.count_refused(groups, report, self.step)
+        updates = self._updates(groups, estimates)
+        report = self._backend.step(updates, self.step) if updates else StepReport.of_nothing()
+        if updates:
+            self._safeguards.count_refused(groups, report, self.step)
         return report
 
     def _record(self, batch: TakenBatch, data: Mapping[str, Any], report: StepReport) -> None:
@@ -226,7 +249,7 @@ class Trainer:
                 "applied": report.applied,
                 "learning_rate": learning_rate(self._config.learner, self.step - 1),
                 "staleness/target": self._staleness.target,
-                "changes/in_force": self._changes.num_in_force(self.step),
+                "changes/in_force": self._changes.history.num_in_force(self.step),
                 **measured,
                 "num_tokens_total": self._spent.tokens,
                 "step_time_total": self._spent.seconds,
@@ -238,12 +261,10 @@ class Trainer:
             }
         )
 
-    def _sample(self, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]], report: StepReport) -> None:
-        start = 0
+    def _sample(self, groups: Sequence[Group], advantages: Rewards, report: StepReport) -> None:
+        members = count()
         for group, values in list(zip(groups, advantages, strict=True))[: self._config.sampled_groups]:
-            members = range(start, start + len(values))
-            start += len(values)
-            weights = [report.weight_of_member.get(member) for member in members]
+            weights = [report.weight_of_member.get(next(members)) for _ in values]
             self._recording.sample(sample_record(group, self.step, values, weights))
 
     def _is_saved(self, step: int) -> bool:
@@ -288,15 +309,13 @@ def estimated(
     groups: Sequence[Group], rewards: Rewards, backend: Controller, advantage: AdvantageConfig, loss: LossConfig
 ) -> tuple[AdvantageEstimates, bool]:
     """Advantages and token targets, and whether nothing can be learned from the batch although there are scores."""
-    scored = any(reward is not None for group in rewards for reward in group)
-    rewards = baseline_rewards(groups, rewards, loss)
     chosen = select_members(groups, rewards, advantage, loss)
-    constant = scored and all(reward is None for group in chosen for reward in group)
+    scored, learned = (any(reward is not None for group in each for reward in group) for each in (rewards, chosen))
     # what the divergence takes from a reward it also takes from the baselines that the reward is in
     asked = rewards if loss.kl_in_reward and not advantage.needs_critic else chosen
     rows = make_rows(groups, asked, backend.row_tokens) if loss.needs_evaluation(advantage) else []
     evaluated = backend.evaluate(rows) if rows else {}
-    return estimate_advantages(groups, rewards, chosen, evaluated, advantage, loss), constant
+    return estimate_advantages(groups, rewards, chosen, evaluated, advantage, loss), scored and not learned
 
 
 @contextmanager

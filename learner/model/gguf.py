@@ -15,13 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import xxhash
-
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.model_directory import LOADING, from_pretrained
 
 _DEADLINE_S = 1800.0
-_BLOCK = 1 << 24
 
 
 def model_directory(model: str) -> str:
@@ -33,7 +31,7 @@ def model_directory(model: str) -> str:
     if file.suffix != ".gguf":
         return model
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-rlhf"
-    directory = cache / f"{file.stem}-{_digest(file)}"
+    directory = cache / f"{file.stem}-{content_digest(file)}"
     if not (directory / "config.json").is_file():
         print(f"converting {file.name} into {directory} (once)", file=sys.stderr)  # noqa: T201
         command = [sys.executable, "-P", "-m", "async_rlhf.learner.model.gguf", str(file), str(directory)]
@@ -47,14 +45,6 @@ def model_directory(model: str) -> str:
             reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
             raise ConfigError(f"model = {model!r} cannot be used: {reason[0]}")
     return str(directory)
-
-
-def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def convert(file: Path, directory: Path) -> None:

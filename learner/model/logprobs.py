@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
 
 The logits of a few tokens at a time are made from the hidden states and used. Of so many tokens as there is memory for, the
-backward pass finds the probabilities again; of all others it makes them again. With `sampling_masks` (see `sampling_mask`) the
+backward pass finds the probabilities again; of all others it makes them again. With `sampling_masks` (see `SamplingMasks`) the
 distribution is restricted to the tokens that each was chosen among.
 
 Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_rlhf.learner.batch.sampling_mask import SamplingMasks
+from async_rlhf.learner.batch.micro_batch import SamplingMasks
 
 # p log p of a token that p = 0 masks: far below where exp underflows, and finite times any gradient.
 _LOG_ZERO = -1e4

@@ -6,7 +6,6 @@ Engines get W', or B and A alone; the checkpoint's `model/` has W', its `adapter
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,32 +27,24 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
+    asked = f"learner.lora.targets = {list(config.targets)}"
     targets = config.targets[0] if config.targets == ("all-linear",) else list(config.targets)
+    own = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            inject_adapter_in_model(
-                PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0), model
-            )
+            inject_adapter_in_model(own, model)
         except ValueError as error:
             names = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
-            raise ConfigError(
-                f"learner.lora.targets = {list(config.targets)}: {error}. Layers here: {', '.join(names)}"
-            ) from error
+            raise ConfigError(f"{asked}: {error}. Layers here: {', '.join(names)}") from error
     owner: Any = model
     if not isinstance(owner.get_input_embeddings(), nn.Embedding):
-        raise ConfigError(
-            f"learner.lora.targets = {list(config.targets)} has the input embeddings, and adapters are for linear layers; "
-            "leave them out"
-        )
+        raise ConfigError(f"{asked} has the input embeddings, and adapters are for linear layers; leave them out")
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (other := first.setdefault(id(parameter), name)) != name and _BASE in name + other:
             both = f"{name} and {other}".replace(_BASE, "")
-            raise ConfigError(
-                f"learner.lora.targets = {list(config.targets)}: {both} are one tensor, and an adapter of one of them would be "
-                "lost; leave it out"
-            )
+            raise ConfigError(f"{asked}: {both} are one tensor, and an adapter of one of them would be lost; leave it out")
 
 
 def merged(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -62,18 +53,22 @@ def merged(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> dict[
     named: some of the model's parameters (as they are, where the model's own are shared out), each with its adapter; None: all.
     """
     named = {name: p.detach() for name, p in model.named_parameters()} if named is None else named
+    found = {name.replace(_BASE, ""): tensor for name, tensor in named.items() if ".lora_" not in name}
+    for place, layer in _adapted(model):
+        if f"{place}{_BASE}.weight" in named:
+            product = named[f"{place}.lora_B.{_NAME}.weight"] @ named[f"{place}.lora_A.{_NAME}.weight"]
+            product = product.T if layer.fan_in_fan_out else product
+            found[f"{place}.weight"] = found[f"{place}.weight"] + product * layer.scaling[_NAME]
+    return found
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that have an adapter, by name."""
     layers = dict(model.named_modules())
-    found = {}
-    for name, tensor in named.items():
-        if ".lora_" in name:
-            continue
+    for name, _ in model.named_parameters():
         place, adapted, kind = name.partition(_BASE)
         if adapted and kind == ".weight":
-            layer: Any = layers[place]
-            product = named[f"{place}.lora_B.{_NAME}.weight"] @ named[f"{place}.lora_A.{_NAME}.weight"]
-            tensor = tensor + (product.T if layer.fan_in_fan_out else product) * layer.scaling[_NAME]
-        found[place + kind] = tensor
-    return found
+            yield place, layers[place]
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
@@ -86,18 +81,13 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 def factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Of every adapted parameter W its `<name>.lora_A` [r, columns] and `<name>.lora_B` [rows, r], W' = W + B A; float32."""
-    layers = dict(model.named_modules())
-    for name, _ in model.named_parameters():
-        place, adapted, kind = name.partition(_BASE)
-        if not adapted or kind != ".weight":
-            continue
-        layer: Any = layers[place]
+    for place, layer in _adapted(model):
         a, b = (half[_NAME].weight.detach().float() for half in (layer.lora_A, layer.lora_B))
         b = b * layer.scaling[_NAME]
         if layer.fan_in_fan_out:  # its weight is stored [columns, rows]
             a, b = b.T, a.T
-        yield f"{place}{kind}.lora_A", a
-        yield f"{place}{kind}.lora_B", b
+        yield f"{place}.weight.lora_A", a
+        yield f"{place}.weight.lora_B", b
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -107,31 +97,25 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraConfig) -> None:
     """A directory as `peft.PeftModel.from_pretrained` reads it."""
-    directory.mkdir()
-    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in weights.items()}
-    save_file(named, directory / "adapter_model.safetensors")
+    from peft import LoraConfig as PeftConfig
+
     layers = sorted({name.partition(".lora_")[0] for name in weights})
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": layers,
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    own = PeftConfig(task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, target_modules=layers, lora_dropout=0.0)
+    own.save_pretrained(str(directory))
+    save_file({_in_peft(name): tensor for name, tensor in weights.items()}, directory / "adapter_model.safetensors")
 
 
 def read_adapter(directory: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The adapters of a checkpoint, with the names and shapes of `own`. Raises CheckpointError when they have others."""
-    file = directory / "adapter_model.safetensors"
+    file, checkpoint = directory / "adapter_model.safetensors", directory.parent.name
     if not file.exists():
-        raise CheckpointError(f"checkpoint {directory.parent.name} has no adapters; it was made with learner.lora.rank = 0")
+        raise CheckpointError(f"checkpoint {checkpoint} has no adapters; it was made with learner.lora.rank = 0")
     saved = load_file(file)
-    found = {}
     for name, tensor in own.items():
-        value = saved.get(f"base_model.model.{name.replace(f'.{_NAME}.', '.')}")
-        if value is None or value.shape != tensor.shape:
-            raise CheckpointError(f"checkpoint {directory.parent.name} has other adapters than learner.lora asks for: {name}")
-        found[name] = value
-    return found
+        if _in_peft(name) not in saved or saved[_in_peft(name)].shape != tensor.shape:
+            raise CheckpointError(f"checkpoint {checkpoint} has other adapters than learner.lora asks for: {name}")
+    return {name: saved[_in_peft(name)] for name in own}
+
+
+def _in_peft(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"

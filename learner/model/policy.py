@@ -6,6 +6,8 @@ Dropout is off: a policy gradient needs the policy that was sampled from. Waits 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -17,11 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from async_rlhf.buffers.attention import FAMILIES, attention
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias
-from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.learner.model.chunks import chunk_tokens, tokens_within
-from async_rlhf.learner.model.critic import make_critic
+from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, tokens_within
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
-from async_rlhf.learner.parallel.sequence import Share, share_attention
+from async_rlhf.learner.model.sequence import Share, share_attention
 
 # An output layer that is followed by nothing else agrees with the model's own logits to rounding: a share of the largest.
 _SAME_LOGITS = 1e-5
@@ -32,6 +32,27 @@ _COMPILER = "inductor"
 _MAX_VARIANTS = 64
 
 
+class Critic(nn.Module):
+    """Values float32 [N]: the expected return from each of the N tokens on that are predicted at positions `source_N` of the
+    flattened rows. Its last layer begins at zero, so that the first advantages are those of no critic. trunk: of its own; None
+    reads the policy's last states."""
+
+    def __init__(self, width: int, trunk: nn.Module | None) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.value = nn.Linear(width, 1)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+
+    def forward(self, hidden_ND: Tensor, inputs: Mapping[str, Any], source_N: Tensor) -> Tensor:
+        """`hidden_ND` are the policy's states, `inputs` what its trunk was given."""
+        if self.trunk is not None:
+            hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[source_N]
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            values: Tensor = self.value(hidden_ND.float()).squeeze(-1)
+        return values
+
+
 class Policy(nn.Module):
     """`model` is the language model, `critic` estimates values where there is one.
 
@@ -40,10 +61,12 @@ class Policy(nn.Module):
 
     def __init__(self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False) -> None:
         super().__init__()
-        self.model = model
-        self.critic = make_critic(config.critic, self.trunk, self.output_layer.weight.shape[1]) if with_critic else None
+        self.model = cast(Any, model)
+        self.critic: Critic | None = None
+        if with_critic and config.critic.kind != "none":
+            own = copy.deepcopy(self.trunk) if config.critic.kind == "model" else None
+            self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
-        self._logits_mib = config.logits_mib
         self.compiled = config.compile
         for setting in ("gradient_checkpointing", "compile"):
             if getattr(config, setting) and not _layers(model):
@@ -52,7 +75,7 @@ class Policy(nn.Module):
             _checkpoint_gradients(model)
         if config.compile:
             _compile(self)
-        self.config: dict[str, Any] = cast(Any, model).config.get_text_config().to_dict()
+        self.config: dict[str, Any] = self.model.config.get_text_config().to_dict()
         self.attention = attention(self.config)
         self.packs = self.attention is not None
         with self._plainly():
@@ -68,90 +91,69 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return cast(torch.device, next(self.model.parameters()).device)
 
     @property
     def trunk(self) -> nn.Module:
         """The model without its output layer; the model itself where it is not built of two."""
-        model: Any = self.model
-        return cast(nn.Module, model.base_model)
+        return cast(nn.Module, self.model.base_model)
 
     @property
     def output_layer(self) -> nn.Linear:
-        model: Any = self.model
-        return cast(nn.Linear, model.get_output_embeddings())
+        return cast(nn.Linear, self.model.get_output_embeddings())
 
     @property
     def vocabulary(self) -> int:
-        model: Any = self.model
-        return int(model.get_input_embeddings().num_embeddings)
+        return int(self.model.get_input_embeddings().num_embeddings)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """float32 ([N], [N], [N] or None): log-probability, entropy, value of each token; all with gradients."""
         if self._sequence_ranks == 1:
-            return self._forward(batch, self._own_inputs(batch, self._autocast), self._autocast)
+            return self._forward(batch, self._mask(batch, self._autocast), self._autocast)
         share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
-        inputs = self._inputs(share.own, share.segments_RL, share.positions_RL, self._autocast)
-        logp_N, entropy_N, value_N = self._forward(share.own, inputs, self._autocast)
+        masks = self._masks(share.segments_RL, share.positions_RL, self._autocast)
+        logp_N, entropy_N, value_N = self._forward(share.own, masks, self._autocast)
         return share.joined(logp_N), share.joined(entropy_N), value_N
 
     def exactly(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: log-probability of each token, everything computed in float32 and by this rank alone."""
-        return self._forward(batch, self._own_inputs(batch, None), None)[0]
+        return self._forward(batch, self._mask(batch, None), None)[0]
 
-    def _own_inputs(self, batch: MicroBatch, dtype: torch.dtype | None) -> dict[str, Any]:
+    def _mask(self, batch: MicroBatch, dtype: torch.dtype | None) -> Any:
         """Rows of one completion need no mask of ours: padding stands on the right, where nothing looks. Without one attention
         takes its fastest kernels."""
-        if batch.is_packed:
-            return self._inputs(batch, batch.segments_RL, batch.positions_RL, dtype)
-        return {"input_ids": batch.ids_RL, "use_cache": False}
+        return self._masks(batch.segments_RL, batch.positions_RL, dtype) if batch.is_packed else None
 
-    def _inputs(
-        self, batch: PolicyInputs, segments_RL: Tensor, positions_RL: Tensor, dtype: torch.dtype | None
-    ) -> dict[str, Any]:
-        """With one mask for each kind of layer, in the type that attention is computed in."""
+    def _masks(self, segments_RL: Tensor, positions_RL: Tensor, dtype: torch.dtype | None) -> Any:
+        """One for each kind of layer, in the type that attention is computed in."""
         assert self.attention is not None, "rows of several completions for a model that takes one"
-        masks = self.attention.masks(lambda reach: attention_bias(segments_RL, positions_RL, reach, dtype or torch.float32))
-        return {
-            "input_ids": batch.ids_RL,
-            "use_cache": False,
-            "position_ids": batch.positions_RL,
-            "attention_mask": masks,
-        }
+        return self.attention.masks(lambda reach: attention_bias(segments_RL, positions_RL, reach, dtype or torch.float32))
 
-    def _forward(
-        self, batch: PolicyInputs, inputs: dict[str, Any], dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
+        if masks is not None:
+            inputs |= {"position_ids": batch.positions_RL, "attention_mask": masks}
         with torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
             if self._chunked:
                 hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
                 head = self.output_layer
-                rows = chunk_tokens(head.weight.shape[0], self._logits_mib, batch.ids_RL.device.type)
-                remembered = tokens_within(head.weight.shape[0], self._logits_mib) if torch.is_grad_enabled() else 0
-                logp_N, entropy_N = chunked_logprobs(
-                    hidden_ND,
-                    head.weight,
-                    head.bias,
-                    batch.target_N,
-                    batch.temperature_N,
-                    rows,
-                    batch.sampling_masks,
-                    remembered,
-                )
+                rows = chunk_tokens(head.weight.shape[0], batch.ids_RL.device.type)
+                remembered = tokens_within(head.weight.shape[0], LOGITS_MIB) if torch.is_grad_enabled() else 0
+                tokens = batch.target_N, batch.temperature_N, rows, batch.sampling_masks, remembered
+                logp_N, entropy_N = chunked_logprobs(hidden_ND, head.weight, head.bias, *tokens)
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)
                 hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
-                logits_NV = out.logits.flatten(0, 1)[batch.source_N]
-                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, batch.sampling_masks)
-                entropy_N = token_entropy(logits_NV, batch.temperature_N, batch.sampling_masks)
+                logits_NV, masks = out.logits.flatten(0, 1)[batch.source_N], batch.sampling_masks
+                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, masks)
+                entropy_N = token_entropy(logits_NV, batch.temperature_N, masks)
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
         return logp_N, entropy_N, value_N
 
     def probe(self, ids: Tensor) -> Tensor:
         """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""
-        model: Any = self.model
         with self._plainly():
-            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+            logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
         return token_logprobs(logits, ids[1:], torch.ones(len(ids) - 1, device=ids.device))
 
     def _plainly(self) -> AbstractContextManager[Any]:
@@ -162,15 +164,14 @@ class Policy(nn.Module):
     def _output_layer_is_last(self) -> bool:
         """False for models that do something to the trunk's states before the output layer, or to what that gives (scale it,
         cap it); their logits are then computed whole."""
-        model: Any = self.model
-        head = model.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or self.trunk is model:
+        head = self.output_layer
+        if not isinstance(head, nn.Linear) or self.trunk is self.model:
             return False
         ids = torch.arange(min(8, self.vocabulary), device=self.device)[None]
         plain = head(self.trunk(input_ids=ids, use_cache=False).last_hidden_state)
         scale = _LARGE / float(plain.abs().max().clamp(min=1e-30))
         with head.register_forward_hook(lambda module, inputs, logits: logits * scale):  # small ones would not show a cap
-            own = model(input_ids=ids, use_cache=False).logits
+            own = self.model(input_ids=ids, use_cache=False).logits
         return bool((own - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
 
 

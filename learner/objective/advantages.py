@@ -21,25 +21,25 @@ from async_rlhf.buffers.record import Float32Array
 from async_rlhf.learner.objective.corrections import MAX_LOG_RATIO
 from async_rlhf.learner.registry import advantage
 
+Rewards = Sequence[float | None]
+BoolArray = npt.NDArray[np.bool_]
+Estimates = tuple[Float32Array, Float32Array]
+
 
 @advantage()
-def group_relative(
-    rewards: Sequence[float | None], *, scale_by_std: bool, std: Literal["sample", "population"]
-) -> list[float | None]:
+def group_relative(rewards: Rewards, *, scale_by_std: bool) -> list[float | None]:
     """A_i = r_i - mean(r), divided by std(r) with `scale_by_std`; mean and std over the n members that count.
 
     Group-relative advantages of GRPO (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, section 4.1.2); without the
-    division it is the form of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). The squares are divided by n - 1 (`sample`, as
-    `torch.std` in TRL and verl) or by n (`population`). Nothing is added to it, where TRL adds 1e-4 and verl 1e-6. None stays
-    None. A group that is constant, or in which fewer than two members count, has advantage 0: no completion is known to
-    be better.
+    division it is the form of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). The squares are divided by n - 1, as `torch.std`
+    does in TRL and verl. Nothing is added to it, where TRL adds 1e-4 and verl 1e-6. None stays None. A group that is constant,
+    or in which fewer than two members count, has advantage 0: no completion is known to be better.
     """
     counting = [reward for reward in rewards if reward is not None]
     if len(counting) < 2:
         return [None if reward is None else 0.0 for reward in rewards]
     mean = math.fsum(counting) / len(counting)
-    divisor = len(counting) - (std == "sample")
-    deviation = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(divisor)  # squares could overflow
+    deviation = math.hypot(*(reward - mean for reward in counting)) / math.sqrt(len(counting) - 1)  # squares could overflow
     if deviation < EPSILON:
         return [None if reward is None else 0.0 for reward in rewards]
     scale = deviation if scale_by_std else 1.0
@@ -47,7 +47,7 @@ def group_relative(
 
 
 @advantage()
-def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
+def leave_one_out(rewards: Rewards) -> list[float | None]:
     """A_i = r_i - mean of the others' rewards, over the members that count.
 
     RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740, eq. 5): the baseline of a completion does not contain
@@ -61,30 +61,24 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     return [None if reward is None else scale * (reward - mean) for reward in rewards]
 
 
-BoolArray = npt.NDArray[np.bool_]
-
-
 @advantage(level="token_rewards")
-def reinforce_pp(
-    reward_N: Float32Array, end_N: BoolArray, *, gamma: float, batch_statistics: Literal["tokens", "completions"]
-) -> Float32Array:
+def reinforce_pp(reward_N: Float32Array, end_N: BoolArray, *, gamma: float) -> Float32Array:
     """[N]: A_t = (G_t - mean(G)) / std(G) with G_t = r_t + gamma G_{t+1}, the return from token t on.
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): without discount G_t is a completion's reward less the divergence that its
-    tokens from t on cost, and mean and std are over the returns of all tokens of the batch (`tokens`), as in OpenRLHF, which
-    divides by N, and in verl, which divides by N - 1 and adds 1e-8 to the variance. There a long completion weighs as much as
-    its tokens. `completions`: mean and std are over the returns of whole completions. A prompt's difficulty stays in the
-    advantage, and no group can blow up by a tiny standard deviation of its own. A constant batch has advantage 0.
+    tokens from t on cost, and mean and std are over the returns of all tokens of the batch, as in OpenRLHF, which divides by
+    N, and in verl, which divides by N - 1 and adds 1e-8 to the variance: a long completion weighs as much as its tokens. A
+    prompt's difficulty stays in the advantage, and no group can blow up by a tiny standard deviation of its own. A constant
+    batch has advantage 0.
     """
     return_N = np.zeros(len(reward_N))
     ahead = 0.0
     for t in reversed(range(len(reward_N))):
         ahead = float(reward_N[t]) + (0.0 if end_N[t] else gamma * ahead)
         return_N[t] = ahead
-    counted = return_N if batch_statistics == "tokens" else return_N[np.roll(end_N, 1)]
-    deviation = float(np.std(counted))
+    deviation = float(np.std(return_N))
     scale = math.inf if deviation < EPSILON else deviation
-    advantage_N: Float32Array = ((return_N - counted.mean()) / scale).astype(np.float32)
+    advantage_N: Float32Array = ((return_N - return_N.mean()) / scale).astype(np.float32)
     return advantage_N
 
 
@@ -96,9 +90,6 @@ def normalised(advantage_N: Float32Array) -> Float32Array:
     return scaled
 
 
-Rewards = Sequence[float | None]
-
-
 def constant(rewards: Rewards) -> bool:
     """Whether all members that count have the same reward (also when fewer than two count)."""
     counting = [reward for reward in rewards if reward is not None]
@@ -107,20 +98,16 @@ def constant(rewards: Rewards) -> bool:
 
 def pair(rewards: Rewards) -> list[float | None]:
     """The best member and the worst keep their reward; the first of equals. None of a constant group."""
-    if constant(rewards):
-        return [None for _ in rewards]
     counting = [(reward, m) for m, reward in enumerate(rewards) if reward is not None]
-    best_one = max(counting, key=lambda each: (each[0], -each[1]))[1]
-    worst_one = min(counting)[1]
-    return [reward if m in {best_one, worst_one} else None for m, reward in enumerate(rewards)]
+    kept = set() if constant(rewards) else {max(counting, key=lambda each: (each[0], -each[1]))[1], min(counting)[1]}
+    return [reward if m in kept else None for m, reward in enumerate(rewards)]
 
 
 def best(rewards: Rewards) -> list[float | None]:
     """The best member keeps its reward; the first of equals. None of a constant group."""
-    if constant(rewards):
-        return [None for _ in rewards]
-    first = max((reward, -m) for m, reward in enumerate(rewards) if reward is not None)
-    return [reward if m == -first[1] else None for m, reward in enumerate(rewards)]
+    highest = max((reward for reward in rewards if reward is not None), default=None)
+    first = None if constant(rewards) else list(rewards).index(highest)
+    return [reward if m == first else None for m, reward in enumerate(rewards)]
 
 
 def drop_constant(groups: Sequence[Rewards]) -> list[list[float | None]]:
@@ -132,20 +119,24 @@ def drop_constant(groups: Sequence[Rewards]) -> list[list[float | None]]:
     return [[None for _ in rewards] if constant(rewards) else list(rewards) for rewards in groups]
 
 
-@advantage(level="completion", off_policy=False)
-def gae(reward_T: Float32Array, value_T: Float32Array, *, gamma: float, lam: float) -> tuple[Float32Array, Float32Array]:
-    """Advantages and returns [T] of one completion.
+@advantage(level="tokens", off_policy=False)
+def gae(
+    reward_N: Float32Array, value_N: Float32Array, log_ratio_N: Float32Array, end_N: BoolArray, *, gamma: float, lam: float
+) -> Estimates:
+    """Advantages and returns [N]; the ratios are not looked at.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t, with V = A = 0 after the
-    last token (Schulman et al. 2016, arXiv 1506.02438, eq. 16). value_T[t] is the value just before token t.
+    last token (Schulman et al. 2016, arXiv 1506.02438, eq. 16). value_N[t] is the value just before token t.
     """
-    advantage_T = np.zeros(len(reward_T))
-    value, advantage = 0.0, 0.0
-    for t in reversed(range(len(reward_T))):
-        delta = reward_T[t] + gamma * value - value_T[t]
+    advantage_N = np.zeros(len(reward_N))
+    value = advantage = 0.0
+    for t in reversed(range(len(reward_N))):
+        if end_N[t]:
+            value = advantage = 0.0
+        delta = reward_N[t] + gamma * value - value_N[t]
         advantage = delta + gamma * lam * advantage
-        advantage_T[t], value = advantage, value_T[t]
-    return advantage_T.astype(np.float32), (advantage_T + value_T).astype(np.float32)
+        advantage_N[t], value = advantage, value_N[t]
+    return advantage_N.astype(np.float32), (advantage_N + value_N).astype(np.float32)
 
 
 @advantage(level="tokens")
@@ -160,7 +151,7 @@ def v_trace(
     rho_cap: float,
     c_cap: float,
     bootstrap: Literal["mixed", "target"],
-) -> tuple[Float32Array, Float32Array]:
+) -> Estimates:
     """Advantages and value targets [N].
 
     With ratio = p_proximal / p_behaviour, rho = min(rho_cap, ratio), c = lam min(c_cap, ratio):
@@ -198,7 +189,7 @@ def traced(
     lam: float,
     rho_cap: float,
     c_cap: float,
-) -> tuple[Float32Array, Float32Array]:
+) -> Estimates:
     """Advantages and value targets [N]: lambda-returns whose traces are cut.
 
     A_t = delta_t + gamma lam min(c_cap, ratio_{t+1}) A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and

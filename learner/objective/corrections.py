@@ -1,4 +1,5 @@
-"""Corrections for data that other weights sampled: ratios, truncated weights, masks, and how they are multiplied.
+"""Corrections for data that other weights sampled: ratios, truncated weights, masks, and how they are multiplied; and the
+divergence of the policy from a frozen reference, estimated from sampled tokens.
 
 The three policies are called behaviour (sampled the token), proximal (the learner at the start of the step) and current (with
 gradient). Log-ratios are clamped before `exp`, since `where(mask, exp(x), 0)` has NaN gradients at overflow; what is not a
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -167,3 +169,43 @@ def correct(inputs: LossInputs, config: LossConfig, *, weigh: bool, whole_sequen
         "is/weight_mean": weight_N.sum(),
     }
     return Correction(weight_N * kept_N, kept_N, sums)
+
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def estimate(logp_N: Tensor, logp_reference_N: Tensor, estimator: Estimator) -> Tensor:
+    """[N]: the estimator of the divergence of current from reference, of each token.
+
+    With x = log p_current - log p_reference of a token sampled from p_current, the mean of each is the divergence, or nearly
+    (Schulman 2020, "Approximating KL divergence"): k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x.
+    """
+    x_N = log_ratio(logp_N, logp_reference_N)
+    if estimator == "k1":
+        return x_N
+    if estimator == "k2":
+        return x_N.square() / 2
+    return (-x_N).exp() - 1 + x_N
+
+
+def kl_loss(
+    logp_current_N: Tensor, logp_behaviour_N: Tensor, logp_reference_N: Tensor, estimator: Estimator, cap: float | None
+) -> Tensor:
+    """[N]: a term whose expected gradient over behaviour's tokens is that of the divergence of current from reference.
+
+    The tokens come from behaviour, so the estimator is weighed by w = p_current / p_behaviour, as in DeepSeek-V3.2 (arXiv
+    2512.02556, section 3.1). For k1 and k3 the gradient passes through w too: the mean of w k is the divergence, whatever
+    current is. k2 is different: its mean is another divergence, but its gradient x dlog p has the right mean when w is held
+    fixed (Tang and Munos 2025, arXiv 2506.09477). `cap` truncates w above; None leaves it.
+    """
+    k_N = estimate(logp_current_N, logp_reference_N, estimator)
+    w_N = ratio(logp_current_N, logp_behaviour_N)
+    if cap is not None:
+        w_N = w_N.clamp(max=cap)
+    return (w_N.detach() if estimator == "k2" else w_N) * k_N
+
+
+def kl_penalty(logp_T: Float32Array, logp_reference_T: Float32Array, estimator: Estimator) -> npt.NDArray[np.float64]:
+    """[T]: what each token costs when the divergence is taken from the reward; `estimate` without a gradient."""
+    logp, logp_reference = (torch.from_numpy(each.astype(np.float64)) for each in (logp_T, logp_reference_T))
+    return estimate(logp, logp_reference, estimator).numpy()

@@ -101,3 +101,14 @@ def gradients(inputs: LossInputs, config: LossConfig, logits: Tensor, temperatur
     assert leaf.grad is not None
     per_token = -leaf.grad[:, None] * jacobian(logits, temperature)
     return per_token.reshape(Y, T, C * V).sum(1)
+
+
+def expected(
+    config: LossConfig, current: Tensor, behaviour: Tensor, reward: Tensor, staleness: int, temperature: float = 1.0
+) -> Tensor:
+    """float64 [P]: the expected ascent direction over completions of behaviour, which is the reference too; the advantage is
+    the reward less its mean there."""
+    weights = probabilities(behaviour, temperature)
+    inputs = inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness, temperature)
+    inputs = replace(inputs, logp_reference_N=logprobs(behaviour, temperature).flatten())
+    return (weights[:, None] * gradients(inputs, config, current, temperature)).sum(0)

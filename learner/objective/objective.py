@@ -1,4 +1,4 @@
-"""One number to differentiate: correction, loss, reduction, KL and entropy terms, as configured."""
+"""One number to differentiate: correction, loss, reduction, KL and entropy terms, as configured; and the critic's own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.corrections import correct, interpolated
-from async_rlhf.learner.objective.kl import kl_loss
+from async_rlhf.learner.objective.corrections import correct, interpolated, kl_loss
 from async_rlhf.learner.objective.loss import LossInputs, LossOutputs
 from async_rlhf.learner.registry import load_loss, loss_spec
+
+# PPO's: how far from the value at the start of a step a new one counts.
+VALUE_CLIP = 0.2
 
 
 def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -67,3 +69,13 @@ def _reduced(loss_N: Tensor, sequence_N: Tensor, level: str, config: LossConfig)
     if level == "token" and config.reduction != "sequence":
         return loss_N.sum()
     return (loss_N / torch.bincount(sequence_N)[sequence_N]).sum()
+
+
+def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor) -> Tensor:
+    """[N]: max((V - R)^2, (V' - R)^2) / 2, with V' the value held within `VALUE_CLIP` of the one at the start of the step.
+
+    PPO's clipped value loss (detail 9 of Huang et al. 2022, "The 37 implementation details of proximal policy optimization").
+    `value_N` carries the gradient. Per token, to be summed and divided like a token loss.
+    """
+    held_N = old_value_N + (value_N - old_value_N).clamp(-VALUE_CLIP, VALUE_CLIP)
+    return (value_N - return_N).square().maximum((held_N - return_N).square()) / 2

@@ -7,7 +7,7 @@ what differs is no rounding; those of the law about finite numbers are float32, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -60,19 +60,26 @@ def try_loss(config: LossConfig) -> LossTrial:
     """Run the laws that apply to the loss of this configuration. Raises ConfigError when it cannot be loaded."""
     spec = loss_spec(config.kind)
     load_loss(config.kind)
-    laws = [
-        _law("one term for each " + {"token": "token", "sequence": "completion", "pair": "pair"}[spec.level], _terms, config),
-        _law("adds up over micro-batches", _adds_up, config),
-        _law("finite however far the policies are apart", _finite, config),
-        _law("a log-probability that is no number is not hidden", _not_hidden, config),
-        _law("reads only the log-probabilities it declares", _declared_only, config),
-        _law("a masked completion gives no gradient and changes no other", _masks, config),
-        _law("the exact direction on data of its own", _direction, config),
-    ]
+    term = {"token": "token", "sequence": "completion", "pair": "pair"}[spec.level]
+    checks: dict[str, Callable[[LossConfig], tuple[bool | None, str]]] = {
+        f"one term for each {term}": _terms,
+        "adds up over micro-batches": _adds_up,
+        "finite however far the policies are apart": _finite,
+        "a log-probability that is no number is not hidden": _not_hidden,
+        "reads only the log-probabilities it declares": _declared_only,
+        "a masked completion gives no gradient and changes no other": _masks,
+        "the exact direction on data of its own": _direction,
+    }
+    laws = []
+    for name, check in checks.items():
+        try:
+            laws.append(Law(name, *check(config)))
+        except Exception as error:  # noqa: BLE001 - the user's own code may raise anything
+            laws.append(Law(name, False, f"raised {type(error).__name__}: {error}"))
     bias = bias_of_none = dict[int, float]()
     if spec.learns_from == "all" and laws[0].holds:
         bias, bias_of_none = _bias(config), _bias(LossConfig(is_cap=None))
-    return LossTrial(config.kind, asdict(spec), laws, bias, bias_of_none)
+    return LossTrial(config.kind, spec.model_dump(), laws, bias, bias_of_none)
 
 
 def check_loss(config: LossConfig) -> None:
@@ -103,31 +110,21 @@ def lines(trial: LossTrial) -> list[str]:
     return found
 
 
-def _law(name: str, check: Callable[[LossConfig], tuple[bool | None, str]], config: LossConfig) -> Law:
-    try:
-        return Law(name, *check(config))
-    except Exception as error:  # noqa: BLE001 - the user's own code may raise anything
-        return Law(name, False, f"raised {type(error).__name__}: {error}")
-
-
 def _inputs(config: LossConfig, scale: float = 0.3) -> LossInputs:
     """Made-up completions of three groups, as many of each as the loss learns from."""
     random = torch.Generator().manual_seed(0)
-    spec = loss_spec(config.kind)
-    kept = [n for n in range(len(_LENGTHS)) if spec.learns_from != "best" or n % 2 == 0]
-    lengths = torch.tensor([_LENGTHS[n] for n in kept])
-    sequence_N = torch.arange(len(kept)).repeat_interleave(lengths)
+    kept = [n for n in range(len(_LENGTHS)) if loss_spec(config.kind).learns_from != "best" or n % 2 == 0]
+    sequence_N = torch.arange(len(kept)).repeat_interleave(torch.tensor([_LENGTHS[n] for n in kept]))
     now = -torch.rand(len(sequence_N), generator=random, dtype=torch.float64) * 3 - 0.1
-
-    def near() -> Tensor:
-        return now + scale * torch.randn(len(now), generator=random, dtype=torch.float64)
-
+    proximal, behaviour, reference = (
+        now + scale * torch.randn(len(now), generator=random, dtype=torch.float64) for _ in range(3)
+    )
     worth = torch.tensor([1.0 if n % 2 == 0 else -0.7 for n in kept], dtype=torch.float64)
     return LossInputs(
         logp_current_N=now.clone().requires_grad_(),
-        logp_proximal_N=near(),
-        logp_behaviour_N=near(),
-        logp_reference_N=near(),
+        logp_proximal_N=proximal,
+        logp_behaviour_N=behaviour,
+        logp_reference_N=reference,
         advantage_N=worth[sequence_N],
         sequence_N=sequence_N,
         group_S=torch.tensor([n // 2 for n in kept]),
@@ -155,30 +152,25 @@ def _terms(config: LossConfig) -> tuple[bool, str]:
 def _adds_up(config: LossConfig) -> tuple[bool, str]:
     inputs = _inputs(config)
     whole, gradient = _gradient(inputs, config)
-    parts = [_gradient(_of_groups(inputs, [group]), config) for group in sorted(set(inputs.group_S.tolist()))]
+    parts = [_gradient(_of_group(inputs, group), config) for group in sorted(set(inputs.group_S.tolist()))]
     apart = abs(float(sum(total for total, _ in parts) - whole))
     apart = max(apart, float((torch.cat([each for _, each in parts]) - gradient).abs().max()))
     return apart < _CLOSE, f"largest difference {apart:.1g}"
 
 
-def _of_groups(inputs: LossInputs, groups: Sequence[int]) -> LossInputs:
-    kept_S = torch.isin(inputs.group_S, torch.tensor(groups))
+def _of_group(inputs: LossInputs, group: int) -> LossInputs:
+    kept_S = inputs.group_S == group
     kept_N = kept_S[inputs.sequence_N]
-    cut: dict[str, Tensor] = {}
-    for field in fields(inputs):
-        value = getattr(inputs, field.name)
-        if value is not None:
-            cut[field.name] = value[kept_S if field.name == "group_S" else kept_N]
+    values = {name: value for name, value in vars(inputs).items() if value is not None}
+    cut = {name: value[kept_S if name == "group_S" else kept_N] for name, value in values.items()}
     cut["sequence_N"] = torch.unique(cut["sequence_N"], return_inverse=True)[1]
     return replace(inputs, **cut)
 
 
 def _finite(config: LossConfig) -> tuple[bool, str]:
     inputs = _inputs(config, scale=60.0)
-    numbers = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    single = {name: x.float() for name, x in numbers.items() if x is not None and x.is_floating_point()}
-    inputs = replace(inputs, **single)
-    total, gradient = _gradient(inputs, config)
+    numbers = {name: x for name, x in vars(inputs).items() if x is not None and x.is_floating_point()}
+    total, gradient = _gradient(replace(inputs, **{name: x.float() for name, x in numbers.items()}), config)
     return bool(torch.isfinite(total) and torch.isfinite(gradient).all()), f"log-ratios up to 200, sum {float(total):.3g}"
 
 
@@ -237,8 +229,5 @@ def _expected(config: LossConfig, staleness: int) -> tuple[Tensor, Tensor]:
     """[P] twice: the expected gradient over completions of a policy that is `staleness` steps behind, and the exact one."""
     reward, behaviour = enumerable.rewards(), enumerable.initial()
     current = enumerable.later(behaviour, reward, staleness)
-    weights = enumerable.probabilities(behaviour)
-    inputs = enumerable.inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
-    inputs = replace(inputs, logp_reference_N=enumerable.logprobs(behaviour).flatten())
-    found = (weights[:, None] * enumerable.gradients(inputs, config, current)).sum(0)
+    found = enumerable.expected(config, current, behaviour, reward, staleness)
     return found, enumerable.exact_gradient(current, reward)

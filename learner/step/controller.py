@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +25,25 @@ from async_rlhf.buffers.errors import NonFiniteError
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, Update, partition
-from async_rlhf.learner.batch.rows import Row, check_references, check_sampling_masks, check_tokens
+from async_rlhf.learner.batch.rows import Row, check_row
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.model.critic import value_loss
 from async_rlhf.learner.objective.estimation import PolicyEvaluation
 from async_rlhf.learner.objective.loss import Counts, LossInputs, denominator
-from async_rlhf.learner.objective.objective import objective
-from async_rlhf.learner.parallel.ranks import Ranks, Tensors
+from async_rlhf.learner.objective.objective import objective, value_loss
 from async_rlhf.learner.registry import loss_spec
+from async_rlhf.learner.step.ranks import Ranks
 from async_rlhf.learner.step.report import StepReport, StepSums
 from async_rlhf.learner.step.torch_machine import Machine, make_machine
 
+# Weight of the critic's loss beside the policy's, as in PPO's own implementation.
+_CRITIC = 0.5
+
 
 class Controller:
-    """Owns model, optimizer and schedule. The learner's loop calls rank 0's public methods; a worker rank is in `work`.
+    """Owns model, optimizer and schedule. The learner's loop calls rank 0's public methods; a worker rank is in `work`."""
 
-    value_clip: of the critic's loss, see `AdvantageConfig`.
-    """
-
-    def __init__(
-        self, machine: Machine, config: LearnerConfig, loss: LossConfig, ranks: Ranks, value_clip: float | None = None
-    ) -> None:
-        self.machine, self._learner, self._loss, self._ranks, self._value_clip = machine, config, loss, ranks, value_clip
+    def __init__(self, machine: Machine, config: LearnerConfig, loss: LossConfig, ranks: Ranks) -> None:
+        self.machine, self._learner, self._loss, self._ranks = machine, config, loss, ranks
         # ranks that share rows compute the whole loss each: there is nothing to add up
         self._adding = ranks if config.ranks_per_row == 1 else Ranks()
         spec = loss_spec(loss.kind)
@@ -66,8 +64,7 @@ class Controller:
 
     def evaluate(self, rows: Sequence[Row]) -> Mapping[int, PolicyEvaluation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
-        (update,) = self._distribute("evaluate", [rows])
-        return self._evaluate(update)
+        return self._together("evaluate", [rows])  # type: ignore[no-any-return]
 
     def learn_at(self, rate: float) -> None:
         """From the next step on `learner.learning_rate` is this, on all ranks; the others get it with each step."""
@@ -75,47 +72,41 @@ class Controller:
 
     def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
         """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0."""
-        rate = self.machine.config.learning_rate
-        return self._train(self._distribute("step", updates, step=step, learning_rate=rate), step)
+        return self._together("train", updates, step=step, rate=self.machine.config.learning_rate)  # type: ignore[no-any-return]
 
     def dry_run(self, updates: Sequence[Sequence[Row]], step: int) -> None:
         """All that `step` does with these updates but the updates: forward, loss, backward, norm, report. Raises what `step`
         would raise. Nothing that a later step or checkpoint depends on is changed, and the gradient is forgotten. As in a step,
         ranks that were given work when one of them raises do not go on."""
-        self._dry_run(self._distribute("dry_run", updates, step=step), step)
+        self._together("dry_run", updates, step=step)
 
     def gradient(self, rows: Sequence[Row], step: int) -> Tensor:
         """float32 [P]: what an update would be made from, over all ranks and before it is clipped; see `Machine.gradient`. The
         policy at the start of the step is the present one; nothing is changed. Raises NonFiniteError."""
-        (update,) = self._distribute("gradient", [rows], step=step)
-        return self._gradient(update, step)
+        return self._together("gradient", [rows], step=step)  # type: ignore[no-any-return]
 
     def tensors(self) -> Mapping[str, RawTensor]:
         """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
 
         Copies in host memory that is used again: they hold until the next call.
         """
-        self._together("tensors")
-        return self.machine.tensors()
+        return self._together("tensors")  # type: ignore[no-any-return]
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         """A text and its log-probabilities under the weights that `tensors` gives. ids: how it begins; none: any tokens.
 
         Raises NonFiniteError when those are no numbers.
         """
-        self._together("canary", ids=list(ids))
-        return self.machine.canary(ids)
+        return self._together("canary", ids=list(ids))  # type: ignore[no-any-return]
 
     def snapshot(self) -> Callable[[Path], None]:
         """Begin to save the present state. The writer that comes back may run in another thread while steps go on; it fills
         an existing directory with `model/` (a Hugging Face directory), the optimizer's state and the critic."""
-        self._together("snapshot")
-        return self.machine.snapshot()
+        return self._together("snapshot")  # type: ignore[no-any-return]
 
     def load(self, directory: Path) -> None:
         """Restore what was saved, by any backend on any number of ranks; on CPU a lone torch rank goes on bit for bit."""
-        self._ranks.command({"do": "load", "directory": str(directory)})
-        self.machine.load(directory)
+        self._together("load", directory=str(directory))
 
     def close(self) -> None:
         """End the worker ranks."""
@@ -127,81 +118,64 @@ class Controller:
         Raises RecordError for a token that the model does not have; when the loss takes ratios to a truncated distribution
         that was not recorded; and when a rollout lacks its log-probabilities under a reference that is not loaded here.
         """
-        for rows in updates:
-            check_tokens(rows, self.machine.policy.vocabulary)
-            if self._ratios:
-                check_sampling_masks(rows)
-            if self._packing.recorded_references:
-                check_references(rows)
+        vocabulary, references = self.machine.policy.vocabulary, self._packing.recorded_references
+        for row in (row for rows in updates for row in rows):
+            check_row(row, vocabulary, sampling_masks=self._ratios, references=references)
         together = self._learner.ranks_per_row
         parts = partition(updates, self._ranks.size // together, self._packing)
         return [part for part in parts for _ in range(together)]
 
-    def _together(self, name: str, **header: list[int]) -> None:
-        if self.machine.collective:
-            self._ranks.command({"do": name, **header})
-
-    def _distribute(self, name: str, updates: Sequence[Sequence[Row]], **header: float) -> list[Update]:
-        """Send every worker rank its micro-batches; rank 0's own come back."""
+    def _together(self, name: str, updates: Sequence[Sequence[Row]] | None = None, **given: Any) -> Any:
+        """A command on every rank that takes part in it: with its micro-batches of the updates, or of the machine."""
+        if updates is None:
+            if self.machine.collective or name == "load":
+                self._ranks.command({"do": name, "given": given})
+            return self._do(name, None, given)
         parts = self.partition(updates)
         if self._ranks.size > 1:
             named = [{"counts": list(vars(u.counts).values()), "number": u.number, "batches": len(u.batches)} for u in parts[0]]
             tensors = [[batch.tensors() for update in part for batch in update.batches] for part in parts]
-            self._ranks.command({"do": name, "updates": named, **header}, tensors)
-        return parts[0]
-
-    # -- worker ranks ------------------------------------------------------------------------------------------------
+            self._ranks.command({"do": name, "updates": named, "given": given}, tensors)
+        return self._do(name, parts[0], given)
 
     def work(self) -> None:
-        """Carry out rank 0's commands until `close`. Raises RankLostError when none comes in time."""
+        """Worker ranks: carry out rank 0's commands until `close`. Raises RankLostError when none comes in time."""
         while True:
             header, tensors = self._ranks.commanded()
             if header["do"] == "close":
                 return
-            self._carry_out(header, _updates(header, tensors))
+            waiting = map(MicroBatch.of, tensors)
+            named = [
+                (tuple(islice(waiting, u["batches"])), Counts(*u["counts"]), u["number"]) for u in header.get("updates", ())
+            ]
+            self._do(header["do"], [Update(*each) for each in named] if "updates" in header else None, header["given"])
 
-    def _carry_out(self, header: Mapping[str, Any], updates: Sequence[Update]) -> None:
-        match header["do"]:
-            case "step":
-                self.machine.learn_at(header["learning_rate"])
-                self._train(updates, header["step"])
-            case "dry_run":
-                self._dry_run(updates, header["step"])
-            case "gradient":
-                self._gradient(updates[0], header["step"])
-            case "evaluate":
-                self._evaluate(updates[0])
-            case "load":
-                self.machine.load(Path(header["directory"]))
-            case "canary":
-                self.machine.canary(header["ids"])
-            case "tensors":
-                self.machine.tensors()
-            case "snapshot":
-                self.machine.snapshot()
+    def _do(self, name: str, updates: Sequence[Update] | None, given: Mapping[str, Any]) -> Any:
+        """This rank's part of a command."""
+        return getattr(self.machine, name)(**given) if updates is None else getattr(self, f"_{name}")(updates, **given)
 
     # -- every rank: its part ----------------------------------------------------------------------------------------
 
-    def _evaluate(self, update: Update) -> dict[int, PolicyEvaluation]:
+    def _evaluate(self, updates: Sequence[Update]) -> dict[int, PolicyEvaluation]:
         """On rank 0 of all ranks' completions, on the others of none."""
         own: dict[str, Tensor] = {}
         with torch.no_grad():
-            for batch in self._placed(update.batches):
+            for batch in self._placed(updates[0].batches):
                 proximal_N, _, value_N = self.machine.predict(batch)
                 named = {"logp_proximal": proximal_N, "logp_reference": self._reference(batch), "value": value_N}
-                values = {name: each.float().cpu() for name, each in named.items() if each is not None}
                 owner_N = batch.member_N.cpu()
-                for member in sorted(set(owner_N.tolist())):
-                    own |= {f"{member}.{name}": each[owner_N == member] for name, each in values.items()}
+                for name, each in ((name, each.float().cpu()) for name, each in named.items() if each is not None):
+                    own |= {f"{member} {name}": each[owner_N == member] for member in set(owner_N.tolist())}
         found: dict[int, dict[str, np.ndarray]] = {}
         for key, tensor in ((key, tensor) for each in self._ranks.gather(own) or () for key, tensor in each.items()):
-            member, _, name = key.partition(".")
+            member, name = key.split()
             found.setdefault(int(member), {})[name] = tensor.numpy()
         return {member: PolicyEvaluation(**arrays) for member, arrays in found.items()}
 
-    def _train(self, updates: Sequence[Update], step: int, applies: bool = True) -> StepReport:
-        """This rank's part of a learner step; rank 0's report is of all ranks, the others' of nothing. applies: False refuses
-        the updates as those are whose gradient is not finite, and goes on to the next."""
+    def _train(self, updates: Sequence[Update], step: int, rate: float, applies: bool = True) -> StepReport:
+        """A learner step; rank 0's report is of all ranks, the others' of nothing. rate: `learner.learning_rate`. applies:
+        False refuses the updates as those are whose gradient is not finite, and goes on to the next."""
+        self.machine.learn_at(rate)
         sums = StepSums(interpolates=self._loss.proximal == "interpolate")
         proximal = self._proximal(updates)
         applied = True
@@ -214,11 +188,11 @@ class Controller:
         return sums.report(self._adding, applied, self._loss.is_cap)
 
     def _dry_run(self, updates: Sequence[Update], step: int) -> None:
-        self._train(updates, step, applies=False)
+        self._train(updates, step, self.machine.config.learning_rate, applies=False)
         self.machine.begin()
 
-    def _gradient(self, update: Update, step: int) -> Tensor:
-        loss = self._accumulate(update, None, step, StepSums())
+    def _gradient(self, updates: Sequence[Update], step: int) -> Tensor:
+        loss = self._accumulate(updates[0], None, step, StepSums())
         found_P = self.machine.gradient()
         self.machine.begin()
         if not (math.isfinite(loss) and bool(torch.isfinite(found_P).all())):
@@ -282,9 +256,9 @@ class Controller:
         """The critic's part of the loss, per token of the update; 0 without one."""
         if value_N is None or batch.value_N is None or batch.return_N is None:
             return torch.zeros((), device=batch.ids_RL.device)
-        loss = value_loss(value_N, batch.value_N, batch.return_N, self._value_clip).sum()
+        loss = value_loss(value_N, batch.value_N, batch.return_N).sum()
         sums.add_critic(loss, value_N, batch.return_N)
-        return self._learner.critic.coefficient * loss / update.counts.num_tokens
+        return _CRITIC * loss / update.counts.num_tokens
 
 
 def make_backend(
@@ -293,19 +267,10 @@ def make_backend(
     loss: LossConfig,
     publish_dtype: str = "float32",
     ranks: Ranks | None = None,
-    value_clip: float | None = None,
     reference_recorded: bool = False,
 ) -> Controller:
     """This rank's part of the learner. publish_dtype: what the engines serve. reference_recorded: rollouts carry their
     log-probabilities under the reference, so it is not loaded here. Raises ConfigError as `Machine`."""
     ranks = ranks or Ranks()
     machine = make_machine(model_dir, config, ranks, publish_dtype, loss.needs_reference and not reference_recorded)
-    return Controller(machine, config, loss, ranks, value_clip)
-
-
-def _updates(header: Mapping[str, Any], tensors: Sequence[Tensors]) -> list[Update]:
-    waiting = iter(tensors)
-    return [
-        Update(tuple(MicroBatch.of(next(waiting)) for _ in range(each["batches"])), Counts(*each["counts"]), each["number"])
-        for each in header.get("updates", ())
-    ]
+    return Controller(machine, config, loss, ranks)

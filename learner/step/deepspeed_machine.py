@@ -1,4 +1,4 @@
-"""The seam with DeepSpeed: ZeRO shares optimizer state (1), gradients (2) and parameters (3) out over the ranks.
+"""The seam with DeepSpeed: ZeRO shares optimizer state (1), gradients (2) and parameters (3) out over the ranks, AutoTP layers.
 
 Collective throughout: every method is called on all ranks at once, and what leaves is gathered to rank 0, parameter by
 parameter or, to be published under ZeRO-3, one bucket at a time, so that no device ever holds the whole model. A
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,31 +38,27 @@ from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model
 from async_rlhf.learner.model.policy import Policy
-from async_rlhf.learner.parallel.devices import communication
-from async_rlhf.learner.parallel.ranks import Ranks
-from async_rlhf.learner.parallel.tensor import autotp_settings, joined, own_part, split_dimension
+from async_rlhf.learner.step.ranks import Ranks, buckets, communication
 from async_rlhf.learner.step.torch_machine import Machine, raw, set_learning_rate
 
-# Bytes gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
-_BUCKET_BYTES = 256 * 2**20
+# Numbers gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
+_BUCKET = 64 * 2**20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Gradients reduced at once. DeepSpeed's own 500 million hold a GB on every rank, whatever the size of the model.
 _REDUCE_ELEMENTS = 50_000_000
 # What the rest of the configuration decides.
 _OURS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "torch_autocast",
-    "tensor_parallel",
-    "sequence_parallel_size",
-)
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer",
+    "scheduler", "fp16", "bf16", "torch_autocast", "tensor_parallel", "sequence_parallel_size",
+)  # fmt: skip
+# What AutoTP makes of each entry of a model's own plan.
+_STYLES: dict[str, dict[str, Any]] = {
+    "colwise": {"partition_type": "column"},
+    "rowwise": {"partition_type": "row"},
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
+    "embedding_rowwise": {"partition_type": "skip"},
+}
 
 
 class DeepSpeedMachine(Machine):
@@ -73,9 +71,7 @@ class DeepSpeedMachine(Machine):
     ) -> None:
         self._zero = deepspeed_settings(config)
         super().__init__(model_dir, config, ranks, publish_dtype, with_reference)
-        model = self.policy.model
-        learned = model.state_dict() if self._lora is None else lora.adapters(model)
-        self._shapes = {name: tensor.detach().to("meta") for name, tensor in learned.items()}
+        self._shapes = {name: tensor.detach().to("meta") for name, tensor in self._learned().items()}
         whole = {name: p.shape for name, p in self.policy.named_parameters()}
         # the output layer's weight is used outside its own forward pass
         deepspeed.zero.register_external_parameter(self.policy, self.policy.output_layer.weight)
@@ -151,14 +147,16 @@ class DeepSpeedMachine(Machine):
         """Whole in host memory of rank 0, and empty elsewhere."""
         found: dict[str, RawTensor] = {}
         small = lora.adapters(self.policy.model)
-        large = [(name, p) for name, p in self.policy.model.named_parameters() if name not in small]
+        large = {name: p for name, p in self.policy.model.named_parameters() if name not in small}
         with self._ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
             if self._lora is not None and self._lora.publish == "adapter":
                 leaving = lora.factors(self.policy.model) if self._ranks.rank == 0 else []
                 return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in leaving}
-            for bucket in buckets(large, _BUCKET_BYTES // self.config.tensor_parallel):
-                with self._ranks.named("a gathering of weights"), self._gathered([p for _, p in bucket]):
-                    named = {name: self._joined(f"model.{name}", p.detach()) for name, p in (*bucket, *small.items())}
+            waiting = iter(large.items())
+            for bucket in buckets(large.values(), _BUCKET // self.config.tensor_parallel):
+                with self._ranks.named("a gathering of weights"), self._gathered(bucket):
+                    chosen = dict(islice(waiting, len(bucket))) | small
+                    named = {name: self._joined(f"model.{name}", p.detach()) for name, p in chosen.items()}
                     if self._ranks.rank == 0:
                         found |= self._copies(lora.merged(self.policy.model, named))
         return found
@@ -198,8 +196,8 @@ class DeepSpeedMachine(Machine):
 
         return write
 
-    def load(self, directory: Path) -> None:
-        parts = self._saved(directory, self._shapes)
+    def load(self, directory: Path | str) -> None:
+        parts = self._saved(Path(directory), self._shapes)
         weights = {f"{part}.{name}": value for part in ("model", "critic") for name, value in parts[part].items()}
         saved = parts["optimizer"]
         count = torch.zeros(())
@@ -208,7 +206,7 @@ class DeepSpeedMachine(Machine):
             for name, p in self._named():
                 if name not in weights:
                     continue  # what adapters are added to stays as it was loaded
-                value = own_part(weights[name], self._dimensions[name]).to(self.device)
+                value = _own_part(weights[name], self._dimensions[name]).to(self.device)
                 with self._gathered([p], writes=True):
                     p.data.copy_(value)
                 if not p.requires_grad:
@@ -216,7 +214,7 @@ class DeepSpeedMachine(Machine):
                 safe_set_full_fp32_param(p, value.float())
                 for key in _MOMENTS:
                     moment = saved.get(f"{name.removeprefix('model.')}.{key}", torch.zeros_like(weights[name]))
-                    safe_set_full_optimizer_state(p, own_part(moment, self._dimensions[name]).to(self.device), key)
+                    safe_set_full_optimizer_state(p, _own_part(moment, self._dimensions[name]).to(self.device), key)
                 count = saved.get(f"{name.removeprefix('model.')}.step", count)
         for state in self._optimizer.optimizer.state.values():
             state["step"] = count.clone().to(state["step"].device)
@@ -251,26 +249,18 @@ class DeepSpeedMachine(Machine):
         )
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
-        """On rank 0 the whole of what ranks share by `learner.tensor_parallel`."""
-        return joined(part, self._dimensions[name])
+        """On rank 0 the whole of what ranks share by `learner.tensor_parallel`; elsewhere what was given. On all at once."""
+        dimension, leads = self._dimensions[name], self._ranks.rank == 0
+        if dimension is None:
+            return part
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._ranks.size)] if leads else None
+        dist.gather(part, parts, dst=0)
+        return part if parts is None else torch.cat(parts, dimension)
 
     def _whole(self, p: nn.Parameter) -> Tensor:
         with self._gathered([p]):
             return p.detach().float().cpu().clone()
-
-
-def buckets(named: Sequence[tuple[str, nn.Parameter]], size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Parameters in order, in runs that reach `size` bytes (the last may not)."""
-    bucket: list[tuple[str, nn.Parameter]] = []
-    held = 0
-    for name, p in named:
-        bucket.append((name, p))
-        held += int(getattr(p, "ds_numel", p.numel())) * p.element_size()
-        if held >= size:
-            yield bucket
-            bucket, held = [], 0
-    if bucket:
-        yield bucket
 
 
 def _join(ranks: Ranks, device: torch.device) -> None:
@@ -345,3 +335,32 @@ def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:
     merged = {**settings, **own}
     merged["zero_optimization"] = {**settings["zero_optimization"], **own.get("zero_optimization", {})}
     return merged
+
+
+def autotp_settings(model: nn.Module, size: int) -> dict[str, Any]:
+    """The section `tensor_parallel` of DeepSpeed's configuration (Shoeybi et al. 2019, arXiv 1909.08053): each of n ranks has
+    1/n of the attention heads and of the columns between the two products of an MLP. What is split along what is the model's
+    own plan (`base_model_tp_plan`). Embeddings, norms and the output layer are whole on every rank, which computes the whole
+    loss. Raises ConfigError for a model that it cannot split."""
+    owner: Any = model
+    plan: dict[str, str] = getattr(owner.config.get_text_config(), "base_model_tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - set(_STYLES))
+    if unknown or not plan:
+        raise ConfigError(
+            f"learner.tensor_parallel = {size}: {type(model).__name__} "
+            + (f"splits layers as {', '.join(unknown)}, which is not carried here" if plan else "has no plan how to be split")
+            + "; set learner.tensor_parallel = 1, and learner.zero_stage = 3 to share its parameters out"
+        )
+    patterns = {name: re.escape(name).replace(re.escape("*"), "[0-9]+") for name in plan}
+    layers = [{"patterns": [rf".*\.{patterns[name]}\.weight$"], **_STYLES[style]} for name, style in plan.items()]
+    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": layers}}
+
+
+def split_dimension(own: torch.Size, whole: torch.Size) -> int | None:
+    """Along which dimension a parameter of the shape `whole` is split, when a rank has `own` of it."""
+    return next((d for d, (part, all_of_it) in enumerate(zip(own, whole, strict=True)) if part != all_of_it), None)
+
+
+def _own_part(whole: Tensor, dimension: int | None) -> Tensor:
+    """What this rank has of it; equal parts, in the order of the ranks."""
+    return whole if dimension is None else whole.chunk(dist.get_world_size(), dimension)[dist.get_rank()]

@@ -6,9 +6,10 @@ and what the engine's arithmetic does (tokens of the same weights alone) apart f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,46 +17,32 @@ from torch import Tensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.objective.corrections import effective_sample_size, log_ratio, ratio
 from async_rlhf.learner.objective.loss import LossInputs, LossOutputs
-from async_rlhf.learner.parallel.ranks import Ranks
+from async_rlhf.learner.step.ranks import Ranks
 
 _QUANTILES = {"is/ratio_q01": 0.01, "is/ratio_q50": 0.5, "is/ratio_q99": 0.99}
 # Where weights are commonly truncated; the tail is measured beyond it whatever the loss does there.
 _DEFAULT_CAP = 2.0
-NAMES = (
-    "is/ratio_max",
-    "is/ratio_mean",
-    *_QUANTILES,
-    "is/ess",
-    "is/second_moment",
-    "is/tail_negative",
-    "kl/behaviour",
-    "mismatch/kl",
-    "mismatch/abs_log_ratio",
-    "mismatch/tokens",
-    "drift/kl",
-    "drift/by_staleness",
-)
 
 
-@dataclass(frozen=True)
-class StepTokens:
+class StepTokens(NamedTuple):
     """Of all tokens of a step: float32 [N] logp_proximal_N, logp_behaviour_N, advantage_N; int64 [N] staleness_N; bool [N]
-    comparable_N, as in `MicroBatch`."""
+    comparable_N and int64 [N] member_N, as in `MicroBatch`."""
 
     logp_proximal_N: Tensor
     logp_behaviour_N: Tensor
     advantage_N: Tensor
     staleness_N: Tensor
     comparable_N: Tensor
+    member_N: Tensor
 
     @classmethod
-    def joined(cls, parts: list[StepTokens]) -> StepTokens:
+    def joined(cls, parts: Sequence[StepTokens]) -> StepTokens:
         """Of micro-batches or ranks, one after the other."""
-        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def measure(tokens: StepTokens, cap: float | None) -> dict[str, Any]:
-    """One number for each of `NAMES`; None where there is no token to measure.
+    """Numbers by name, always the same names; None where there is no token to measure.
 
     is/*: of the ratio proximal / behaviour before truncation. second_moment: mean squared log-ratio. tail_negative: share of
     all ratio mass that lies above the cap on tokens with a negative advantage, the unbounded side of a policy loss.
@@ -104,17 +91,12 @@ def _thinned(values_N: Tensor, most: int = 1 << 20) -> Tensor:
     return values_N[:: -(-len(values_N) // most)]
 
 
-# What every backend reports of every step; a loss and a critic add their own.
-STEP_METRICS = (
-    "loss",
-    "entropy",
-    "grad_norm",
-    "clip_ratio/region_mean",
-    "is/weight_mean",
-    "is/masked_ratio",
-    "is/clamped_ratio",
-    *NAMES,
-)
+@cache
+def step_metrics() -> tuple[str, ...]:
+    """The names that every step reports; a loss and a critic add their own."""
+    own = ("loss", "entropy", "grad_norm", "clip_ratio/region_mean", "is/weight_mean", "is/masked_ratio", "is/clamped_ratio")
+    one = torch.zeros(1)
+    return *own, *measure(StepTokens(one, one, one, one, one.bool(), one), cap=None)
 
 
 @dataclass(frozen=True)
@@ -130,7 +112,7 @@ class StepReport:
     @classmethod
     def of_nothing(cls) -> StepReport:
         """Of a step without a token to learn from: what would be measured is None, so that its names are always there."""
-        return cls(dict.fromkeys(STEP_METRICS), {}, applied=False)
+        return cls(dict.fromkeys(step_metrics()), {}, applied=False)
 
 
 class StepSums:
@@ -143,25 +125,21 @@ class StepSums:
         self._grad_norms: list[float] = []
         self._sums: dict[str, Tensor] = {}
         self._tokens: list[StepTokens] = []
-        self._members: list[Tensor] = []
 
     def add(self, batch: MicroBatch, inputs: LossInputs, outputs: LossOutputs) -> None:
-        entropy = {} if inputs.entropy_N is None else {"entropy": inputs.entropy_N.detach().sum()}
-        for name, value in {**entropy, **outputs.sums}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
+        self._add(outputs.sums if inputs.entropy_N is None else {"entropy": inputs.entropy_N.sum(), **outputs.sums})
         comparable_N = batch.comparable_N & (not (self._interpolates and self._losses))
         proximal_N, behaviour_N = inputs.logp_proximal_N, inputs.logp_behaviour_N
-        self._tokens.append(StepTokens(proximal_N, behaviour_N, inputs.advantage_N, inputs.staleness_N, comparable_N))
-        self._members.append(batch.member_N)
+        rest = inputs.advantage_N, inputs.staleness_N, comparable_N, batch.member_N
+        self._tokens.append(StepTokens(proximal_N, behaviour_N, *rest))
 
     def add_critic(self, loss: Tensor, value_N: Tensor, return_N: Tensor) -> None:
         """`loss` is a sum over tokens."""
-        for name, each in {
-            "critic/loss": loss,
-            "critic/value_mean": value_N.sum(),
-            "critic/return_mean": return_N.sum(),
-        }.items():
-            self._sums[name] = self._sums.get(name, 0.0) + each.detach().double()
+        self._add({"critic/loss": loss, "critic/value_mean": value_N.sum(), "critic/return_mean": return_N.sum()})
+
+    def _add(self, sums: Mapping[str, Tensor]) -> None:
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
 
     def ended(self, loss: float, grad_norm: float) -> None:
         """An update has ended, made or not."""
@@ -172,28 +150,20 @@ class StepSums:
         """Means over tokens, and the diagnostics of `StepTokens`. Of nothing on ranks above 0."""
         mine = {name: value.cpu() for name, value in self._sums.items()}
         if self._tokens:
-            mine |= {field: tensor.cpu() for field, tensor in vars(StepTokens.joined(self._tokens)).items()}
-            mine["member_N"] = torch.cat(self._members).cpu()
+            mine |= {name: tensor.cpu() for name, tensor in StepTokens.joined(self._tokens)._asdict().items()}
         everyone = ranks.gather(mine)
         if everyone is None:
             return StepReport.of_nothing()
         busy = [each for each in everyone if "member_N" in each]
-        tokens = StepTokens.joined(
-            [StepTokens(**{field.name: each[field.name] for field in fields(StepTokens)}) for each in busy]
-        )
-        member_N = torch.cat([each["member_N"] for each in busy])
-        names = [name for each in busy for name in each if not name.endswith("_N")]
+        tokens = StepTokens.joined([StepTokens(*(each.pop(name) for name in StepTokens._fields)) for each in busy])
+        names = dict.fromkeys(name for each in busy for name in each)
         metrics = {
             "loss": sum(self._losses) / len(self._losses),
             "grad_norm": sum(self._grad_norms) / len(self._grad_norms),
             **measure(tokens, cap),
-            **{name: sum(float(each.get(name, 0.0)) for each in busy) / len(member_N) for name in names},
+            **{name: sum(float(each.get(name, 0.0)) for each in busy) / len(tokens.member_N) for name in names},
         }
-        return StepReport(metrics, _means(ratio(tokens.logp_proximal_N, tokens.logp_behaviour_N), member_N), applied)
-
-
-def _means(value_N: Tensor, member_N: Tensor) -> dict[int, float]:
-    """Mean value by member."""
-    members, place_N = torch.unique(member_N, return_inverse=True)
-    totals = torch.zeros(len(members)).index_add_(0, place_N, value_N)
-    return dict(zip(members.tolist(), (totals / torch.bincount(place_N)).tolist(), strict=True))
+        ratio_N = ratio(tokens.logp_proximal_N, tokens.logp_behaviour_N)
+        members, place_N = torch.unique(tokens.member_N, return_inverse=True)
+        means = torch.zeros(len(members)).index_add_(0, place_N, ratio_N) / torch.bincount(place_N)
+        return StepReport(metrics, dict(zip(members.tolist(), means.tolist(), strict=True)), applied)

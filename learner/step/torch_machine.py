@@ -23,19 +23,21 @@ from async_rlhf.buffers.errors import NonFiniteError
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
-from async_rlhf.learner.checkpoint.writer import Snapshot
+from async_rlhf.learner.checkpoint.writer import begin_copy
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model, saved_weights, write_model
 from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.model.verification import check_policy
-from async_rlhf.learner.parallel.devices import take_device
-from async_rlhf.learner.parallel.ranks import Ranks
+from async_rlhf.learner.step.ranks import Ranks, take_device
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
 _PROBE_TOKENS = 128
 # Where torch has AdamW as one kernel for a whole list of parameters.
 _FUSED = ("cpu", "cuda", "mps", "xpu")
+# Of AdamW's running means. The second is shorter than its default of 0.999, as usual for language models: a stale, large
+# gradient is forgotten within tens of steps.
+_BETAS = (0.9, 0.95)
 
 
 class Machine:
@@ -137,7 +139,7 @@ class Machine:
         model = self.policy.model
         if self._lora is not None and self._lora.publish == "adapter":
             return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in lora.factors(model)}
-        return self._copies(dict(model.named_parameters()) if self._lora is None else lora.merged(model))
+        return self._copies(lora.merged(model))
 
     def _copies(self, named: Mapping[str, Tensor]) -> dict[str, RawTensor]:
         """In the type that is published, in host memory that is used again: fresh memory costs more than the copy. It is pinned
@@ -170,19 +172,19 @@ class Machine:
         """See `Controller.snapshot`. The copy is made by a thread; `apply` waits for it."""
         model, critic = self.policy.model, self.policy.critic
         parts = {
-            "model": model.state_dict() if self._lora is None else lora.merged_state(model),
-            "adapter": {} if self._lora is None else {name: p.detach() for name, p in lora.adapters(model).items()},
+            "model": lora.merged_state(model),
+            "adapter": {name: p.detach() for name, p in lora.adapters(model).items()},
             "optimizer": {
                 f"{name}.{key}": value for name, p in self._named() for key, value in self._optimizer.state.get(p, {}).items()
             },
             "critic": {} if critic is None else critic.state_dict(),
         }
         tensors = {f"{part} {name}": tensor for part, named in parts.items() for name, tensor in named.items()}
-        snapshot = Snapshot(tensors, self._memory)
-        self._readers.append(snapshot.wait)
+        wait = begin_copy(tensors, self._memory)
+        self._readers.append(wait)
 
         def write(directory: Path) -> None:
-            copied = snapshot.wait()
+            copied = wait()
             self._write(directory, {part: {n: copied[f"{part} {n}"] for n in named} for part, named in parts.items()})
 
         return write
@@ -196,17 +198,13 @@ class Machine:
         if self.policy.critic is not None:
             save_file(dict(parts["critic"]), directory / "critic.safetensors")
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path | str) -> None:
         """See `Controller.load`."""
         self._await_readers()
-        model = self.policy.model
-        own = model.state_dict() if self._lora is None else lora.adapters(model)
-        saved = self._saved(directory, own)
-        if self._lora is None:
-            model.load_state_dict(saved["model"])
-        else:
-            for name, value in saved["model"].items():
-                own[name].data.copy_(value)
+        own = self._learned()
+        saved = self._saved(Path(directory), own)
+        for name, value in saved["model"].items():
+            own[name].data.copy_(value)
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in saved["optimizer"].items():
             name, _, kind = key.rpartition(".")
@@ -215,6 +213,11 @@ class Machine:
             self._optimizer.state[p] = {kind: value.to(p.device) for kind, value in state.get(name, {}).items()}
         if self.policy.critic is not None:
             self.policy.critic.load_state_dict(saved["critic"])
+
+    def _learned(self) -> Mapping[str, Tensor]:
+        """What a checkpoint gives back of the model: all of it, or its adapters."""
+        model = self.policy.model
+        return model.state_dict() if self._lora is None else lora.adapters(model)
 
     def _saved(self, directory: Path, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint has, by part: `model` (its adapters, where those learn), `optimizer`, `critic`. On the CPU of every
@@ -247,20 +250,16 @@ def make_machine(
     model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
 ) -> Machine:
     """The machine of `learner.backend`."""
-    kind: type[Machine]
     # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
     os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
+    kind = Machine
     if config.backend == "deepspeed":
-        from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine
-
-        kind = DeepSpeedMachine
-    else:
-        kind = Machine
+        from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
     return kind(model_dir, config, ranks, publish_dtype, with_reference)
 
 
 def learning_rate(config: LearnerConfig, step: int, peak: float | None = None) -> float:
-    """The learning rate of step `step` (from 0): linear rise over the warm-up, then constant, linear or cosine fall.
+    """The learning rate of step `step` (from 0): linear rise over the warm-up, then constant, linear or cosine fall to 0.
 
     The cosine is that of SGDR without restarts (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5). `peak` is another
     highest rate on the same curve, as the critic's.
@@ -271,9 +270,7 @@ def learning_rate(config: LearnerConfig, step: int, peak: float | None = None) -
         return peak * scale
     whole = max(1, config.schedule_steps - config.warmup_steps)
     done = min(1.0, max(0, step - config.warmup_steps) / whole)
-    left = 1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-    final = config.final_learning_rate * peak / config.learning_rate
-    return final + (peak - final) * left
+    return peak * (1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, config: LearnerConfig, step: int) -> None:
@@ -289,8 +286,8 @@ def make_adamw(
     named = {"policy": policy, "critic": critic}
     learning = {name: [p for p in parameters.values() if p.requires_grad] for name, parameters in named.items()}
     groups = [{"params": parameters, "name": name} for name, parameters in learning.items() if parameters]
-    rate, betas, decay = config.learning_rate, config.adam_betas, config.weight_decay
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, weight_decay=decay, fused=device.type in _FUSED)
+    rate, decay = config.learning_rate, config.weight_decay
+    return torch.optim.AdamW(groups, lr=rate, betas=_BETAS, weight_decay=decay, fused=device.type in _FUSED)
 
 
 @contextmanager

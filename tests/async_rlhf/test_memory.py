@@ -60,7 +60,6 @@ def micro_batch() -> MicroBatch:
         source_N=n,
         target_N=n,
         temperature_N=torch.ones(TOKENS),
-        sampling_masks=None,
         member_N=n,
         group_S=torch.zeros(2 * ROWS, dtype=torch.int64),
         version_N=n,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.api import train
-from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION
+from async_rlhf.experiments.warm_start.speller import INSTRUCTION
 from tests.conftest import QUICK, SMALL
 
 PRESETS = QUICK.parent

@@ -26,7 +26,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}: {% endfo
 CHAT: dict[str, Any] = {
     **SIZES, "model": "speller", "max_steps": 1, "data.held_out": 4, "evaluation.at_end": True,
     "generation.max_prompt_length": 128, "generation.max_completion_length": 8,
-    "rewards.functions": [str(REPOSITORY / "experiments" / "chat" / "rewards.py") + ":concise"],
+    "rewards.functions": [str(REPOSITORY / "configs" / "chat" / "rewards.py") + ":concise"],
     "evaluation.solved_by": "concise",
 }  # fmt: skip
 # A page that is served until it is interrupted: tests/watch/test_page_server.py runs one.

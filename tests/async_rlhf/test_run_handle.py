@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from async_rlhf import start, train
-from async_rlhf.api import Run
+from async_rlhf.api import Run, in_python
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL
@@ -79,6 +81,7 @@ class Supervised:
     def __init__(self, directory: Path) -> None:
         self.records: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.directory, self.signals, self.over = directory, 0, threading.Event()
+        self.waits = threading.Event()
 
     def handle(self, records: Any = None) -> Run:
         return Run(self, RunDir(self.directory), records or self.records, ExitStack())  # type: ignore[arg-type]
@@ -92,6 +95,7 @@ class Supervised:
 
     def drain(self) -> None:
         self.signals = self.signals or 1
+        self.waits.set()
         self.over.set()
 
     def interrupt(self) -> None:
@@ -111,10 +115,37 @@ def supervised(tmp_path: Path) -> Supervised:
     return Supervised(tmp_path)
 
 
-def test_a_loop_that_is_left_drains_nothing(supervised: Supervised) -> None:
-    run = supervised.handle()
-    for _ in run:
+def leave_by_break(run: Callable[[], Run]) -> None:
+    for _ in run():
         break
+
+
+def leave_by_error(run: Callable[[], Run]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in run():
+            raise ZeroDivisionError
+
+
+def leave_unheld(run: Callable[[], Run]) -> None:
+    run()
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_error, leave_unheld])
+def test_a_run_whose_handle_is_gone_drains_and_says_how_it_goes_on(
+    supervised: Supervised, caplog: pytest.LogCaptureFixture, leave: Callable[[Callable[[], Run]], None]
+) -> None:
+    leave(supervised.handle)
+    gc.collect()
+    assert supervised.over.wait(10.0) and supervised.signals == 1
+    assert f"{supervised.directory} drains (nothing refers to it any more) and writes a checkpoint" in caplog.text
+
+
+def test_a_loop_that_is_left_drains_nothing_while_the_handle_is_held_and_says_so(
+    supervised: Supervised, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = supervised.handle()
+    leave_by_break(lambda: run)
+    assert "does not end because the loop over its steps was left: stop() drains it" in caplog.text
     assert not supervised.signals
     run.stop()
     assert not run.result(10.0).finished and list(run) == []
@@ -130,7 +161,7 @@ def test_ctrl_c_while_a_step_or_the_end_is_waited_for_drains_and_the_log_says_ho
     assert "drains (Ctrl-C)" in caplog.text and "has drained; resume=True goes on with it" in caplog.text
     other = Supervised(supervised.directory)
     held = other.handle()
-    monkeypatch.setattr(held._over, "wait", Interrupts().get)
+    monkeypatch.setattr(held._own.over, "wait", Interrupts().get)
     with pytest.raises(KeyboardInterrupt):
         held.result()
     assert other.over.wait(10.0) and other.signals == 1
@@ -141,8 +172,8 @@ def test_a_second_ctrl_c_ends_it_at_once_and_the_log_says_by_what(
 ) -> None:
     monkeypatch.setattr(Supervised, "drain", lambda self: setattr(self, "signals", 1))
     run = supervised.handle()
-    wait, waits = run._over.wait, iter((KeyboardInterrupt, None))
-    monkeypatch.setattr(run._over, "wait", lambda *_: Interrupts().get() if next(waits) else wait(10.0))
+    wait, waits = run._own.over.wait, iter((KeyboardInterrupt, None))
+    monkeypatch.setattr(run._own.over, "wait", lambda *_: Interrupts().get() if next(waits) else wait(10.0))
     with pytest.raises(KeyboardInterrupt), run:
         raise ValueError("of the block")
     assert supervised.signals == 2
@@ -175,13 +206,32 @@ def test_a_program_that_ends_drains_its_run_and_says_how_it_goes_on(tmp_path: Pa
     assert end is not None and end.code == 0 and end.reason == "drained" and (run.latest / "model").exists()
 
 
-def test_what_start_and_train_refuse_is_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("give --resume too", "give resume=True too"),
+        ("--from-step 3 goes on with a run", "from_step=3 goes on with a run"),
+        ("go back with --resume --from-step", "go back with resume=True, from_step=STEP"),
+        (
+            "Continue it with --resume, remove it with --overwrite, or choose another with --set name=NAME",
+            "Continue it with resume=True, remove it with overwrite=True, or choose another with overrides={'name': 'NAME'}",
+        ),
+        (
+            "Go on from step 2: async-rlhf train runs/x/config.toml --resume --from-step 2",
+            "Go on from step 2: train, config='runs/x/config.toml', resume=True, from_step=2",
+        ),
+        ("a rate-limit of 3--5 and -- a dash", "a rate-limit of 3--5 and -- a dash"),
+    ],
+)
+def test_messages_name_arguments_of_the_function_that_was_called(message: str, said: str) -> None:
+    assert in_python(message) == said
+
+
+def test_what_start_and_train_refuse_names_their_arguments(tmp_path: Path) -> None:
     overrides = {**SMALL, "output_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"^--from-step 3 goes on with a run that exists: give --resume too"):
+    with pytest.raises(ConfigError, match=r"^from_step=3 goes on with a run that exists: give resume=True too"):
         start(QUICK, overrides=overrides, from_step=3)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'reward'"):
-        start(QUICK, overrides=overrides, reward=len)  # type: ignore[call-arg]
     (tmp_path / "quick").mkdir()
     (tmp_path / "quick/config.toml").touch()
-    with pytest.raises(ConfigError, match=r"exists\. Continue it with --resume, remove it with --overwrite"):
+    with pytest.raises(ConfigError, match=r"exists\. Continue it with resume=True, remove it with overwrite=True"):
         train(QUICK, overrides=overrides, quiet=True)

@@ -41,7 +41,7 @@ def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
         numbers = range(step * config.groups_per_batch, (step + 1) * config.groups_per_batch)
         groups = generate(engine, work, numbers)
         rewards = [[Composition().reward(rollout.scores) for rollout in group.rollouts] for group in groups]
-        advantages = [group_relative(values, scale_by_std=True, std="sample") for values in rewards]
+        advantages = [group_relative(values, scale_by_std=True) for values in rewards]
         backend.step([make_rows(groups, advantages, config.learner.row_tokens)], step)
     return {name: np.frombuffer(tensor.data, np.float32).reshape(tensor.shape) for name, tensor in backend.tensors().items()}
 

@@ -13,10 +13,9 @@ import pytest
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.reward_model.measure import quality
 from async_rlhf.experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split
-from async_rlhf.experiments.reward_model.train import Training, train
-from async_rlhf.experiments.warm_start.demonstrations import INSTRUCTION
+from async_rlhf.experiments.reward_model.train import Training, quality, train
+from async_rlhf.experiments.warm_start.speller import INSTRUCTION
 
 
 def test_pairs_of_the_gold_reward_are_repeatable_and_follow_its_odds() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.experiments.statistics import (
     LEVEL,
-    Difference,
+    Mean,
     detectable,
     estimate,
     holm,
@@ -36,18 +36,16 @@ def test_the_t_distribution_is_that_of_the_tables() -> None:
     assert t_chance(math.inf, 3) == 1.0 and t_chance(0.0, 4) == 0.5
 
 
-def test_the_t_interval_of_three_values() -> None:
+def test_three_values_have_a_t_interval_two_have_none_and_none_have_no_estimate() -> None:
     found = estimate([1.0, 2.0, 3.0])
     assert found is not None
-    assert (found.mean, found.low, found.high, found.count) == (2.0, 1.0, 3.0, 3)
+    assert (found.mean, found.count) == (2.0, 3)
     assert found.half_width == pytest.approx(4.30265 / 3**0.5, rel=1e-5)
-
-
-def test_two_values_have_no_interval_and_none_have_no_estimate() -> None:
-    found = estimate([1.0, None, 3.0])
-    assert found is not None and found.mean == 2.0 and found.half_width is None
-    assert estimate([None]) is None
-    assert paired([1.0, 3.0], [0.0, 0.0]) == Difference(2.0, 1.0, 3.0, 2, None, math.sqrt(2))
+    two = estimate([1.0, None, 3.0])
+    assert two is not None and two.mean == 2.0 and two.half_width is None and estimate([None]) is None
+    assert paired([1.0, 3.0], [0.0, 0.0]) == Mean(2.0, 1.0, 3.0, 2, None, math.sqrt(2))
+    with pytest.raises(ValueError, match="3 and 2 values cannot be paired"):
+        paired([1.0, 2.0, 3.0], [1.0, 2.0])
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=3, max_size=30), numbers)
@@ -68,7 +66,7 @@ def test_a_paired_interval_holds_its_mean_turns_with_its_sides_and_does_not_see_
         assert found.low <= 0 <= found.high
 
 
-def drawn(noise: str, count: int) -> list[Difference]:
+def drawn(noise: str, count: int) -> list[Mean]:
     """What 4,000 worlds show in which nothing differs."""
     worlds = getattr(np.random.default_rng(1), noise)(size=(4000, count))
     return [paired(world.tolist(), [0.0] * count) for world in worlds]
@@ -91,50 +89,34 @@ def test_an_interval_leaves_the_truth_out_in_five_of_100_worlds_and_p_is_that_of
     assert sum(min(holm(family)) < LEVEL for family in families) / 500 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 500)
 
 
-def test_seeds_that_cannot_be_paired_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 and 2 values cannot be paired"):
-        paired([1.0, 2.0, 3.0], [1.0, 2.0])
-
-
-def test_holm_is_the_worked_example_and_keeps_the_order() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([]) == []
-
-
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
-def test_holm_lies_between_the_value_alone_and_bonferroni(p_values: list[float]) -> None:
+def test_holm_keeps_the_order_and_lies_between_the_value_alone_and_bonferroni(p_values: list[float]) -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02]) and holm([]) == []
     for alone, adjusted in zip(p_values, holm(p_values), strict=True):
         assert alone <= adjusted <= min(1.0, len(p_values) * alone)
-    ranks = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    in_order = [holm(p_values)[i] for i in ranks]
+    in_order = [holm(p_values)[i] for i in sorted(range(len(p_values)), key=lambda i: p_values[i])]
     assert in_order == sorted(in_order)
 
 
-def test_power_is_what_it_says_in_simulated_worlds() -> None:
-    generator = np.random.default_rng(0)
-    truth = detectable(deviation=1.0, count=8)
-    worlds = generator.standard_normal((4000, 8)) + truth
+def test_power_is_what_it_says_in_simulated_worlds_and_the_seeds_needed_are_the_fewest_that_suffice() -> None:
+    worlds = np.random.default_rng(0).standard_normal((4000, 8)) + detectable(deviation=1.0, count=8)
     t = worlds.mean(1) / (worlds.std(1, ddof=1) / math.sqrt(8))
     assert (np.abs(t) > t_quantile(1 - LEVEL / 2, 7)).mean() == pytest.approx(0.8, abs=0.03)
-
-
-def test_the_seeds_needed_are_the_fewest_that_suffice() -> None:
+    assert [Mean(0.1, 0.0, 0.2, count, 0.5, 0.0).detectable for count in (1, 2)] == [None, 0.0], "one seed shows nothing"
     for difference in (0.1, 0.5, 2.0):
         count = seeds_needed(1.0, difference)
         assert detectable(1.0, count) <= difference
         assert count == 2 or detectable(1.0, count - 1) > difference
-    with pytest.raises(ValueError, match="above 0"):
-        seeds_needed(1.0, 0.0)
 
 
 def test_a_sentence_says_no_more_than_its_interval() -> None:
-    clear, alone, none = (Difference(0.3, 0.1, 0.5, 8, 0.001, 0.3), Difference(-0.3, -0.5, -0.1, 8, 0.03, 0.3),
-                          Difference(0.1, -0.1, 0.3, 8, 0.4, 0.3))  # fmt: skip
-    assert worded("A", "B", clear, 0.01, 10) == "A lies above B: +0.300 (+0.100 to +0.500)."
-    assert "lies below 0 when looked at alone, and is not shown" in worded("A", "B", alone, 0.3, 10)
-    said = worded("A", "B", none, 1.0, 10)
+    clear, alone, none = (Mean(0.3, 0.1, 0.5, 8, 0.001, 0.3, 0.01), Mean(-0.3, -0.5, -0.1, 8, 0.03, 0.3, 0.3),
+                          Mean(0.1, -0.1, 0.3, 8, 0.4, 0.3, 1.0))  # fmt: skip
+    assert worded("A", "B", clear, 10) == "A lies above B: +0.300 (+0.100 to +0.500)."
+    assert "lies below 0 when looked at alone, and is not shown" in worded("A", "B", alone, 10)
+    said = worded("A", "B", none, 10)
     assert "no difference shown; differences outside -0.100 to +0.300 are unlikely; 8 seeds show one of 0.346" in said
-    assert "too few for an interval" in worded("A", "B", Difference(1.0, 0.0, 2.0, 2, None), 1.0, 1)
+    assert "too few for an interval" in worded("A", "B", Mean(1.0, 0.0, 2.0, 2, None), 1)
 
 
 @given(st.lists(numbers, min_size=1, max_size=12))

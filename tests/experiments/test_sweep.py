@@ -15,6 +15,7 @@ import pytest
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.reports.command import report
+from async_rlhf.experiments.staleness.progress import CellProgress, Pace
 from async_rlhf.experiments.staleness.sweep import run_sweep
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
@@ -53,9 +54,8 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
     page = (directory / "report.md").read_text()
     assert f"    async-rlhf sweep {path} --set max_steps=2\n" in page
     assert "**FAILS**" not in page and "bound 0 is staleness 0 for every token (1 of 1 cell)" in page
-    report(directory, tmp_path / "page.html", said.append)
+    report(directory, said.append)
     assert (directory / "report.md").read_text() == page, "from what is on disk the same page is made again"
-    assert (tmp_path / "page.html").read_text() == (directory / "report.html").read_text()
 
     shutil.rmtree(directory / "queue.max_staleness-0_seed-3")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -67,10 +67,10 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
     assert "no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]'" in said[2]
     assert table(directory) == rows, "what a cell measured outlives its run"
 
-    with pytest.raises(ConfigError, match=r"seed-3.json' is the result of other settings \(max_steps: 2 -> 9\)"):
+    with pytest.raises(ConfigError, match=r"seed-3.json' is of a run with other settings \(max_steps: 2 -> 9\)"):
         run_sweep(path, say=said.append)
     (directory / "cells" / "queue.max_staleness-0_seed-3.json").unlink()
-    with pytest.raises(ConfigError, match=r"run with other settings \(max_steps: 2 -> 9\)"):
+    with pytest.raises(ConfigError, match=r"seed-3' is of a run with other settings \(max_steps: 2 -> 9\)"):
         run_sweep(path, say=said.append)
 
 
@@ -121,12 +121,24 @@ def test_an_interrupt_drains_the_cell_and_the_sweep_and_the_cell_can_be_resumed(
     assert [row["steps"] for row in table(directory)] == ["300"]
 
 
-def test_a_cell_with_other_settings_ends_the_command_before_anything_runs(
-    sweep: Callable[..., Path], command: Callable[..., Any], tmp_path: Path, small: Any
-) -> None:
-    name = "queue.max_staleness-1_seed-3"
-    RunDir.create(small(name=name, seed=3, output_dir=str(tmp_path / "sweeps" / "tiny"), **{"learner.learning_rate": 0.5}))
-    code, output = command("sweep", str(sweep([0, 1], max_steps=2))).finish()
-    assert code == 3, output
-    assert "was run with other settings" in output and "learner.learning_rate: 0.5 -> 0.0002" in output
-    assert not (tmp_path / "sweeps" / "tiny" / "queue.max_staleness-0_seed-3").exists()
+HEAD = "cell 2/6: queue.max_staleness = 1, seed = 0"
+
+
+def test_a_sweep_takes_what_is_left_of_a_cell_and_whole_cells_for_those_that_wait() -> None:
+    pace = Pace(waiting=2)
+    assert pace.left(None) == "", "one step is no pace"
+    assert pace.left(10.0) == "0:00:10 left", "no cell has ended yet"
+    pace.end(50.0)
+    assert pace.left(20.0) == "0:00:20 left, 0:02:00 for the sweep"
+    pace.waiting, pace.jobs = 3, 2
+    assert pace.left(20.0) == "0:00:20 left, 0:02:00 for the sweep", "those that run at once share the time"
+
+
+def test_a_sweep_prints_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, clock = list[str](), iter([0.0, 2.0, 4.0, 20.0])
+    monkeypatch.setattr("async_rlhf.experiments.staleness.progress.time.monotonic", lambda: next(clock))
+    progress = CellProgress(HEAD, 30, Pace(waiting=1), said.append)
+    for step in (1, 2, 3, 11):
+        progress.step({"step": step}, 100)
+    progress.event("actor-0 ended")
+    assert said == [f"{HEAD}: step 2/30, 0:00:56 left", f"{HEAD}: step 11/30, 0:00:38 left", "    actor-0 ended"]

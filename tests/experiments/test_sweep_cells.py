@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.experiments.page import write_csv
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, fingerprint, keep, kept, read_cell
 from async_rlhf.experiments.staleness.checks import checks
@@ -59,7 +59,7 @@ def result(write: Write) -> CellResult:
     return read(write(evaluations=(start, {**END, "mean_reward": 0.1}, END)))
 
 
-def test_a_run_directory_becomes_its_numbers(result: CellResult) -> None:
+def test_a_run_directory_becomes_its_numbers(result: CellResult, write: Write) -> None:
     assert result.setting == (("queue.max_staleness", 2),) and result.label == "queue.max_staleness = 2"
     assert (result.seed, result.bound, result.exact, result.steps) == (0, 2, False, 4)
     assert result.trained_samples == 4 * 4 * 4
@@ -71,45 +71,25 @@ def test_a_run_directory_becomes_its_numbers(result: CellResult) -> None:
     assert (result.generated_tokens, result.trained_tokens, result.ledger_closes) == (210, 200, True)
     assert result.seconds == (5.0, 6.0, 8.0, 9.0) and result.wall_s == 9.0
     assert result.samples_per_s == pytest.approx(48 / 4), "the first step waits for processes to start"
-
-
-def test_a_step_without_a_reward_is_left_out_of_means_and_bridged_by_the_area(result: CellResult) -> None:
-    assert result.rewards == (0.2, 0.4, None, 0.8)
-    assert result.reward_last_quarter == 0.8
-    assert result.reward_area == pytest.approx((0.3 * 1 + 0.6 * 2) / 3)
-
-
-def test_the_last_evaluation_of_a_label_counts_and_a_missing_accuracy_is_missing(result: CellResult) -> None:
-    assert result.held_out_start == HeldOut(0.3, None)
-    assert result.held_out_end == HeldOut(0.9, 0.85)
-
-
-def test_several_rewards_of_which_none_says_what_is_solved_have_no_accuracy(write: Write) -> None:
-    scores = {"exact": 0.0, "brief": 0.9}
-    assert read(write(evaluations=({**END, "rewards": scores},))).held_out_end == HeldOut(0.9, None, scores=scores)
-
-
-def test_a_run_without_evaluation_and_ledger_still_has_its_other_numbers(write: Write) -> None:
-    found = read(write(evaluations=(), ledger=False))
-    assert found.held_out_end == HeldOut(None, None)
-    assert found.generated_tokens is None and not found.ledger_closes
-    assert found.trained_tokens == 200
-
-
-def test_one_step_is_enough(write: Write) -> None:
-    found = read(write(STEPS[:1]))
-    assert (found.reward_area, found.reward_last_quarter, found.samples_per_s) == (0.2, 0.2, None)
-
-
-def test_no_step_is_an_error(write: Write) -> None:
-    with pytest.raises(ValueError, match="has no finished step to analyse"):
-        read(write([]))
-
-
-def test_exact_mode_is_kept_when_every_token_is_as_old_as_planned(write: Write) -> None:
+    assert result.rewards == (0.2, 0.4, None, 0.8) and result.reward_last_quarter == 0.8
+    assert result.reward_area == pytest.approx((0.3 * 1 + 0.6 * 2) / 3), "bridged where a step has no reward"
+    assert result.held_out_start == HeldOut(0.3, None), "an accuracy that is missing is missing"
+    assert result.held_out_end == HeldOut(0.9, 0.85), "the last evaluation of a label counts"
     planned = [{**step, "staleness/histogram": {str(age): 10}} for step, age in zip(STEPS, (0, 1, 2, 2), strict=True)]
-    assert read(write(planned)).exact_kept
-    assert not read(write(name="other")).exact_kept
+    assert read(write(planned, name="planned")).exact_kept and not result.exact_kept
+
+
+def test_what_a_run_lacks_is_missing_in_its_numbers_and_a_run_without_a_step_has_none(write: Write) -> None:
+    scores = {"exact": 0.0, "brief": 0.9}
+    judged = read(write(evaluations=({**END, "rewards": scores},)))
+    assert judged.held_out_end == HeldOut(0.9, None, scores=scores), "none of several rewards says what is solved"
+    bare = read(write(evaluations=(), ledger=False, name="bare"))
+    assert bare.held_out_end == HeldOut(None, None) and bare.generated_tokens is None and not bare.ledger_closes
+    assert bare.trained_tokens == 200
+    single = read(write(STEPS[:1], name="single"))
+    assert (single.reward_area, single.reward_last_quarter, single.samples_per_s) == (0.2, 0.2, None)
+    with pytest.raises(ConfigError, match="has no finished step to analyse"):
+        read(write([], name="empty"))
 
 
 def test_settings_are_compared_within_a_seed(result: CellResult) -> None:
@@ -165,10 +145,12 @@ LIMITED: dict[str, tuple[Budget, str]] = {
 
 
 @pytest.mark.parametrize("what", LIMITED)
-def test_cells_with_a_limit_used_it_up_in_their_last_step_or_the_check_fails(what: str, write: Write) -> None:
+def test_cells_with_a_limit_used_it_up_in_their_last_step_or_the_check_fails(what: str, write: Write, tmp_path: Path) -> None:
     steps = [{**step, "num_tokens": sum(step["staleness/histogram"].values())} for step in STEPS]
     budget, claim = LIMITED[what]
     result = replace(read(write(steps)), budget=budget)
+    keep(result, tmp_path / "kept.json")
+    assert kept(tmp_path / "kept.json") == result
     other = replace(result, trained_samples=16, budget=replace(budget, max_steps=5))
     assert broken([result, other]) == [], "with other steps and samples"
     (check,) = (check for check in checks([result]) if claim in check.claim)
@@ -176,19 +158,8 @@ def test_cells_with_a_limit_used_it_up_in_their_last_step_or_the_check_fails(wha
     for wrong in (Budget(99, 201, None), Budget(99, 160, None), Budget(99, None, 9.5), Budget(99, None, 8.0)):
         assert any("used up a budget" in claim for claim in broken([replace(result, budget=wrong)]))
     assert any("same number of samples" in claim for claim in broken([result, replace(other, budget=None)]))
-
-
-def test_the_limits_of_a_run_are_kept_with_its_result(write: Write, tmp_path: Path) -> None:
-    result = read(write(max_trained_tokens=70))
-    keep(result, tmp_path / "kept.json")
-    assert kept(tmp_path / "kept.json") == result and result.budget == Budget(4, 70)
-    assert read(write(name="free")).budget is None
-
-
-def test_the_page_and_the_picture_say_the_budget(result: CellResult) -> None:
-    sweep = sweep_of((0,)).model_copy(update={"tokens": 12_000})
-    assert " with none. Budget: 12,000 tokens trained on per run. " in page_of(sweep, [result])
-    assert picture([result], sweep).get_suptitle().endswith("; 1 seed, 12,000 tokens trained on per run")
+    limits = [read(write(name=name, **own)).budget for name, own in (("own", {"max_trained_tokens": 70}), ("free", {}))]
+    assert limits == [Budget(4, 70), None]
 
 
 def page_of(sweep: SweepConfig, results: list[CellResult]) -> str:
@@ -232,75 +203,46 @@ def test_two_seeds_are_called_a_demonstration(result: CellResult) -> None:
     assert any("too few seeds for an interval" in title for title in said) and not any("bar:" in title for title in said)
 
 
-def test_a_page_without_a_picture_links_none(result: CellResult) -> None:
-    assert "![" not in page_of(sweep_of((0,)), grid(result, {0: [0.9], 2: [0.7]}))
-
-
-def test_three_seeds_are_judged_by_the_paired_interval(result: CellResult) -> None:
-    worse = grid(result, {0: [0.9, 0.8, 0.85], 2: [0.8, 0.7, 0.76]})
-    said = conclusions(worse, 3)
-    assert "queue.max_staleness = 2 lies below queue.max_staleness = 0: -0.097 (-0.111 to -0.082)." in said
-    assert "1 comparison was made" in said
-    same = grid(result, {0: [0.9, 0.8, 0.85], 2: [0.8, 0.9, 0.85]})
-    assert "no difference shown; differences outside -0.248 to +0.248 are unlikely" in conclusions(same, 3)
-    assert "0.850 ± 0.124" in table(same)
-
-
-def test_what_was_not_measured_is_a_dash_and_no_conclusion(result: CellResult) -> None:
+def test_what_was_not_measured_is_a_dash_an_empty_field_and_no_conclusion(result: CellResult) -> None:
     blind = [replace(each, held_out_end=HeldOut(None, None)) for each in grid(result, {0: [0.0] * 3, 2: [0.0] * 3})]
     assert "too few held-out evaluations to say anything" in conclusions(blind, 3)
     assert "| queue.max_staleness = 0 | 3 | - |" in table(blind)
+    assert row(blind[0])["held_out_reward_end"] is None
 
 
-def test_the_table_file_has_a_row_a_cell_and_empty_fields_for_what_was_not_measured(result: CellResult, tmp_path: Path) -> None:
-    write_csv([row(result), row(replace(result, held_out_end=HeldOut(None, None)))], tmp_path / "r.csv")
-    first, second = csv.DictReader((tmp_path / "r.csv").read_text().splitlines())
-    assert first["queue.max_staleness"] == "2" and first["staleness_mean"] == "1.15"
-    assert (first["held_out_reward_end"], second["held_out_reward_end"]) == ("0.9", "")
-
-
-def test_the_question_of_the_page_and_of_the_picture_is_what_the_file_sweeps(result: CellResult) -> None:
-    sweep = sweep_of((0,), **{"queue.max_staleness": [2], "loss.kind": ["cispo", "ppo_clip"]})
+def test_page_and_picture_say_what_the_file_sweeps_and_the_budget(result: CellResult) -> None:
+    values = {"queue.max_staleness": [2], "loss.kind": ["cispo", "ppo_clip"]}
+    sweep = sweep_of((0,), **values).model_copy(update={"samples": 64})
     runs = [replace(result, setting=(("queue.max_staleness", 2), ("loss.kind", kind))) for kind in ("cispo", "ppo_clip")]
     question, grid = (
         "What do queue.max_staleness and loss.kind do to learning?",
         "queue.max_staleness = 2; loss.kind = cispo, ppo_clip",
     )
     page, title = page_of(sweep, runs), picture(runs, sweep).get_suptitle()
-    assert page.startswith(f"# {question}\n") and f"Sweep `s`: {grid}. Seeds: 0." in page
+    assert page.startswith(f"# {question}\n") and f"Sweep `s`: {grid}. Seeds: 0." in page and "![" not in page
+    assert " with none. Budget: 64 samples trained on per run. " in page
     assert title == f"{question}\ns: {grid}; 1 seed, 64 samples trained on per run"
     assert sweep_of((0,)).question == "What does queue.max_staleness do to learning?"
 
 
-def test_eight_settings_are_drawn_over_steps_and_over_seconds_and_named_whole_in_legend_and_rows(result: CellResult) -> None:
-    bounds = (0, 1, 2, 3, 4, 6, 8, 12)
-    runs = [
-        replace(each, seconds=tuple((1 + each.seed) * s for s in each.seconds))
-        for each in grid(result, {bound: [0.9, 0.8] for bound in bounds})
-    ]
-    figure = picture(runs, sweep_of((0, 1)))
-    steps, seconds, outcome, _ = figure.axes
-    assert list(steps.lines[0].get_xdata()) == [1, 2, 4], "the third step has no reward"
-    assert list(seconds.lines[0].get_xdata()) == [7.5, 9.0, 13.5], "means of the seeds"
-    assert [list(line.get_ydata()) for line in seconds.lines] == [list(line.get_ydata()) for line in steps.lines]
-    names = [f"queue.max_staleness = {bound}" for bound in bounds]
-    (legend,) = figure.subfigs[0].legends
-    assert [each.get_text() for each in legend.get_texts()] == names
-    assert [each.get_text() for each in outcome.get_yticklabels()] == names
-
-
-def test_two_swept_keys_are_drawn_with_a_column_for_each_value_of_the_first(result: CellResult) -> None:
-    values = {"queue.max_staleness": [0, 4], "loss.kind": ["ppo_clip", "cispo", "online_dpo"]}
-    runs = [
-        replace(result, setting=(("queue.max_staleness", age), ("loss.kind", kind)), seed=seed)
-        for age in values["queue.max_staleness"]
-        for kind in values["loss.kind"]
-        for seed in (0, 1)
-    ]
-    figure = picture(runs, sweep_of((0, 1), **values))
-    young, old, young_over_seconds, old_over_seconds, outcome, _ = figure.axes
-    assert (young.get_title(), old.get_title()) == ("queue.max_staleness = 0", "queue.max_staleness = 4")
-    for axes in (young, old, young_over_seconds, old_over_seconds):
-        assert [line.get_label() for line in axes.lines] == [f"loss.kind = {kind}" for kind in values["loss.kind"]]
-    assert len(figure.subfigs[0].legends[0].get_texts()) == 3
-    assert [each.get_text() for each in outcome.get_yticklabels()][4] == "queue.max_staleness = 4\nloss.kind = cispo"
+def test_settings_are_drawn_over_steps_and_over_seconds_and_named_whole_in_legend_and_rows(result: CellResult) -> None:
+    """Of two swept keys, with a column for each value of the first."""
+    for values in (
+        {"queue.max_staleness": [0, 1, 2, 3, 4, 6, 8, 12]},
+        {"queue.max_staleness": [0, 4], "loss.kind": ["a", "b", "c"]},
+    ):
+        settings = [tuple(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+        runs = [replace(result, setting=setting, seed=seed, seconds=tuple((1 + seed) * s for s in result.seconds))
+                for setting in settings for seed in (0, 1)]  # fmt: skip
+        figure = picture(runs, sweep_of((0, 1), **values))
+        *learning, outcome, _ = figure.axes
+        columns = len(learning) // 2
+        for steps, seconds in zip(learning[:columns], learning[columns:], strict=True):
+            assert list(steps.lines[0].get_xdata()) == [1, 2, 4], "the third step has no reward"
+            assert list(seconds.lines[0].get_xdata()) == [7.5, 9.0, 13.5], "means of the seeds"
+            assert [list(line.get_ydata()) for line in seconds.lines] == [list(line.get_ydata()) for line in steps.lines]
+        last = list(dict.fromkeys(f"{setting[-1][0]} = {setting[-1][1]}" for setting in settings))
+        assert [each.get_text() for each in figure.subfigs[0].legends[0].get_texts()] == last
+        rows = ["\n".join(f"{key} = {value}" for key, value in setting) for setting in settings]
+        assert [each.get_text() for each in outcome.get_yticklabels()] == rows
+    assert [axes.get_title() for axes in learning[:2]] == ["queue.max_staleness = 0", "queue.max_staleness = 4"]

@@ -67,20 +67,6 @@ def test_settings_given_with_the_command_are_laid_upon_the_overrides_of_every_ce
     assert {cell.config.learner.learning_rate for cell in cells} == {0.5}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"queue.max_staleness": 1}, "'queue.max_staleness' is swept and overridden with 1; leave out one of the two"),
-        ({"seed": 4}, "'seed' is decided by the sweep; set sweep.seeds"),
-        ({"max_step": 4}, "seed = 0: unknown key 'max_step': did you mean 'max_steps'"),
-        ({"sweep.seeds": [2, 2]}, "'seeds' = .* hold one twice"),
-    ],
-)
-def test_a_wrong_setting_given_with_the_command_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_sweep(write(tmp_path, HEAD + VALUES), given)
-
-
 def test_the_shipped_sweep_goes_by_its_name() -> None:
     sweep, cells = load_sweep(Path("quick"))
     assert (sweep, cells) == load_sweep(STALENESS / "quick.toml")
@@ -109,19 +95,7 @@ OVERRIDES = "[sweep.overrides]\n"
 # what stands between the head of a sweep and its values
 ADDED = {
     "unknown key": ("seed = [1]\n", "unknown key 'seed': did you mean 'seeds'"),
-    "swept and overridden": (OVERRIDES + "queue.max_staleness = 1\n", "swept and overridden with 1"),
-    "seed overridden": (OVERRIDES + "seed = 4\n", "'seed' is decided by the sweep; set sweep.seeds"),
     "a cell that would hang": (OVERRIDES + "learner.publish_every = 3\n", "= 0, seed = 0: .*would hang"),
-    "two budgets": ("samples = 64\ntokens = 9\n", "sweep.samples = 64 and sweep.tokens = 9: a sweep has one budget"),
-    "tokens and seconds": ("tokens = 9\nseconds = 9\n", "sweep.tokens = 9 and sweep.seconds = 9.0: a sweep has one budget"),
-    "no tokens": ("tokens = 0\n", "tokens = 0: Input should be greater than or equal to 1"),
-    "half a second": ("seconds = 0.5\n", "seconds = 0.5: Input should be greater than or equal to 1"),
-    "tokens and a limit": ("tokens = 9\n" + OVERRIDES + "max_seconds = 9\n", "'max_seconds' is another .* sweep.tokens = 9"),
-    "samples and a limit": (
-        "samples = 64\n" + OVERRIDES + "max_trained_tokens = 9\n",
-        "another budget beside sweep.samples = 64",
-    ),
-    "a run of no time": (OVERRIDES + "max_seconds = 0\n", "max_seconds = 0: .*greater than or equal to 1"),
     "no end": (OVERRIDES + "max_steps = 'none'\n", "over the same steps and prompts, and .* has no max_steps"),
     "a spool": ("samples = 64\n" + OVERRIDES + "data = { source = 'spool:x', options = {} }\n", "has data.source = 'spool:"),
 }
@@ -130,12 +104,10 @@ REFUSED = {
     "unknown table": (HEAD + VALUES + "[swep]\n", "unknown key 'swep': did you mean 'sweep'"),
     "no sweep": ("", r"has no table \[sweep\]"),
     "no values": (HEAD, "has no axis; give"),
-    "empty values": (HEAD + "[sweep.values]\n", "has no axis; give"),
     "no seeds": (HEAD.replace("[0, 1]", "[]") + VALUES, r"seeds = \(?\[?\(?"),
     "not TOML": (HEAD + "values", "cannot be read"),
     "a single value": (HEAD + VALUES.replace("[0, 2]", "2"), "'queue.max_staleness' = 2; give a list"),
     "a value twice": (HEAD + VALUES.replace("[0, 2]", "[2, 2]"), "hold one twice"),
-    "a seed twice": (HEAD.replace("[0, 1]", "[3, 3]") + VALUES, "values of 'seeds' = .*hold one twice"),
     "key of a run": (HEAD + VALUES.replace("staleness", "stalenes"), "max_stalenes = 0, seed = 0: unknown key .*did you mean"),
     "one directory for two": (HEAD + '[sweep.values]\n"data.template" = ["{prompt}!", "{prompt}?"]\n', "share the directory"),
     "one run under two names": (
@@ -159,11 +131,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_sweep_is_refused_with_what_to_do(case: str, tmp_path: Path) -> None:
-    text, message = REFUSED[case]
+GIVEN: dict[str, tuple[dict[str, Any], str]] = {
+    "swept": ({"queue.max_staleness": 1}, "'queue.max_staleness' is swept and overridden with 1; leave out one of the two"),
+    "a seed": ({"seed": 4}, "'seed' is decided by the sweep; set sweep.seeds"),
+    "no key": ({"max_step": 4}, "seed = 0: unknown key 'max_step': did you mean 'max_steps'"),
+    "seeds given twice": ({"sweep.seeds": [2, 2]}, "'seeds' = .* hold one twice"),
+    "samples that fill no batch": ({"sweep.samples": 1300}, "1300 is no multiple of the 128 completions of a step; .*: 1280"),
+}
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *GIVEN])
+def test_a_wrong_sweep_or_a_wrong_setting_given_with_the_command_is_refused_with_what_to_do(case: str, tmp_path: Path) -> None:
+    text, message = REFUSED.get(case, (HEAD + VALUES, ""))
+    given, message = GIVEN.get(case, ({}, message))
     with pytest.raises(ConfigError, match=message):
-        load_sweep(write(tmp_path, text))
+        load_sweep(write(tmp_path, text), given)
 
 
 def test_a_sweep_that_does_not_exist_names_those_that_are_shipped(tmp_path: Path) -> None:
@@ -196,26 +178,21 @@ def test_how_far_a_cell_is_what_is_on_disk_says(case: str, small: Any) -> None:
     cell = Cell(small(**settings), {"queue.max_staleness": 1})
     if metrics is not None:
         ended_run(cell.config, metrics, evaluations)
+        running = RunDir.reopen(cell.config)
+        with pytest.raises(ConfigError, match=r"is being run by process \d+ on host .*; wait, or stop it"):
+            state_of(cell, 64)
+        running.retire()
     assert state_of(cell, 64) == state
 
 
-TWO, ONE = ({"rewards.weights": weights} for weights in ({"a": 2.0, "b": 1.0}, {"a": 2.0}))
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "says"),
-    [
-        ({}, {"max_steps": 5}, r" \(max_steps: 4 -> 5\)\. Restore them, those of --set too; or keep both"),
-        (TWO, ONE, ""),
-    ],
-    ids=["one that a resume may change", "a removed option"],
-)
-def test_other_settings_than_those_of_its_run_are_refused(
-    before: dict[str, Any], now: dict[str, Any], says: str, small: Any
-) -> None:
-    ended_run(small(**before), FOUR)
-    with pytest.raises(ConfigError, match=f"run with other settings{says}"):
-        state_of(Cell(small(**now), {}), 64)
+def test_other_settings_than_those_of_its_run_are_refused(small: Any) -> None:
+    two, one = ({"rewards.weights": weights} for weights in ({"a": 2.0, "b": 1.0}, {"a": 2.0}))
+    for number, (before, now, change) in enumerate(
+        (({}, {"max_steps": 5}, "max_steps: 4 -> 5"), (two, one, "rewards.weights.b: 1.0 -> 'default'"))
+    ):
+        ended_run(small(**before, name=str(number)), FOUR)
+        with pytest.raises(ConfigError, match=rf"with other settings \({change}\)\. Restore them, those of --set too"):
+            state_of(Cell(small(**now, name=str(number)), {}), 64)
 
 
 def test_how_a_run_is_watched_and_what_a_reward_says_of_itself_are_no_changed_settings(small: Any, tmp_path: Path) -> None:
@@ -224,14 +201,6 @@ def test_how_a_run_is_watched_and_what_a_reward_says_of_itself_are_no_changed_se
     own = {"rewards.functions": [str(tmp_path / "judge.py:judge")]}
     ended_run(as_rewards_want(small(**own)), FOUR)
     assert state_of(Cell(small(**own, stall_timeout_s=7.0), {}), 64) == "finished"
-
-
-def test_a_cell_that_another_process_runs_is_left_alone(small: Any) -> None:
-    ended_run(small(), FOUR)
-    running = RunDir.reopen(small())
-    with pytest.raises(ConfigError, match=r"is being run by process \d+ on host .*; wait, or stop it"):
-        state_of(Cell(small(), {}), 64)
-    running.retire()
 
 
 def test_an_axis_of_named_values_sets_several_keys_at_once(tmp_path: Path) -> None:
@@ -251,24 +220,10 @@ def test_samples_decide_the_steps_where_batches_differ(tmp_path: Path) -> None:
     cells = cells_of(tmp_path, HEAD + "samples = 1280\n" + sizes)
     assert [cell.config.max_steps for cell in cells[:2]] == [20, 10]
     assert all(cell.swept == {"learner.batch_size", "max_steps"} for cell in cells), "the steps may differ between cells"
-    with pytest.raises(ConfigError, match=r"sweep.samples = 1300 is no multiple of the 64 completions of a step; .*: 1280"):
-        cells_of(tmp_path, HEAD + "samples = 1300\n" + sizes)
 
 
-@pytest.mark.parametrize(
-    ("given", "limits", "words"),
-    [
-        ({"sweep.tokens": 900}, (900, None), "900 tokens trained on per run"),
-        ({"sweep.seconds": 60}, (None, 60.0), "60 seconds of training per run"),
-        ({"sweep.samples": 1280}, (None, None), "1,280 samples trained on per run"),
-        ({}, (77, None), ""),
-    ],
-)
-def test_a_budget_of_the_sweep_takes_the_place_of_that_of_its_base(
-    tmp_path: Path, given: dict[str, Any], limits: tuple[Any, Any], words: str
-) -> None:
+def test_a_budget_of_the_sweep_takes_the_place_of_that_of_its_base(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(dump(load(QUICK, {"max_trained_tokens": 77})))
-    sweep, cells = load_sweep(write(tmp_path, HEAD.replace(str(QUICK), "base.toml") + VALUES), given)
-    assert {(cell.config.max_trained_tokens, cell.config.max_seconds) for cell in cells} == {limits}
-    assert sweep.budget == words
-    assert {cell.config.max_steps for cell in cells} == {1280 // 128 if "sweep.samples" in given else 150}
+    path = write(tmp_path, HEAD.replace(str(QUICK), "base.toml") + VALUES)
+    for given, expected in (({}, (77, 150)), ({"sweep.samples": 1280}, (None, 10)), ({"max_trained_tokens": 900}, (900, 150))):
+        assert {(each.config.max_trained_tokens, each.config.max_steps) for each in load_sweep(path, given)[1]} == {expected}

@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,7 +18,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from async_rlhf.api import run
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.staleness import on_ray
 from async_rlhf.experiments.staleness.config import load_sweep
 from async_rlhf.experiments.staleness.progress import CellProgress
@@ -111,68 +109,55 @@ def test_cells_run_on_nodes_of_their_own_and_one_whose_node_dies_ends_on_another
     assert run_sweep(path, (), said.append), "the results are known here too, and nothing is run again"
 
 
-def test_an_interrupt_drains_the_cells_and_says_what_stays_on_a_node_whose_disk_is_its_own(
+def test_an_interrupt_drains_the_cells_and_says_where_their_runs_are_kept(
     cluster: Cluster, sweep: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, said = sweep([5, 6], max_steps=500), list[str]()
     on_first_step(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGINT))
-    unseen = SimpleNamespace(name=str(tmp_path / "unseen"))
-    monkeypatch.setattr(on_ray, "NamedTemporaryFile", lambda **_: nullcontext(unseen))
     assert not run_sweep(path, (), said.append, jobs=1, ray=cluster.address)
-    assert not (tmp_path / "sweeps/tiny/queue.max_staleness-0_seed-6").exists()
-    steps = RunDir(tmp_path / "sweeps/tiny/queue.max_staleness-0_seed-5").read_metrics()
-    assert 0 < len(steps) < 500
-    *_, alone, last = said
-    assert "not ended, and kept on" in alone and str(tmp_path / "sweeps/tiny/queue.max_staleness-0_seed-5") in alone
+    run = tmp_path / "sweeps/tiny/queue.max_staleness-0_seed-5"
+    assert not run.with_name("queue.max_staleness-0_seed-6").exists() and 0 < len(RunDir(run).read_metrics()) < 500
+    *_, kept, last = said
+    assert f"not ended; its run is kept in {run} of " in kept
     assert last == (
         f"drained: 2 of 2 cells are left. The same command goes on here: async-rlhf sweep {path} --ray {cluster.address}"
     )
 
 
-def test_nodes_that_lack_a_file_or_have_another_are_refused_before_anything_runs(
+def test_a_node_that_has_another_file_is_given_no_run(
     cluster: Cluster, sweep: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = sweep([3])
-    monkeypatch.setattr(on_ray, "contents", lambda *_, **__: {str(tmp_path / "odd.py"): "another digest"})
-    with pytest.raises(ConfigError, match=r"nodes cannot run the cells: \S+ \(\w+\): not the same as here: .*/odd.py. Every"):
+    path, contents, other = sweep([3]), on_ray.contents, {str(tmp_path / "odd.py"): "another digest"}
+    monkeypatch.setattr(on_ray, "contents", lambda *given, **named: contents(*given, **named) | other)
+    with pytest.raises(
+        AsyncRLHFError, match=r"1 of 1 cells failed, .*not the same there as here: \S*/odd.py. Every node needs"
+    ):
         run_sweep(path, (), ray=cluster.address)
-    assert not (tmp_path / "sweeps").exists()
+    assert not list((tmp_path / "sweeps" / "tiny").glob("queue*"))
 
 
-def test_a_cell_that_is_asked_nothing_any_more_ends_with_its_process(sweep: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_job_finds_the_shipped_files_of_another_installation_and_ends_with_its_process_when_it_is_asked_nothing(
+    sweep: Callable[..., Path],
+) -> None:
     _, (cell,) = load_sweep(sweep([3], max_steps=500))
-    text = on_ray._text(Job(cell, "cell 1/1", 64, tmp_path / "kept.json"))
+    job = Job(cell, "cell 1/1", 64, Path("kept.json"))
+    text = on_ray._text(job)
+    assert str(REPOSITORY / "configs") not in text and on_ray._read(text) == job
     code = (
         "import sys, threading\nfrom async_rlhf.experiments.staleness.on_ray import CellOnNode\n"
-        "cell = CellOnNode(sys.argv[1], 0.5)\nthreading.Event().wait()"
+        "cell = CellOnNode(sys.argv[1], dict(), 0.5)\nthreading.Event().wait()"
     )
     assert subprocess.run([sys.executable, "-c", code, text], cwd=REPOSITORY, timeout=300, check=False).returncode == 1
 
 
-def test_a_job_names_shipped_files_so_that_another_installation_finds_its_own(sweep: Callable[..., Path]) -> None:
-    _, (cell,) = load_sweep(sweep([3]))
-    job = Job(cell, "cell 1/1", 64, Path("kept.json"))
-    text = on_ray._text(job)
-    assert str(REPOSITORY / "configs") not in text
-    assert on_ray._read(text) == job
-
-
-@pytest.mark.parametrize(
-    ("overrides", "options", "message"),
-    [
-        ([], {"jobs": 0}, "--jobs 0: choose 1 or more"),
-        (["launch.kind=ray"], {}, "a cell runs on one node, with launch.kind = 'local'"),
-        ([], {}, "--ray = '127.0.0.1:1': no Ray cluster answers there"),
-    ],
-)
-def test_what_no_cluster_could_do_is_refused(
-    sweep: Callable[..., Path], overrides: list[str], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        run_sweep(sweep([3]), overrides, ray="127.0.0.1:1", **options)
-
-
-def test_without_ray_the_extra_is_named(sweep: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_cluster_could_do_is_refused(sweep: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    for overrides, jobs, message in (
+        ([], 0, "--jobs 0: choose 1 or more"),
+        (["launch.kind=ray"], None, "a cell runs on one node, with launch.kind = 'local'"),
+        ([], None, "--ray = '127.0.0.1:1': no Ray cluster answers there"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            run_sweep(sweep([3]), overrides, jobs=jobs, ray="127.0.0.1:1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--ray = 'auto' needs the package ray: pip install 'async-rlhf\[ray\]'"):
         run_sweep(sweep([3]), (), ray="auto")

@@ -22,14 +22,13 @@ from async_rlhf.experiments.staleness.outcomes import (
     log_seconds,
     off_one_curve,
     path,
-    power,
     reached,
     scores_apart,
     target,
 )
 from async_rlhf.experiments.staleness.plot import settings_of
 from async_rlhf.experiments.staleness.trade_offs import picture
-from async_rlhf.experiments.statistics import Difference, detectable, holm, paired
+from async_rlhf.experiments.statistics import holm, paired
 from tests.conftest import REPOSITORY
 
 CELLS = REPOSITORY / "experiments" / "staleness" / "rates" / "cells"
@@ -65,17 +64,14 @@ def test_the_target_is_nine_tenths_of_what_the_first_setting_learned(result: Cel
 def test_a_target_is_reached_by_the_mean_of_640_completions_and_by_no_single_batch(result: CellResult) -> None:
     assert reached(result, 0.49) == Reached(steps=7, samples=896.0, tokens=350.0, seconds=7.0)
     assert reached(result, 0.81) is None
+    gaps = reached(replace(result, rewards=(None, None, 0.5, 0.7, *(None,) * 6)), 0.59)
+    assert gaps is not None and gaps.steps == 5, "steps without a reward are left out of the mean"
     assert reached(replace(result, rewards=(1.0, *(0.0,) * 9)), 0.5) is None, "four steps are not there to be averaged"
     large = replace(result, trained_samples=6400, curves={"samples": (640.0,) * 10})
     at_once = reached(large, 0.49)
     assert at_once is not None and at_once.steps == 5, "a large batch is enough by itself"
     old = reached(replace(result, curves={}), 0.49)
     assert old is not None and (old.samples, old.tokens) == (896.0, None), "equally many samples a step, tokens unknown"
-
-
-def test_steps_without_a_reward_are_left_out_of_the_mean(result: CellResult) -> None:
-    found = reached(replace(result, rewards=(None, None, 0.5, 0.7, None, None, None, None, None, None)), 0.59)
-    assert found is not None and found.steps == 5
 
 
 def test_areas_are_compared_within_a_seed_and_corrected_together(result: CellResult) -> None:
@@ -88,7 +84,7 @@ def test_areas_are_compared_within_a_seed_and_corrected_together(result: CellRes
     alone = [paired([0.5 + 0.01 * s + gap * (1 + 0.1 * s) for s in range(3)], [0.5 + 0.01 * s for s in range(3)])
              for gap in (0.1, 0.001)]  # fmt: skip
     assert list(found) == ["loss.kind = b", "loss.kind = c"]
-    assert [each.found.mean for each in found.values()] == pytest.approx([0.11, 0.0011])
+    assert [each.mean for each in found.values()] == pytest.approx([0.11, 0.0011])
     assert [each.adjusted for each in found.values()] == pytest.approx(holm([each.p or 0.0 for each in alone]))
     blind = [replace(each, held_out_end=HeldOut(None, None)) for each in results]
     assert compared(blind) == {}, "nothing was measured"
@@ -103,14 +99,14 @@ def test_settings_are_compared_with_the_one_that_differs_in_a_single_key(result:
         for seed in range(3) for kind in ("a", "b") for age in (0, 4, 16)
     ]  # fmt: skip
     by_age = contrasts(results, "queue.max_staleness")
-    assert [(label, round(each.found.mean, 6)) for label, each in by_age.items()] == [
+    assert [(label, round(each.mean, 6)) for label, each in by_age.items()] == [
         ("loss.kind = a, queue.max_staleness = 4", -0.044), ("loss.kind = a, queue.max_staleness = 16", -0.176),
         ("loss.kind = b, queue.max_staleness = 4", 0.0), ("loss.kind = b, queue.max_staleness = 16", 0.0),
     ]  # fmt: skip
     by_kind = contrasts(results, "loss.kind")
-    assert [round(each.found.mean, 6) for each in by_kind.values()] == [0.0, 0.044, 0.176]
-    alone = [each.found.p for each in by_age.values() if each.found.p is not None]
-    assert [each.adjusted for each in by_age.values() if each.found.p is not None] == holm(alone), "one family"
+    assert [round(each.mean, 6) for each in by_kind.values()] == [0.0, 0.044, 0.176]
+    alone = [each.p for each in by_age.values() if each.p is not None]
+    assert [each.adjusted for each in by_age.values() if each.p is not None] == holm(alone), "one family"
 
 
 def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_had_ended(result: CellResult) -> None:
@@ -120,7 +116,7 @@ def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_ha
     assert number(result) == pytest.approx(0.8), "the mean of its last five steps"
     assert [number(slow), number(quick_seed[1])] == pytest.approx([0.3, 0.3]), "after five steps, whatever another seed took"
     longer = contrasts([result, slow], "loss.kind", log_seconds)["loss.kind = b"]
-    assert longer.found.mean == pytest.approx(math.log(2))
+    assert longer.mean == pytest.approx(math.log(2))
 
 
 def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
@@ -176,16 +172,6 @@ def test_settings_lie_on_one_curve_of_score_over_divergence_or_so_far_from_it(re
     assert found == pytest.approx({"loss.kind = a": 0.0, "loss.kind = b": math.sqrt(2.5 / 6)})
 
 
-def test_power_is_what_the_seeds_that_there_are_can_show() -> None:
-    found = power(Difference(0.1, 0.0, 0.2, 5, 0.5, deviation=0.04))
-    assert found is not None and found.for_half is not None
-    assert found.detectable == detectable(0.04, 5)
-    assert detectable(0.04, found.for_half) <= found.detectable / 2 < detectable(0.04, found.for_half - 1)
-    assert power(Difference(0.1, 0.1, 0.1, 1, None)) is None, "one seed shows nothing"
-    same = power(Difference(0.1, 0.1, 0.1, 3, 0.0, deviation=0.0))
-    assert same is not None and (same.detectable, same.for_half) == (0.0, None)
-
-
 def titles(results: list[CellResult], sweep: SweepConfig) -> list[str]:
     """The first lines of the panels' titles."""
     return [axes.get_title().partition("\n")[0] for axes in picture(results, sweep).axes]
@@ -205,7 +191,7 @@ def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: Ce
     assert titles(results, sweep) == whole, "no run reached the target"
     results[0] = replace(result, reward_last_quarter=0.8)
     assert titles(results, sweep) == [*whole, "Samples to the target of 0.730", "Seconds to the target of 0.730"]
-    bare = [replace(each, curves={}, evaluations=(), kl_behaviour_mean=None, is_ess_mean=None) for each in results]
+    bare = [replace(each, curves={}, kl_behaviour_mean=None, is_ess_mean=None) for each in results]
     assert titles(bare, sweep)[:2] == [whole[0], whole[2]] and len(titles(bare, sweep)) == 4
 
 
@@ -229,15 +215,6 @@ def test_as_many_settings_of_one_colour_as_an_experiment_has_corrections_are_tol
         f"loss.kind = {k}" for k in kinds
     ]
     assert [len(axes.get_lines()) for axes in of_reference] == [2] * 6
-
-
-def test_tiny_divergences_are_written_out_and_have_no_factor_beside_the_axis(result: CellResult) -> None:
-    results = [replace(result, held_out_end=HeldOut(0.5, None), kl_behaviour_mean=1e-8 * seed, seed=seed) for seed in (1, 2)]
-    figure = picture(results, SweepConfig(name="s", base="b", seeds=(1, 2), values={"loss.kind": ["a"]}))
-    (axes,) = (axes for axes in figure.axes if "sampling policy" in axes.get_title())
-    figure.draw_without_rendering()
-    assert axes.xaxis.get_offset_text().get_text() == ""
-    assert "1.5e-08" in [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_xticklabels()]
 
 
 def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:

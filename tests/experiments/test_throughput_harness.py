@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +17,7 @@ from typer.testing import CliRunner, Result
 from async_rlhf.experiments.throughput import __main__ as bench
 from async_rlhf.experiments.throughput.__main__ import PARTS
 from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, alternate, rates
-from async_rlhf.experiments.throughput.results import COMMITTED, merged
-from async_rlhf.experiments.throughput.tables import Results, documents, ratio_text
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from async_rlhf.experiments.throughput.tables import COMMITTED, documents, field, merged, render
 
 
 def test_sides_take_turns_in_alternating_order_and_the_first_turn_is_left_out() -> None:
@@ -39,14 +36,13 @@ def test_a_ratio_is_the_median_of_the_turns_ratios_with_lowest_and_highest() -> 
     row = Row.of("load", rates(60.0, {"ours": [1.0, 2.0, 3.0], "other": [2.0, 2.0, 9.0]}), "tok/s", at_least=1.2)
     assert row.sides == {"ours": 30.0, "other": 30.0}
     assert (row.ratio, row.lowest, row.highest, row.turns) == (2.0, 1.0, 3.0, 3)
-    assert row.goal == "at least 1.2, reached"
     assert str(row) == "load: ours 30 tok/s  other 30 tok/s; ratio 2 (1 to 3); turns 3; goal at least 1.2, reached"
 
 
 def test_a_row_measured_beside_other_programs_names_their_share_and_a_count_does_not() -> None:
     timed = Row("load", {}, "s", 1.0, 1.0, 1.0, turns=3, foreign=0.4)
-    assert timed.note == "not quiet: other programs used 40%, measure again"
-    assert Row("load", {}, "bytes", 1.0, 1.0, 1.0, turns=None, foreign=0.4).note == ""
+    assert str(timed).endswith("; not quiet: other programs used 40%, measure again")
+    assert "quiet" not in str(replace(timed, turns=None))
 
 
 def test_what_children_and_orphans_take_is_the_benchmarks_own() -> None:
@@ -70,23 +66,15 @@ def invoke(part: object, *arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_a_part_takes_its_own_options_beside_those_of_all() -> None:
+def test_a_part_takes_its_own_options_and_without_its_package_keeps_its_rows_and_ends_with_the_code_for_it() -> None:
     def part(bench: Bench, size: Annotated[int, typer.Option()] = 1) -> Iterator[Row]:
         yield Row.of("load", {"bytes": [size] * bench.num_turns(5)}, "bytes")
+        raise MissingError("vLLM is not installed")
 
     done = invoke(part, "--size", "7", "--turns", "2", "--json")
     row = json.loads(done.stdout)
     assert (row["part"], row["sides"], row["turns"]) == ("mine", {"bytes": 7}, 2)
-
-
-def test_a_part_without_its_package_keeps_its_rows_and_ends_with_the_code_for_it() -> None:
-    def part(bench: Bench) -> Iterator[Row]:
-        yield Row.of("load", {"bytes": [1]}, "bytes")
-        raise MissingError("vLLM is not installed")
-
-    done = invoke(part)
-    assert done.exit_code == bench.MISSING
-    assert "load: bytes 1 bytes" in done.output and "mine: vLLM is not installed" in done.output
+    assert done.exit_code == bench.MISSING and "mine: vLLM is not installed" in done.output
 
 
 def test_help_lists_every_part_and_every_part_is_a_generator_function() -> None:
@@ -94,6 +82,8 @@ def test_help_lists_every_part_and_every_part_is_a_generator_function() -> None:
     for part in bench.PARTS:
         assert part in shown
         assert callable(bench.load(part))
+    refused = CliRunner().invoke(bench.app, ["--only", "speed"])
+    assert refused.exit_code == 2 and "there are engine, vllm_side" in " ".join(refused.output.split())
     assert "--model" in CliRunner().invoke(bench.app, ["engine", "--help"]).stdout
 
 
@@ -103,7 +93,7 @@ def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
     def measure(part: str, options: list[str], quiet: bool) -> bench.Outcome:
         how = {"queue": "failed (1)", "vllm_side": "missing a package"}.get(part, "measured")
         rows = (Row.of("load", {"a": [1.0], "b": [2.0]}, "s"),) if how == "measured" else ()
-        return bench.Outcome(part, how, rows, 1.0)
+        return bench.Outcome(how, rows, 1.0)
 
     monkeypatch.setattr(bench, "measure", measure)
     done = CliRunner().invoke(bench.app, ["--output", str(tmp_path / "all.json"), "--small"])
@@ -115,11 +105,6 @@ def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
     assert run["machine"]["cores"] and run["versions"]["torch"] and run["commit"]
     assert len(written["rows"]) == len(bench.PARTS) - 2
     assert written["rows"][0].keys() == {"run", *asdict(Row.of("load", {"a": [1.0]}, "s"))}
-
-
-def test_an_unknown_part_is_refused_with_the_names_of_all() -> None:
-    done = CliRunner().invoke(bench.app, ["--only", "speed"])
-    assert done.exit_code == 2 and "there are engine, vllm_side" in " ".join(done.output.split())
 
 
 COMMITTED_RESULTS: dict[str, Any] = json.loads(COMMITTED.read_text())
@@ -143,43 +128,32 @@ def row(load: str, run: str, ratio: float | None, **further: Any) -> dict[str, A
 
 
 def test_a_cell_shows_the_range_and_turns_where_they_are_known() -> None:
-    assert ratio_text(row("a", "old", 1.25)) == "1.25"
-    assert ratio_text(row("a", "old", 1.25, lowest=1.0, highest=2.0, turns=5)) == "1.25 (1 to 2, 5 turns)"
-    assert ratio_text(row("a", "old", None, lowest=1.0, highest=2.0)) == "1 to 2"
-    assert ratio_text(row("a", "old", None)) == "unknown"
+    for ratio, known, shown in (
+        (1.25, {}, "1.25"), (1.25, {"lowest": 1.0, "highest": 2.0, "turns": 5}, "1.25 (1 to 2, 5 turns)"),
+        (None, {"lowest": 1.0, "highest": 2.0}, "1 to 2"), (None, {}, "unknown"),
+    ):  # fmt: skip
+        assert field(row("a", "old", ratio, **known), "ratio") == shown
 
 
-def test_a_cell_without_its_row_is_refused_with_the_row() -> None:
-    with pytest.raises(KeyError, match="no row of engine for 'a'"):
-        Results({"runs": {}, "rows": []}).cell("{engine/a/ratio}")
-
-
-def test_new_rows_replace_old_ones_and_a_run_without_rows_is_dropped() -> None:
+def test_new_rows_replace_old_ones_a_run_without_rows_is_dropped_and_a_small_run_is_not_taken_over() -> None:
     old = {"runs": {"old": {}, "older": {}}, "rows": [row("a", "older", 1.0), row("b", "old", 1.0)]}
     new = {"runs": {"new": {"small": False}}, "rows": [row("a", "new", 2.0)]}
     both = merged(old, new)
     assert both["runs"] == {"old": {}, "new": {"small": False}}
     assert [(each["load"], each["ratio"]) for each in both["rows"]] == [("a", 2.0), ("b", 1.0)]
-
-
-def test_a_small_run_is_not_taken_over() -> None:
-    new = {"runs": {"now": {"small": True}}, "rows": [row("a", "now", 2.0)]}
     with pytest.raises(ValueError, match="now ran with --small"):
-        merged({"runs": {}, "rows": []}, new)
+        merged(old, {"runs": {"now": {"small": True}}, "rows": [row("a", "now", 2.0)]})
 
 
 def test_conditions_name_the_run_and_what_other_programs_used() -> None:
-    machine = {"cores": 2, "cpu": "A CPU", "memory_gib": 8.0}
     run = {
-        "conditions": None,
-        "machine": machine,
-        "commit": "abc",
-        "date": "2026-01-01 00:00",
-        "versions": {"torch": "2", "trl": None},
-    }
-    results = Results({"runs": {"new": run}, "rows": [row("a", "new", 2.0, foreign=0.3, turns=5)]})
-    found = results.conditions(results.rows_of(["{engine/a/ratio}"]))
-    assert (
-        found
-        == "2 cores (A CPU), 8 GiB, commit abc, 2026-01-01 00:00 UTC, torch 2. Other programs used up to 30% of the cores."
+        "conditions": None, "machine": {"cores": 2, "cpu": "A CPU", "memory_gib": 8.0}, "commit": "abc",
+        "date": "2026-01-01 00:00", "versions": {"torch": "2", "trl": None},
+    }  # fmt: skip
+    content = {"runs": {"new": run}, "rows": [row("a", "new", 2.0, foreign=0.3, turns=5)]}
+    assert render({"columns": ["x"], "rows": [["{engine/a/ratio}"]]}, content).endswith(
+        "| 2 |\n\nConditions: 2 cores (A CPU), 8 GiB, commit abc, 2026-01-01 00:00 UTC, torch 2. Other programs used up to 30% "
+        "of the cores."
     )
+    with pytest.raises(KeyError, match="no row of engine for 'b'"):
+        render({"columns": ["x"], "rows": [["{engine/b/ratio}"]]}, content)

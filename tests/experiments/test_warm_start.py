@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.experiments.warm_start.demonstrations import (
+from async_rlhf.experiments.warm_start.make_model import WarmStart, accuracy, completion_loss, train
+from async_rlhf.experiments.warm_start.make_player import Piece, turn_loss
+from async_rlhf.experiments.warm_start.make_player import demonstrate as demonstrate_episodes
+from async_rlhf.experiments.warm_start.speller import (
     HABITS,
     INSTRUCTION,
     OPTIONS,
@@ -24,14 +27,12 @@ from async_rlhf.experiments.warm_start.demonstrations import (
     Demonstration,
     demonstrate,
     load_words,
+    make_model,
+    make_tokenizer,
 )
-from async_rlhf.experiments.warm_start.episodes import Piece
-from async_rlhf.experiments.warm_start.episodes import demonstrate as demonstrate_episodes
-from async_rlhf.experiments.warm_start.make_model import WarmStart, accuracy, completion_loss, learning_rate, train
-from async_rlhf.experiments.warm_start.make_player import turn_loss
-from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
+from tests.conftest import REPOSITORY
 
-SHIPPED = Path(__file__).parents[2] / "configs" / "models" / "tiny-speller"
+SHIPPED, PLAYER = (REPOSITORY / "configs" / "models" / name for name in ("tiny-speller", "tiny-player"))
 TOKENIZER = AutoTokenizer.from_pretrained(SHIPPED, local_files_only=True)
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
@@ -43,15 +44,16 @@ def test_the_tokenizer_gives_printable_text_back_one_token_per_character(text: s
     assert TOKENIZER.decode(ids) == text
 
 
-def test_the_shipped_directory_is_small_and_loads_without_a_network() -> None:
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED, local_files_only=True)
-    assert model.dtype == torch.float32
-    assert 800_000 < model.num_parameters() < 900_000
-    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= 4_000_000
-    assert len({TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id}) == 3
-    assert model.generation_config.eos_token_id == TOKENIZER.eos_token_id
-    assert model.generation_config.pad_token_id == TOKENIZER.pad_token_id
-    assert TOKENIZER("é")["input_ids"] == [TOKENIZER.unk_token_id]
+@pytest.mark.parametrize("directory", [SHIPPED, PLAYER])
+def test_a_shipped_directory_is_small_and_loads_without_a_network(directory: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    assert model.dtype == torch.float32 and 800_000 < model.num_parameters() < 900_000
+    assert sum(path.stat().st_size for path in directory.iterdir()) <= 4_000_000
+    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id]
 
 
 def test_the_shipped_model_has_the_skill_but_not_yet_the_behaviour() -> None:
@@ -76,14 +78,6 @@ def test_demonstrations_have_the_stated_shares_and_never_a_held_out_word() -> No
     assert {len(demonstration.word) for demonstration in shown} == {3, 4, 5, 6}
 
 
-def test_each_habit_writes_what_its_name_says() -> None:
-    written = {habit: write("spell", Random(0)) for habit, (_, write) in HABITS.items()}
-    assert written["right"] == "lleps"
-    assert written["copied"] == "spell"
-    assert written["sorted"] == "ellps"
-    assert written["repeated"] in {"sssss", "ppppp", "eeeee", "lllll"}
-
-
 def test_the_shared_instruction_gives_the_loss_and_gradient_of_whole_sequences() -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed=0)
@@ -101,32 +95,18 @@ def test_the_shared_instruction_gives_the_loss_and_gradient_of_whole_sequences()
 
 
 def test_two_updates_change_the_weights_the_same_way_each_time() -> None:
-    tokenizer = make_tokenizer()
-    config = WarmStart(batch=4, updates=2, warmup=1)
-    runs = []
-    reported: list[int] = []
+    tokenizer, config, runs = make_tokenizer(), WarmStart(batch=4, updates=2, warmup=1), []
+    begun = make_model(tokenizer, config.seed).state_dict()
     for _ in range(2):
         model = make_model(tokenizer, config.seed)
 
         def loss_of(_: int, random: Random, model: Any = model) -> torch.Tensor:
             return completion_loss(model, tokenizer, demonstrate(["sun", "moon"], [], config.batch, 0.5, random))
 
-        train(model, config, loss_of, lambda done, loss: reported.append(done))
+        train(model, config, loss_of, lambda done, loss: None)
         runs.append(model.state_dict())
-    assert reported == [1, 2, 1, 2]
-    begun = make_model(tokenizer, config.seed).state_dict()
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in begun)
     assert not any(torch.equal(runs[0][name], begun[name]) for name in begun)
-
-
-def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
-    config = WarmStart(updates=1000, warmup=100)
-    rates = [learning_rate(config, update) for update in range(1000)]
-    assert rates.index(max(rates)) in range(90, 100)
-    assert 0 < rates[-1] < 1e-4 * config.learning_rate
-
-
-PLAYER = Path(__file__).parents[2] / "configs" / "models" / "tiny-player"
 
 
 def test_episodes_alternate_and_say_what_is_true() -> None:
@@ -158,8 +138,3 @@ def test_turns_alone_bear_the_loss_of_the_player() -> None:
         picked = [float(logps[at - 1, ids[at]].detach()) for at in range(1, len(ids)) if borne[at]]
         total, count = total - sum(picked), count + len(picked)
     assert loss.item() == pytest.approx(total / count, rel=1e-4)
-
-
-def test_the_shipped_player_is_small_and_loads_without_a_network() -> None:
-    model = AutoModelForCausalLM.from_pretrained(PLAYER, local_files_only=True)
-    assert 800_000 < model.num_parameters() < 900_000 and sum(path.stat().st_size for path in PLAYER.iterdir()) <= 4_000_000

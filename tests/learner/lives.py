@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -18,10 +18,9 @@ from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.checkpoint.store import complete, step_of
-from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.config import CheckpointConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.loop.budget import Budget
-from async_rlhf.learner.loop.settings import TrainerConfig
-from async_rlhf.learner.loop.trainer import Trainer
+from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
 from async_rlhf.learner.step.controller import make_backend
 from tests.learner.making import make_group, weights
 
@@ -137,7 +136,8 @@ def make_batches(num_steps: int = STEPS, lag: int = 1) -> list[list[Group]]:
 
 
 class Life:
-    """One incarnation of a learner on a run directory."""
+    """One incarnation of a learner on a run directory. settings: of `TrainerConfig`, its budget and checkpoints, and of
+    `[learner]`. background: checkpoints are written while steps are made, as in a run; else a test knows what is there."""
 
     def __init__(
         self,
@@ -145,34 +145,28 @@ class Life:
         model_dir: Path,
         hub: ScriptedHub,
         *,
-        max_steps: int = STEPS,
-        max_trained_tokens: int | None = None,
-        max_seconds: float | None = None,
-        save_every: int = 2,
-        keep_last: int = 2,
         background: bool = False,
-        max_failed_ratio: float = 0.25,
-        loss: LossConfig | None = None,
-        max_staleness: int = 1,
-        believing: Mapping[str, Any] | None = None,
         changed: Callable[[TrainerConfig, Mapping[str, Any]], TrainerConfig] | None = None,
-        composition: Composition | None = None,
-        **learner: Any,
+        **settings: Any,
     ) -> None:
+        def of(names: Iterable[str], **usual: Any) -> dict[str, Any]:
+            return {**usual, **{name: settings.pop(name) for name in names if name in settings}}
+
         self.directory, self.hub = directory, hub
-        loss = loss or LossConfig()
-        config = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **learner})
-        value_clip = (believing or {}).get("advantage", AdvantageConfig()).value_clip
-        self.backend = make_backend(model_dir, config, loss, value_clip=value_clip)
-        checkpoint = CheckpointConfig(save_every=save_every, keep_last=keep_last, background=background)
-        budget = Budget(max_steps, max_trained_tokens, max_seconds)
-        whole = TrainerConfig(
-            config, loss, checkpoint, budget, max_staleness, composition or Composition(), max_failed_ratio,
-            sampled_groups=1, **(believing or {}),
-        )  # fmt: skip
-        self.trainer = Trainer(
-            cast(LearnerClient, hub), self.backend, directory, whole, changed and (lambda values: changed(whole, values))
-        )
+        parts = {
+            "budget": Budget(**of(Budget.__dataclass_fields__, max_steps=STEPS)),
+            "checkpoint": CheckpointConfig(**of(CheckpointConfig.model_fields, save_every=2)),
+            **of(TrainerConfig.__dataclass_fields__, loss=LossConfig(), max_staleness=1, composition=Composition(),
+                 max_failed_ratio=0.25, sampled_groups=1),
+        }  # fmt: skip
+        learner = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **settings})
+        whole = TrainerConfig(learner=learner, **parts)
+        self.backend = make_backend(model_dir, learner, whole.loss)
+        source, change = cast(LearnerClient, hub), changed and (lambda values: changed(whole, values))
+        self.trainer = Trainer(source, self.backend, directory, whole, change)
+        if not background:
+            writer, begin = self.trainer._writer, self.trainer._writer.begin
+            writer.begin = lambda *args: (begin(*args), writer.wait())[1]  # type: ignore[method-assign]
 
     def ran(self) -> Life:
         """To its end."""

@@ -18,8 +18,8 @@ from making import make_group
 
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.parallel.ranks import Ranks
 from async_rlhf.learner.step.controller import Controller, make_backend
+from async_rlhf.learner.step.ranks import Ranks
 
 # One has an episode whose row begins anew.
 GROUPS = [make_group(n, [3, 1, 6, 2], version=0, observed=[(2, 4)] if n == 1 else (), anew=[0]) for n in range(4)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from making import CONFIGS, begun_anew, make_group, make_model, make_rollout
+from making import CONFIGS, begun_anew, make_backend, make_group, make_model, make_rollout
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,40 +25,28 @@ from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import Packing, attention_mask, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows, split_updates
-from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.step import controller
-from async_rlhf.learner.step.controller import Controller
+from async_rlhf.learner.config import LossConfig
 
-Advantages = list[list[float | None]]
-# Prompts of 1 to 9 tokens; single-token completions first, last and alone; one group of a single member, one of episodes.
-GROUPS = [
-    make_group(0, [1, 7, 3, 1], prompt_length=4),
-    make_group(1, [12], prompt_length=9, temperature=0.7),
-    make_group(2, [5, 1, 2, 9, 6], prompt_length=1),
-    make_group(3, [1], prompt_length=3, temperature=1.3),
-    make_group(4, [11, 4, 13], prompt_length=3, temperature=0.8, observed=[(2, 6), (7, 9)]),  # episodes
-    make_group(5, [11, 3, 14], prompt_length=4, temperature=0.8, observed=[(2, 6), (7, 9)], anew=[0]),  # whose rows begin anew
-    make_group(6, [12], prompt_length=2, observed=[(1, 4), (6, 10)], anew=[0, 1]),
-]
-ADVANTAGES: Advantages = [
-    [1.0, -0.5, None, 0.25],
-    [2.0],
-    [-1.0, 0.5, 1.5, None, -0.75],
-    [0.5],
-    [-1.5, 0.75, 1.25],
-    [1.0, -0.5, 0.75],
-    [-1.25],
+# Prompts of 1 to 9 tokens; single-token completions first, last and alone; one group of a single member, three of episodes, the
+# rows of two of which begin anew. Each with its advantages.
+BATCH: list[tuple[Group, list[float | None]]] = [
+    (make_group(0, [1, 7, 3, 1], prompt_length=4), [1.0, -0.5, None, 0.25]),
+    (make_group(1, [12], prompt_length=9, temperature=0.7), [2.0]),
+    (make_group(2, [5, 1, 2, 9, 6], prompt_length=1), [-1.0, 0.5, 1.5, None, -0.75]),
+    (make_group(3, [1], prompt_length=3, temperature=1.3), [0.5]),
+    (make_group(4, [11, 4, 13], prompt_length=3, temperature=0.8, observed=[(2, 6), (7, 9)]), [-1.5, 0.75, 1.25]),
+    (make_group(5, [11, 3, 14], prompt_length=4, temperature=0.8, observed=[(2, 6), (7, 9)], anew=[0]), [1.0, -0.5, 0.75]),
+    (make_group(6, [12], prompt_length=2, observed=[(1, 4), (6, 10)], anew=[0, 1]), [-1.25]),
 ]
 
 
-def gradient(backend: Controller, groups: list[Group], advantages: Advantages) -> dict[str, Tensor]:
-    """The gradient of one step, read off the parameters the backend leaves it on."""
-    report = backend.step([make_rows(groups, advantages, backend.machine.config.row_tokens)], 0)
-    assert report.applied
-    norm = report.metrics["grad_norm"]
-    assert norm is not None
-    scale = max(1.0, (norm + 1e-6) / backend.machine.config.max_grad_norm)  # undo the clipping
-    return {name: p.grad * scale for name, p in backend.machine.policy.model.named_parameters() if p.grad is not None}
+def gradient(path: Path, model: PreTrainedModel, batch: Any = BATCH, **settings: int) -> dict[str, Tensor]:
+    """Of one step that itself changes next to nothing; read off the parameters that the backend leaves it on."""
+    model.save_pretrained(path)
+    backend = make_backend(path, LossConfig(is_cap=2.0), learning_rate=1e-12, max_grad_norm=1e6, **settings)
+    groups, advantages = zip(*batch, strict=True)
+    assert backend.step([make_rows(groups, advantages, backend.machine.config.row_tokens)], 0).applied
+    return {name: p.grad for name, p in backend.machine.policy.model.named_parameters() if p.grad is not None}
 
 
 def assert_same_gradient(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -67,52 +55,36 @@ def assert_same_gradient(one: dict[str, Tensor], other: dict[str, Tensor]) -> No
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6, msg=f"the gradient of {name} differs")
 
 
-def make_backend(path: Path, model: PreTrainedModel, micro_batch_tokens: int = 8192, row_tokens: int = 512) -> Controller:
-    model.save_pretrained(path)
-    # so that the step itself changes next to nothing: several backends start from the same weights
-    config = LearnerConfig(learning_rate=1e-12, max_grad_norm=1e6, micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens)
-    return controller.make_backend(path, config, LossConfig(is_cap=2.0))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_gradient_is_that_of_one_plain_forward_pass_per_completion(name: str, tmp_path: Path) -> None:
     model = make_model(name)
-    found = gradient(make_backend(tmp_path, model), GROUPS, ADVANTAGES)
-    oracles.loss(model, GROUPS, ADVANTAGES, LossConfig(is_cap=2.0)).backward()  # type: ignore[no-untyped-call]
-    assert_same_gradient(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    groups, advantages = zip(*BATCH, strict=True)
+    oracles.loss(model, groups, advantages, LossConfig(is_cap=2.0)).backward()  # type: ignore[no-untyped-call]
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradient(gradient(tmp_path, model, micro_batch_tokens=8192), expected)
 
 
 @pytest.mark.parametrize(("micro_batch_tokens", "row_tokens"), [(1, 1), (30, 512), (8192, 10), (8192, 1)])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut_and_ordered(
     tmp_path: Path, micro_batch_tokens: int, row_tokens: int
 ) -> None:
-    whole = gradient(make_backend(tmp_path, make_model("llama")), GROUPS, ADVANTAGES)
-    mixed = list(zip(GROUPS, ADVANTAGES, strict=True))
-    random.Random(1).shuffle(mixed)
-    backend = make_backend(tmp_path, make_model("llama"), micro_batch_tokens, row_tokens)
-    assert_same_gradient(gradient(backend, [group for group, _ in mixed], [advantages for _, advantages in mixed]), whole)
-
-
-def test_a_member_without_an_advantage_leaves_no_trace_but_its_number() -> None:
-    group = make_group(0, [2, 3, 4])
-    rows = make_rows([group, make_group(1, [2])], [[1.0, None, 2.0], [3.0]], 512)
-    assert [[member.index for member in row.members] for row in rows] == [[0, 2], [3]]
-    assert make_rows([group], [[None, None, None]], 512) == []
+    cut = {"micro_batch_tokens": micro_batch_tokens, "row_tokens": row_tokens}
+    mixed = random.Random(1).sample(BATCH, len(BATCH))
+    whole = gradient(tmp_path, make_model("llama"), micro_batch_tokens=8192)
+    assert_same_gradient(gradient(tmp_path, make_model("llama"), mixed, **cut), whole)
 
 
 def test_each_token_is_predicted_by_the_position_before_it() -> None:
-    group = make_group(0, [3, 1], prompt_length=2, temperature=0.5)
+    group = make_group(0, [3, 1, 2], prompt_length=2, temperature=0.5)
     p0, p1 = group.prompt_ids.tolist()
-    (a0, a1, a2), (b0,) = (rollout.completion_ids.tolist() for rollout in group.rollouts)
-    (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), Packing(8192))
+    (a0, a1, a2), (b0,), _ = (rollout.completion_ids.tolist() for rollout in group.rollouts)
+    (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0, None]], 512), Packing(8192))
     assert batch.ids_RL.tolist() == [[p0, p1, a0, a1]]  # the last token of a completion is never read
     assert batch.positions_RL.tolist() == [[0, 1, 2, 3]]
     assert batch.target_N.tolist() == [a0, a1, a2, b0]
     assert batch.source_N.tolist() == [1, 2, 3, 1]
-    assert batch.member_N.tolist() == [0, 0, 0, 1]
-    assert batch.advantage_N.tolist() == [1.0, 1.0, 1.0, -1.0]
-    assert batch.temperature_N.tolist() == [0.5] * 4
-    assert batch.version_N.tolist() == [0, 0, 0, 0]
+    assert (batch.member_N.tolist(), batch.advantage_N.tolist()) == ([0, 0, 0, 1], [1.0, 1.0, 1.0, -1.0])
+    assert (batch.temperature_N.tolist(), batch.version_N.tolist()) == ([0.5] * 4, [0] * 4)
 
 
 def test_a_token_behind_older_keys_or_cut_from_an_unknown_distribution_is_not_comparable() -> None:

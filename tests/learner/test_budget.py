@@ -21,16 +21,13 @@ BUDGETS = st.builds(Budget, AMOUNT, st.none() | AMOUNT, st.none() | AMOUNT.map(f
 SPENT = st.builds(Spent, st.integers(0, 50), st.integers(0, 50), st.floats(0, 50))
 
 
-@given(BUDGETS, SPENT, SPENT)
-def test_what_has_ended_stays_so_however_much_more_is_used(budget: Budget, spent: Spent, more: Spent) -> None:
+@given(BUDGETS, BUDGETS, SPENT, SPENT)
+def test_what_has_ended_stays_so_and_only_a_budget_that_exceeds_it_lets_a_run_go_on(
+    one: Budget, other: Budget, spent: Spent, more: Spent
+) -> None:
     later = Spent(spent.steps + more.steps, spent.tokens + more.tokens, spent.seconds + more.seconds)
-    assert budget.ended(later) or not budget.ended(spent)
-
-
-@given(BUDGETS, BUDGETS, SPENT)
-def test_only_a_budget_that_exceeds_the_one_that_ended_a_run_lets_it_go_on(one: Budget, other: Budget, spent: Spent) -> None:
-    if one.ended(spent) and not other.ended(spent):
-        assert other.exceeds(one)
+    assert one.ended(later) or not one.ended(spent)
+    assert other.exceeds(one) or not (one.ended(spent) and not other.ended(spent))
     assert not one.exceeds(one)
 
 
@@ -90,7 +87,7 @@ def test_the_step_that_reaches_the_tokens_is_the_last_saved_and_committed(limite
     assert other.trainer.run() == "finished" and other.weights == one.weights
 
 
-@pytest.mark.parametrize("fault", [("trained", 1), ("finish", 0), ("commit", 0)], ids=lambda fault: str(fault[0]))
+@pytest.mark.parametrize("fault", [("trained", 1), ("finish", 0), ("commit", 0)], ids=str)
 def test_killed_at_its_end_it_ends_at_the_same_step_again(limited: Live, fault: tuple[str, int]) -> None:
     with pytest.raises(Killed):
         limited({fault: "kill"}, max_trained_tokens=2 * TOKENS).trainer.run()

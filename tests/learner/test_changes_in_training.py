@@ -14,7 +14,7 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DivergedError
 from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.changes import Asked, Ledger
-from async_rlhf.learner.loop.settings import TrainerConfig
+from async_rlhf.learner.loop.trainer import TrainerConfig
 from tests.learner.lives import Killed, Live, make_batches
 
 STEPS = 8
@@ -67,16 +67,11 @@ def test_a_learner_that_dies_behind_a_change_ends_with_the_bits_of_one_that_live
     assert changing(name="plain", save_every=3).ran().weights != whole.weights
 
 
-def test_other_checkpoints_are_made_and_kept_from_the_step_of_a_change_on(tmp_path: Path, changing: Live) -> None:
-    apply(tmp_path / "life", 3, checkpoint__save_every=1, checkpoint__keep_last=1)
-    apply(tmp_path / "life", 6, checkpoint__save_every=100, evaluation__every=3)
-    assert changing(save_every=2).ran().saved() == [6, 8]  # 6 is still to be evaluated; 3 was made when nothing was
-
-
-def test_a_target_is_what_the_hub_is_given_within_the_bound(tmp_path: Path, live: Live) -> None:
-    apply(tmp_path / "life", 3, guard__target=0)
-    apply(tmp_path / "life", 6, guard__target=None)
-    life = live(make_batches(STEPS, lag=0), max_steps=STEPS, changed=changed).ran()
+def test_other_checkpoints_and_targets_hold_from_the_step_of_a_change_on(tmp_path: Path, live: Live) -> None:
+    apply(tmp_path / "life", 3, checkpoint__save_every=1, checkpoint__keep_last=1, guard__target=0)
+    apply(tmp_path / "life", 6, checkpoint__save_every=100, evaluation__every=3, guard__target=None)
+    life = live(make_batches(STEPS, lag=0), max_steps=STEPS, changed=changed, save_every=2).ran()
+    assert life.saved() == [6, 8]  # 6 is still to be evaluated; 3 was made when nothing was
     assert life.hub.targets[:STEPS] == [None, None, 0, 0, 0, None, None, None]
     assert [record["staleness/target"] for record in life.metrics()] == [1, 1, 0, 0, 0, 1, 1, 1]
 
@@ -84,11 +79,11 @@ def test_a_target_is_what_the_hub_is_given_within_the_bound(tmp_path: Path, live
 def test_a_policy_beyond_a_limit_ends_the_run_after_so_many_steps_in_a_row_and_the_steps_are_recorded(
     tmp_path: Path, changing: Live
 ) -> None:
-    believing = {"guard": GuardConfig(min_reward=0.9, max_diverged_steps=2)}
-    life = changing(believing=believing)
+    guard = GuardConfig(min_reward=0.9, max_diverged_steps=2)
+    life = changing(guard=guard)
     with pytest.raises(DivergedError, match=r"for 2 steps in a row .* step 2 had reward 0\.\d+ below guard\.min_reward = 0\.9"):
         life.trainer.run()
     assert [record["step"] for record in life.metrics()] == [1, 2] and life.saved() == []
 
     apply(tmp_path / "life", 1, guard__min_reward=0.0)  # the limit is moved, and the run goes on
-    assert changing(believing=believing).ran().trainer.step == STEPS
+    assert changing(guard=guard).ran().trainer.step == STEPS

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from async_rlhf.experiments.gradient_laws.table import CASES, Case, markdown, measure
 from async_rlhf.learner.config import LossConfig
@@ -19,13 +18,6 @@ ONE_STEP, FAR = policy.later(BEHAVIOUR, REWARD, 1), policy.later(BEHAVIOUR, REWA
 CURRENTS = {1: ONE_STEP, 16: FAR}
 
 
-def expected(config: LossConfig, current: Tensor, behaviour: Tensor = BEHAVIOUR, temperature: float = 1.0) -> Tensor:
-    """The expected ascent direction [P] over completions of `behaviour`; the advantage is the reward less its mean there."""
-    weights = policy.probabilities(behaviour, temperature)
-    inputs = policy.inputs_for(current, behaviour, REWARD - (weights * REWARD).sum(), 1, temperature)
-    return (weights[:, None] * policy.gradients(inputs, config, current, temperature)).sum(0)
-
-
 def test_the_closed_form_jacobian_is_that_of_autograd() -> None:
     for temperature in (0.7, 1.0):
         columns = torch.autograd.functional.jacobian(lambda x, t=temperature: policy.logprobs(x, t).flatten(), BEHAVIOUR)
@@ -35,7 +27,7 @@ def test_the_closed_form_jacobian_is_that_of_autograd() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_data_of_its_own_every_estimator_is_exact_at_every_temperature(case: Case, temperature: float) -> None:
-    found = expected(case.config, BEHAVIOUR, BEHAVIOUR, temperature) / case.scale
+    found = policy.expected(case.config, BEHAVIOUR, BEHAVIOUR, REWARD, 0, temperature) / case.scale
     torch.testing.assert_close(found, policy.exact_gradient(BEHAVIOUR, REWARD, temperature))
 
 
@@ -49,7 +41,7 @@ def test_the_ratio_of_whole_completions_makes_stale_data_exact() -> None:
 def test_it_is_exact_only_when_ratios_are_taken_at_the_temperature_of_sampling(temperature: float) -> None:
     config = BY_NAME["sequence weight, not truncated"].config
     exact = policy.exact_gradient(FAR, REWARD, temperature)
-    torch.testing.assert_close(expected(config, FAR, temperature=temperature), exact)
+    torch.testing.assert_close(policy.expected(config, FAR, BEHAVIOUR, REWARD, 1, temperature), exact)
     weights = policy.probabilities(BEHAVIOUR, temperature)
     inputs = policy.inputs_for(FAR, BEHAVIOUR, REWARD - (weights * REWARD).sum(), 1, temperature=1.0)
     wrong = (weights[:, None] * policy.gradients(inputs, config, FAR, temperature)).sum(0)

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.learner.config import GuardConfig
-from async_rlhf.learner.loop.safeguards import StalenessController, beyond
+from async_rlhf.learner.loop.safeguards import PATIENCE, RECOVERY, StalenessController, beyond
 
 GOOD = {"is/ess": 0.99, "is/second_moment": 0.001, "clip_ratio/region_mean": 0.0, "is/masked_ratio": 0.0}
 BETWEEN = {**GOOD, "is/ess": 0.55}  # above the limit of 0.5, but not by the margin
 OLD = {**GOOD, "is/ess": 0.3}
 UNKNOWN: dict[str, float | None] = dict.fromkeys(GOOD)
-CONFIG = GuardConfig(enabled=True, patience=3, recovery=4)
+CONFIG = GuardConfig(enabled=True)
 LOWERED = [OLD] * 6  # to 2, of 4
 
 MOVES = {
@@ -28,9 +28,9 @@ MOVES = {
     "both together count": ([{**GOOD, "clip_ratio/region_mean": 0.2, "is/masked_ratio": 0.2}] * 3, 3),
     "a good step between starts the patience anew": ([OLD, OLD, GOOD, OLD, OLD], 4),
     "a step of which nothing is known changes nothing": ([OLD, OLD, UNKNOWN, OLD], 3),
-    "good steps in a row raise it again": ([*LOWERED, *[GOOD] * 4], 3),
+    "good steps in a row raise it again": ([*LOWERED, *[GOOD] * 10], 3),
     "what is good by less than the margin does not": ([*LOWERED, *[BETWEEN] * 40], 2),
-    "nor does it count among good steps": ([*LOWERED, GOOD, GOOD, GOOD, BETWEEN, GOOD], 2),
+    "nor does it count among good steps": ([*LOWERED, *[GOOD] * 9, BETWEEN, GOOD], 2),
 }
 
 
@@ -58,18 +58,18 @@ def test_it_never_leaves_its_limits_moves_by_one_and_with_a_reason(
 
 
 def test_it_goes_up_to_its_setting_and_begins_at_a_new_one() -> None:
-    guard = GuardConfig(enabled=True, target=2, patience=1, recovery=1)
+    def made(*metrics: dict[str, float | None]) -> int | None:
+        for step, each in enumerate(metrics):
+            controller.adjust(each, step)
+        return controller.target_staleness
+
+    guard = GuardConfig(enabled=True, target=2)
     controller = StalenessController(guard, lowest=0, bound=4)
-    controller.adjust({"is/ess": 0.1}, 1)
-    assert controller.target_staleness == 1
-    for step in range(4):
-        controller.adjust({"is/ess": 0.99}, step)
-    assert controller.target_staleness == 2
+    assert made(*[OLD] * PATIENCE) == 1 and made(*[GOOD] * 4 * RECOVERY) == 2
     controller.follow(guard.model_copy(update={"target": 3}))
-    assert controller.target_staleness == 3
-    controller.adjust({"is/ess": 0.1}, 9)
-    controller.follow(guard.model_copy(update={"target": 3, "min_ess": 0.3}))
-    assert controller.target_staleness == 2, "what the guard has done stays, where its setting does"
+    assert made() == 3 and made(*[OLD] * PATIENCE) == 2
+    controller.follow(guard.model_copy(update={"target": 3, "max_kl": 0.3}))
+    assert made() == 2, "what the guard has done stays, where its setting does"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.learner.checkpoint.evaluated import Cadence, best_step, link_best, needed, num_since_best
-from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError, Checkpoints, verified
+from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError, Checkpoints, step_of, verified
 
 
 class Killed(BaseException):
@@ -57,8 +57,9 @@ CHANGES = (
 
 
 @pytest.fixture
-def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """`kill_at(n)`: the n-th change to the disk from now on does not happen, nor anything after it."""
+def killed_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[Path]]:
+    """`killed_everywhere((1, 2), change)`: for each change to the disk that `change` makes of checkpoints of these steps, the
+    directory in which it was killed at that, and after which nothing happens; the last time it went to its end."""
     left = [1 << 30]
 
     def spied(function: Callable[..., object]) -> Callable[..., object]:
@@ -73,30 +74,14 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     for owner, name in CHANGES:
         monkeypatch.setattr(owner, name, spied(getattr(owner, name)))
 
-    def arm(count: int) -> None:
-        left[0] = count
-
-    yield arm
-    left[0] = 1 << 30
-
-
-@pytest.fixture
-def killed_everywhere(tmp_path: Path, kill_at: Callable[[int], None]) -> Callable[..., Iterator[Path]]:
-    """`killed_everywhere((1, 2), change)`: for each change to the disk that `change` makes of checkpoints of these steps, the
-    directory in which it was killed at that; the last time it went to its end."""
-
-    def directories(steps: Sequence[int], change: Callable[[Checkpoints], object], keep_last: int) -> Iterator[Path]:
+    def directories(steps: Sequence[int], change: Callable[[Checkpoints], object]) -> Iterator[Path]:
         for count in range(1000):
-            checkpoints = Checkpoints(tmp_path / str(count), keep_last=keep_last)
-            for step in steps:
-                checkpoints.save(step, writer(str(step)), {})
-            kill_at(count)
-            try:
+            checkpoints = saved(tmp_path / str(count), steps, keep_last=len(steps))
+            left[0], finished = count, False
+            with suppress(Killed):
                 change(checkpoints)
                 finished = True
-            except Killed:
-                finished = False
-            kill_at(1 << 30)
+            left[0] = 1 << 30
             yield tmp_path / str(count)
             if finished:
                 assert count > 5, "the spies saw nothing"
@@ -106,33 +91,42 @@ def killed_everywhere(tmp_path: Path, kill_at: Callable[[int], None]) -> Callabl
     return directories
 
 
-@pytest.mark.parametrize("new_step", [30, 20], ids=["the next step", "the same step again"])
+def saved(directory: Path, steps: Iterable[int], **kept: Any) -> Checkpoints:
+    checkpoints = Checkpoints(directory, **kept)
+    for step in steps:
+        checkpoints.save(step, writer(str(step)), {})
+    return checkpoints
+
+
 def test_killed_at_any_change_to_the_disk_the_old_or_the_new_one_is_there_whole(
-    killed_everywhere: Callable[..., Iterator[Path]], new_step: int
+    killed_everywhere: Callable[..., Iterator[Path]],
 ) -> None:
-    for directory in killed_everywhere((10, 20), lambda before: before.save(new_step, writer("new"), {}), keep_last=2):
+    for directory in killed_everywhere((10, 20), lambda before: before.save(30, writer("new"), {})):
         after = Checkpoints(directory, keep_last=2)  # the process that comes next
-        assert content(after) in [(20, "20"), (new_step, "new")]
+        assert content(after) in [(20, "20"), (30, "new")]
         for path in after.all():
             assert {"state.json", "optimizer", "model"} == {part.name for part in path.iterdir()}
-        linked = (directory / "latest").resolve()
-        assert (linked / "model" / "weights").read_text() in ("20", "new")
+        assert (directory / "latest" / "model" / "weights").read_text() in ("20", "new")
         assert {path.name for path in directory.iterdir()} == {"latest", *(path.name for path in after.all())}
         # and it goes on as if nothing had been
-        after.save(new_step, writer("newer"), {})
-        assert content(after) == (new_step, "newer") and (directory / "latest").resolve() == after.all()[-1]
+        after.save(30, writer("newer"), {})
+        assert content(after) == (30, "newer") and (directory / "latest").resolve() == after.all()[-1]
 
 
 def test_killed_while_it_sets_aside_what_is_left_is_whole_and_it_can_be_done_again(
     killed_everywhere: Callable[..., Iterator[Path]],
 ) -> None:
-    for directory in killed_everywhere((1, 2, 3), lambda before: before.set_aside(after=1), keep_last=3):
+    for directory in killed_everywhere((1, 2, 3), lambda before: before.set_aside(after=1)):
         after = Checkpoints(directory, keep_last=3)
         newest, text = content(after)
-        assert [path.name for path in after.all()] == [f"step_00000{step}" for step in range(1, newest + 1)]
-        assert text == str(newest) and (directory / "latest").resolve() == after.all()[-1]
+        assert steps_of(after) == list(range(1, newest + 1)) and text == str(newest)
+        assert (directory / "latest").resolve() == after.all()[-1]
         after.set_aside(after=1)
         assert content(after) == (1, "1")
+
+
+def steps_of(checkpoints: Checkpoints) -> list[int]:
+    return [step_of(path) for path in checkpoints.all()]
 
 
 def test_a_full_disk_leaves_the_previous_one_and_can_be_tried_again(tmp_path: Path) -> None:
@@ -169,54 +163,30 @@ def test_every_file_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path
     assert {"weights", "optimizer", "state.json", "model"} < {each.name for each in before} and tmp_path in after
 
 
-def test_the_newest_are_kept_and_counted_as_numbers(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
-    for step in (5, 999_999, 1_000_000):  # the last sorts before the second as text
-        checkpoints.save(step, writer(str(step)), {})
-        assert content(checkpoints) == (step, str(step))
-        assert os.readlink(tmp_path / "latest") == f"step_{step:06d}"
-    assert [path.name for path in checkpoints.all()] == ["step_999999", "step_1000000"]
+def test_the_newest_are_kept_and_every_so_many_for_good_and_counted_as_numbers(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "numbers", (5, 999_999, 1_000_000), keep_last=2)  # the last sorts before the second as text
+    assert steps_of(checkpoints) == [999_999, 1_000_000] and content(checkpoints) == (1_000_000, "1000000")
+    assert os.readlink(tmp_path / "numbers" / "latest") == "step_1000000", "also where the folder is moved to"
+    assert steps_of(saved(tmp_path / "every", range(10, 90, 10), keep_last=2, keep_every=20)) == [20, 40, 60, 70, 80]
+    kept = Checkpoints(tmp_path / "floor", keep_last=3, keep_every=10)
+    floors = [(kept.save(step, writer(""), {}), kept.floor)[1] for step in range(5, 35, 5)]
+    assert floors == [0, 0, 5, 10, 15, 20], "the oldest to go on from; the start of the run, while there are fewer"
 
 
-def test_every_so_many_steps_one_is_kept_for_good(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_every=20)
-    for step in range(10, 90, 10):
-        checkpoints.save(step, writer(str(step)), {})
-    assert [path.name for path in checkpoints.all()] == [f"step_0000{step}" for step in (20, 40, 60, 70, 80)]
-
-
-def test_the_floor_is_the_oldest_of_those_kept_to_go_on_from(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=3, keep_every=10)
-    floors = []
-    for step in range(5, 35, 5):
-        checkpoints.save(step, writer(str(step)), {})
-        floors.append(checkpoints.floor)
-    assert floors == [0, 0, 5, 10, 15, 20], "the start of the run, while there are fewer"
-
-
-def test_what_is_set_aside_is_there_until_another_is_saved(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=3)
-    for step in (1, 2, 3):
-        checkpoints.save(step, writer(str(step)), {})
-    checkpoints.set_aside(after=1)
+def test_what_is_set_aside_is_there_until_another_is_saved_or_the_run_begins_at_its_start(tmp_path: Path) -> None:
+    saved(tmp_path, (1, 2, 3), keep_last=3).set_aside(after=1)
     again = Checkpoints(tmp_path, keep_last=3)
     assert content(again) == (1, "1") and (tmp_path / "latest").resolve() == again.all()[-1]
     assert {path.name for path in tmp_path.glob(".*")} == {".aside-step_000002", ".aside-step_000003"}
     assert (tmp_path / ".aside-step_000003" / "model" / "weights").read_text() == "3"
     again.save(2, writer("2 again"), {})
     assert content(again) == (2, "2 again") and not list(tmp_path.glob(".*"))
-
-
-def test_set_aside_before_the_first_the_run_begins_at_its_start(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=3)
-    checkpoints.save(1, writer("1"), {})
-    checkpoints.set_aside(after=0)
-    assert (checkpoints.all(), checkpoints.newest, checkpoints.floor) == ([], 0, 0)
-    assert not (tmp_path / "latest").is_symlink()
+    again.set_aside(after=0)
+    assert (again.all(), again.newest, again.floor) == ([], 0, 0) and not (tmp_path / "latest").is_symlink()
 
 
 def shorten(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-3])
 
 
 def flip(path: Path) -> None:
@@ -226,23 +196,17 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("harm", [Path.unlink, shorten, flip])
 @pytest.mark.parametrize("name", ["model/weights", "optimizer", "state.json"])
 def test_a_checkpoint_that_was_torn_is_named_with_the_file(tmp_path: Path, harm: Callable[[Path], None], name: str) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
-    path = checkpoints.save(3, writer("whole"), {"padding": "x"})
-    if name == "state.json" and harm is shorten:
-        harm = lambda path: path.write_text(path.read_text()[:-3])  # noqa: E731
+    path = Checkpoints(tmp_path, keep_last=2).save(3, writer("whole"), {})
     harm(path / name)
-    with pytest.raises(DamagedError, match=rf"checkpoint step_000003 is torn: {name} "):
-        verified(path)
-    if harm is flip and name != "state.json":
-        assert verified(path, contents=False)["step"] == 3, "sizes alone do not tell"
-    else:
+    by_size_too = harm is not flip or name == "state.json"
+    for contents in (True, False) if by_size_too else (True,):
         with pytest.raises(DamagedError, match=rf"checkpoint step_000003 is torn: {name} "):
-            verified(path, contents=False)
+            verified(path, contents=contents)
+    assert by_size_too or verified(path, contents=False)["step"] == 3, "sizes alone do not tell"
 
 
 def test_a_checkpoint_of_a_newer_schema_is_named_as_such(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
-    path = checkpoints.save(3, writer("whole"), {})
+    path = Checkpoints(tmp_path, keep_last=2).save(3, writer("whole"), {})
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(state | {"schema": SCHEMA + 1}))
     with pytest.raises(CheckpointError, match=f"has schema {SCHEMA + 1}, this version reads up to {SCHEMA}"):
@@ -260,55 +224,38 @@ def test_what_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000001", "step_by_step.txt"]
 
 
-def test_a_reader_on_another_path_can_move_the_folder(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "here", keep_last=1)
-    checkpoints.save(1, writer("one"), {})
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    assert (tmp_path / "there" / "latest" / "optimizer").read_text() == "one"
+def lines(*rewards: tuple[int, float | None], size: int | None = None) -> list[dict[str, Any]]:
+    return [{"label": "step", "step": step, "mean_reward": reward, "group_size": size} for step, reward in rewards]
 
 
-@pytest.fixture
-def evaluations(tmp_path: Path) -> Path:
-    return tmp_path / "evaluations.jsonl"
+def test_retention_removes_neither_the_best_nor_what_waits_for_its_evaluation(tmp_path: Path) -> None:
+    folder, file = tmp_path / "checkpoints", tmp_path / "evaluations.jsonl"
+    checkpoints = Checkpoints(folder, 1, needed=lambda: needed(file, Cadence([(1, 2)]).is_due))
+
+    def kept(step: int, *evaluated: tuple[int, float | None]) -> list[int]:
+        """After checkpoints up to this step, with these evaluations."""
+        file.write_text("".join(json.dumps(each) + "\n" for each in lines(*evaluated)))
+        for new in range(checkpoints.newest + 1, step + 1):
+            checkpoints.save(new, lambda directory: None, {})
+        return steps_of(checkpoints)
+
+    assert kept(4) == [2, 4]
+    assert kept(5, (0, 0.9), (2, 0.5), (4, 0.4)) == [2, 5]
+    link_best(folder, lines((2, 0.5), (4, 0.4)))
+    assert (folder / "best").resolve() == folder / "step_000002"
+    kept(6, (2, 0.5), (4, 0.4))
+    assert kept(7, (2, 0.5), (4, 0.4), (6, 0.7)) == [6, 7]
+    link_best(folder, [])
+    assert not (folder / "best").is_symlink()
 
 
-def write(file: Path, *rewards: tuple[int, float | None]) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = [{"label": "step", "step": step, "mean_reward": reward} for step, reward in rewards]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return records
-
-
-def test_retention_removes_neither_the_best_nor_what_waits_for_its_evaluation(tmp_path: Path, evaluations: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, needed=lambda: needed(evaluations, Cadence([(1, 2)]).is_due))
-    for step in (1, 2, 3, 4):
-        checkpoints.save(step, lambda directory: None, {})
-    assert [path.name for path in checkpoints.all()] == ["step_000002", "step_000004"]
-    write(evaluations, (0, 0.9), (2, 0.5), (4, 0.4))
-    checkpoints.save(5, lambda directory: None, {})
-    assert [path.name for path in checkpoints.all()] == ["step_000002", "step_000005"]
-    link_best(tmp_path / "checkpoints", write(evaluations, (2, 0.5), (4, 0.4)))
-    assert (tmp_path / "checkpoints" / "best").resolve() == tmp_path / "checkpoints" / "step_000002"
-    checkpoints.save(6, lambda directory: None, {})
-    write(evaluations, (2, 0.5), (4, 0.4), (6, 0.7))
-    checkpoints.save(7, lambda directory: None, {})
-    assert [path.name for path in checkpoints.all()] == ["step_000006", "step_000007"]
-    link_best(tmp_path / "checkpoints", [])
-    assert not (tmp_path / "checkpoints" / "best").is_symlink()
-
-
-def test_the_best_is_the_earliest_of_equal_ones_and_was_judged(evaluations: Path) -> None:
-    records = write(evaluations, (1, 0.2), (2, 0.5), (3, 0.5), (4, None))
+def test_the_best_is_the_earliest_of_equal_ones_that_were_judged_in_one_way() -> None:
+    records = lines((1, 0.2), (2, 0.5), (3, 0.5), (4, None))
     missing = {"label": "step", "step": 5, "missing": "skipped"}
     assert best_step([*records, missing, {"label": "step", "mean_reward": 1.0}]) == 2
-    assert best_step(records, among=[1, 3]) == 3
-    assert best_step([missing]) is None
-
-
-def test_greedy_completions_and_groups_are_not_compared() -> None:
-    of_one = [{"step": 1, "mean_reward": 1.0}, {"step": 2, "mean_reward": 1.0, "group_size": None}]
-    in_groups = [{"step": 3, "mean_reward": 0.4, "group_size": 8}, {"step": 4, "mean_reward": 0.3, "group_size": 8}]
-    assert best_step(of_one) == 1 and best_step([*of_one, *in_groups]) == 3
-    assert num_since_best([*of_one, *in_groups]) == 1
+    assert best_step(records, among=[1, 3]) == 3 and best_step([missing]) is None
+    in_groups = [*records, *lines((5, 0.4), (6, 0.3), size=8)]  # greedy completions and groups are not compared
+    assert best_step(in_groups) == 5 and num_since_best(in_groups) == 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1), st.sampled_from([None, 4, 8])), max_size=12), st.integers(0, 12))
@@ -317,7 +264,7 @@ def test_what_becomes_the_best_later_was_kept_at_every_moment_before(
 ) -> None:
     """The learner reads the file at one moment, the supervisor sets the link at a later one."""
     by_step = {step: (reward, size) for step, reward, size in found}
-    records = [{"step": step, "mean_reward": reward, "group_size": size} for step, (reward, size) in by_step.items()]
+    records = [each for step, (reward, size) in by_step.items() for each in lines((step, reward), size=size)]
     judged = {record["step"] for record in records[:now]}
     later = best_step(records)
     assert later is None or later not in judged or later == best_step(records[:now])

@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import Categorical
 
-from async_rlhf.learner.batch.sampling_mask import SamplingMasks
-from async_rlhf.learner.model.chunks import chunk_tokens, tokens_within
+from async_rlhf.learner.batch.micro_batch import SamplingMasks
+from async_rlhf.learner.config import chunk_tokens
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
-
-
-@pytest.fixture
-def logits_NV() -> torch.Tensor:
-    return 5 * torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
-
 
 TARGET_N = torch.tensor([0, 10, 3, 3, 7, 1, 5])
 TEMPERATURE_N = torch.tensor([1.0, 0.3, 2.0, 1.0, 0.7, 10.0, 1.5])
@@ -65,69 +59,37 @@ def test_whole_and_in_chunks_they_and_their_gradients_are_those_of_the_tempered_
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_they_are_float32_whatever_the_model_computes_in(logits_NV: torch.Tensor) -> None:
-    half = logits_NV.bfloat16()
-    logps = token_logprobs(half, TARGET_N, TEMPERATURE_N)
-    assert logps.dtype == token_entropy(half, TEMPERATURE_N).dtype == torch.float32
-    # rounded once, on the way in, and not again: equal to float32 arithmetic on the rounded logits
-    assert torch.equal(logps, token_logprobs(half.float(), TARGET_N, TEMPERATURE_N))
-
-
 def test_logits_of_any_size_give_finite_numbers_and_gradients() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, 3e38, 0.0]], requires_grad=True)
-    target, temperature = torch.tensor([1, 1]), torch.ones(2)
-    logps = token_logprobs(logits, target, temperature)
-    logps.sum().backward()  # type: ignore[no-untyped-call]
-    assert logps.tolist() == [-2e4, 0.0]
-    assert logits.grad is not None and bool(torch.isfinite(logits.grad).all())
-    assert token_entropy(logits.detach(), temperature).tolist() == [0.0, 0.0]
-
-
-def test_a_masked_token_of_the_vocabulary_has_no_part_in_the_entropy() -> None:
-    logits = torch.tensor([[0.0, 0.0, float("-inf")]])
-    torch.testing.assert_close(token_entropy(logits, torch.ones(1)), torch.tensor([2.0]).log())
-
-
-@pytest.fixture
-def layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states [7, 5], an output layer [11, 5] and its bias [11]."""
-    random = torch.Generator().manual_seed(1)
-    return tuple(2 * torch.randn(*shape, generator=random) for shape in ((7, 5), (11, 5), (11,)))  # type: ignore[return-value]
-
-
-def test_in_chunks_of_half_precision_the_gradient_of_the_layer_is_summed_in_float32(layer: tuple[torch.Tensor, ...]) -> None:
-    hidden, weight = (each.clone().requires_grad_() for each in layer[:2])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logp, _ = chunked_logprobs(hidden, weight, None, TARGET_N, TEMPERATURE_N, 2)
-    logp.sum().backward()  # type: ignore[no-untyped-call]
-    exact = token_logprobs(layer[0] @ layer[1].T, TARGET_N, TEMPERATURE_N)
-    assert logp.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.float32
-    torch.testing.assert_close(logp, exact, rtol=0.02, atol=0.2)
-
-
-def test_in_chunks_logits_of_any_size_give_finite_numbers_and_gradients() -> None:
+    """Of a token of the vocabulary that is masked, too, and of no tokens."""
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 1e30, 0.0], [float("-inf"), 0.0, 0.0]])
     for row, logp, entropy in zip(logits, [-2e4, 0.0, -0.6931472], [0.0, 0.0, 0.6931472], strict=True):
         hidden = torch.zeros(1, 2, requires_grad=True)
-        given = torch.tensor([1]), torch.ones(1), 1
-        found = chunked_logprobs(hidden, torch.ones(3, 2), row, *given)
+        tokens = torch.tensor([1]), torch.ones(1)
+        found = chunked_logprobs(hidden, torch.ones(3, 2), row, *tokens, 1)
         (found[0] + found[1]).sum().backward()  # type: ignore[no-untyped-call]
-        assert torch.cat(found).tolist() == pytest.approx([logp, entropy])
+        whole = token_logprobs(row[None], *tokens), token_entropy(row[None], tokens[1])
+        assert torch.cat(found).tolist() == torch.cat(whole).tolist() == pytest.approx([logp, entropy])
         assert hidden.grad is not None and bool(torch.isfinite(hidden.grad).all())
+        nothing = chunked_logprobs(hidden[:0], torch.ones(3, 2), row, tokens[0][:0], tokens[1][:0], 1)
+        assert [len(each) for each in nothing] == [0, 0]
 
 
-def test_no_tokens_have_no_log_probabilities_and_give_no_gradient(layer: tuple[torch.Tensor, ...]) -> None:
-    hidden, weight = layer[0][:0].clone().requires_grad_(), layer[1].clone().requires_grad_()
-    logp, entropy = chunked_logprobs(hidden, weight, None, TARGET_N[:0], TEMPERATURE_N[:0], 4)
-    (logp.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None and not weight.grad.any()
+def test_from_half_precision_they_are_float32_and_so_is_the_gradient_of_the_layer() -> None:
+    random = torch.Generator().manual_seed(1)
+    hidden, weight = (2 * torch.randn(*shape, generator=random) for shape in ((7, 5), (11, 5)))
+    layer = weight.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logp, _ = chunked_logprobs(hidden, layer, None, TARGET_N, TEMPERATURE_N, 2)
+    logp.sum().backward()  # type: ignore[no-untyped-call]
+    whole = hidden @ weight.T
+    assert logp.dtype == token_logprobs(whole.bfloat16(), TARGET_N, TEMPERATURE_N).dtype == torch.float32
+    assert layer.grad is not None and layer.grad.dtype == torch.float32
+    torch.testing.assert_close(logp, token_logprobs(whole, TARGET_N, TEMPERATURE_N), rtol=0.02, atol=0.2)
 
 
-def test_a_chunk_holds_as_many_tokens_as_fit_and_one_at_least() -> None:
-    assert tokens_within(128 * 1024, 64) == chunk_tokens(128 * 1024, 64, "cuda") == 128
-    assert tokens_within(10**9, 1) == chunk_tokens(10**9, 1, "cpu") == 1
-
-
-@pytest.mark.parametrize(("vocabulary", "tokens"), [(1024, 4096), (32 * 1024, 128), (151_936, 128), (2**20, 64)])
-def test_a_chunk_on_a_cpu_is_small_but_makes_up_for_reading_the_output_layer(vocabulary: int, tokens: int) -> None:
-    assert chunk_tokens(vocabulary, 256, "cpu") == tokens
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens", "device"),
+    [(1024, 4096, "cpu"), (151_936, 128, "cpu"), (2**20, 64, "cpu"), (10**9, 1, "cpu"), (128 * 1024, 512, "cuda")],
+)
+def test_a_chunk_is_small_on_a_cpu_but_makes_up_for_reading_the_output_layer(vocabulary: int, tokens: int, device: str) -> None:
+    assert chunk_tokens(vocabulary, device) == tokens

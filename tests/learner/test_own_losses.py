@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from making import make_group, weights
+from making import make_backend, make_group
 from typer.testing import CliRunner
 
 from async_rlhf.api import train
@@ -19,71 +19,40 @@ from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfi
 from async_rlhf.learner.objective.estimation import check_estimator, estimate_advantages, select_members
 from async_rlhf.learner.objective.trial import check_loss, try_loss
 from async_rlhf.learner.registry import advantage_spec, advantages, load_loss, loss_spec, losses
-from async_rlhf.learner.step.controller import make_backend
 
-MINE = """
-import torch
-from async_rlhf import advantage, loss
-
-@loss()
-def plain(inputs, weight_N, config):
-    r = (inputs.logp_current_N.detach() - inputs.logp_proximal_N).clamp(-20, 20).exp()
-    return -weight_N * r * inputs.advantage_N * inputs.logp_current_N, {}
-
-@loss()
-def unweighed(inputs, weight_N, config):
-    return -inputs.advantage_N * inputs.logp_current_N, {}
-
-@loss()
-def unbounded(inputs, weight_N, config):
-    return -weight_N * (inputs.logp_current_N - inputs.logp_proximal_N).exp() * inputs.advantage_N, {}
-
-@loss()
-def averaged(inputs, weight_N, config):
-    return -weight_N * inputs.advantage_N * inputs.logp_current_N / len(weight_N), {}
-
-@loss()
-def hiding(inputs, weight_N, config):
-    return -weight_N * inputs.advantage_N * inputs.logp_current_N.nan_to_num(), {}
-
-@loss()
-def summed(inputs, weight_N, config):
-    return -(weight_N * inputs.advantage_N * inputs.logp_current_N).sum(), {}
-
-@loss()
-def turned(inputs, weight_N, config):
-    return weight_N * inputs.advantage_N * inputs.logp_current_N, {}
-
-@loss()
-def reading(inputs, weight_N, config):
-    r = (inputs.logp_current_N - inputs.logp_behaviour_N).clamp(-20, 20).exp()
-    return -weight_N * r * inputs.advantage_N, {}
-
-@loss(level="sequence")
-def of_sequences(inputs, weight_N, config):
-    raise NotImplementedError
-
-@loss(needs=("proximal", "behaviour"))
-def twice(inputs, weight_N, config):
-    raise NotImplementedError
-
-@loss(needs=("reference",), corrects="nothing")
-def held(inputs, weight_N, config):
-    return -inputs.logp_current_N, {}
-
-LEVEL = "token"
-
-@loss(level=LEVEL)
-def computed(inputs, weight_N, config):
-    raise NotImplementedError
-
-@loss(level="word")
-def misspelt(inputs, weight_N, config):
-    raise NotImplementedError
-
-def undeclared(inputs, weight_N, config):
-    raise NotImplementedError
-
+# What a loss gives; `r` is the ratio current / proximal, `score` is A log p.
+GIVES = {
+    "plain": "-weight_N * r.detach() * score",
+    "unweighed": "-score",
+    "unbounded": "-weight_N * (inputs.logp_current_N - inputs.logp_proximal_N).exp() * inputs.advantage_N",
+    "averaged": "-weight_N * score / len(weight_N)",
+    "hiding": "-weight_N * inputs.advantage_N * inputs.logp_current_N.nan_to_num()",
+    "summed": "-(weight_N * score).sum()",
+    "turned": "weight_N * score",
+    "reading": "-weight_N * (inputs.logp_current_N - inputs.logp_behaviour_N).clamp(-20, 20).exp() * inputs.advantage_N",
+    "raising": "inputs.no_such_field",
+    "infinite": "inputs.logp_current_N / 0",
+}
+# The law that one breaks.
+BROKEN = {
+    "unweighed": "a masked completion gives no gradient and changes no other",
+    "unbounded": "finite however far the policies are apart",
+    "averaged": "adds up over micro-batches",
+    "hiding": "a log-probability that is no number is not hidden",
+    "summed": "one term for each token",
+    "turned": "the exact direction on data of its own",
+    "reading": "reads only the log-probabilities it declares",
+}
+# Declarations; of the first two that Python itself refuses when the file is run.
+DECLARED = {
+    "misspelt": '@loss(level="word")',
+    "twice": '@loss(needs=("proximal", "behaviour"))',
+    "of_sequences": '@loss(level="sequence")',
+    "held": '@loss(needs=("reference",), corrects="nothing")',
+    "computed": "@loss(level=LEVEL)",
+    "undeclared": "",
+}
+ESTIMATORS = """
 @advantage()
 def centred(rewards, *, scale_by_std):
     assert scale_by_std is False
@@ -91,110 +60,85 @@ def centred(rewards, *, scale_by_std):
     return [None if r is None else r - sum(counting) / len(counting) for r in rewards]
 
 @advantage()
-def forgetful(rewards):
-    return [0.0 for _ in rewards]
+def forgetful(rewards): return [0.0 for _ in rewards]
 
 @advantage()
-def scaled(rewards, *, my_scale=2.0):
-    return rewards
+def scaled(rewards, *, my_scale=2.0): return rewards
 
-@advantage(level="completion", off_policy=False)
-def of_tokens(reward_T, value_T, *, gamma):
-    return reward_T - value_T, reward_T
+@advantage()
+def short(rewards): return [r for r in rewards if r is not None]
+
+@advantage()
+def dividing(rewards): return [None if r is None else r / (max(q for q in rewards if q is not None) - 1) for r in rewards]
+
+@advantage()
+def boundless(rewards): return [None if r is None else float("inf") for r in rewards]
+
+@advantage(level="tokens", off_policy=False)
+def scalar(reward_N, value_N, log_ratio_N, end_N): return reward_N.sum(), value_N.sum()
 """
-DATA = RunContext(group_size=4, max_staleness=1, lowest_staleness=0, exact=False, truncated=None)
+
+
+def source(declared: dict[str, str]) -> str:
+    body = (
+        "    r = (inputs.logp_current_N - inputs.logp_proximal_N).clamp(-20, 20).exp()\n"
+        "    score = inputs.advantage_N * inputs.logp_current_N\n"
+    )
+    given = [
+        f"@loss()\ndef {name}(inputs, weight_N, config):\n{body}    return {gives}, {{}}\n" for name, gives in GIVES.items()
+    ]
+    given += [f"{decorator}\ndef {name}(inputs, weight_N, config): ...\n" for name, decorator in declared.items()]
+    return "\n".join(["from async_rlhf import advantage, loss", 'LEVEL = "token"', *given, ESTIMATORS])
 
 
 @pytest.fixture
 def mine(tmp_path: Path) -> str:
-    (tmp_path / "mine.py").write_text(MINE)
+    """A file that can be run."""
+    (tmp_path / "mine.py").write_text(
+        source({name: how for name, how in DECLARED.items() if name not in ("misspelt", "twice")})
+    )
     return str(tmp_path / "mine.py")
 
 
-UNUSABLE = """
-from async_rlhf import advantage, loss
-
-@advantage()
-def short(rewards):
-    return [r for r in rewards if r is not None]
-
-@advantage()
-def raising(rewards):
-    return [None if r is None else r / (max(q for q in rewards if q is not None) - 1) for r in rewards]
-
-@advantage()
-def infinite(rewards):
-    return [None if r is None else float("inf") for r in rewards]
-
-@advantage(level="completion", off_policy=False)
-def scalar(reward_T, value_T):
-    return reward_T.sum(), value_T.sum()
-
-@loss(level="token")
-def raising_loss(inputs, weight_N, config):
-    return inputs.no_such_field, {}
-
-@loss(level="token")
-def infinite_loss(inputs, weight_N, config):
-    return inputs.logp_current_N / 0, {}
-"""
+@pytest.fixture
+def unrun(tmp_path: Path) -> str:
+    (tmp_path / "unrun.py").write_text(source(DECLARED))
+    return str(tmp_path / "unrun.py")
 
 
-@pytest.mark.parametrize("kind", advantages())
-def test_every_shipped_estimator_is_usable(kind: str) -> None:
-    check_estimator(AdvantageConfig(kind=kind))
+@pytest.mark.parametrize("kind", [*advantages(), *losses()])
+def test_every_shipped_loss_and_estimator_is_usable_and_obeys_the_laws(kind: str) -> None:
+    if kind in advantages():
+        check_estimator(AdvantageConfig(kind=kind))
+    else:
+        trial = try_loss(LossConfig(kind=kind))
+        assert trial.holds, [law for law in trial.laws if law.holds is False]
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("name", "message"),
     [
         ("short", "it must give one number for each reward"),
-        ("raising", "ZeroDivisionError"),
-        ("infinite", r"gave \[inf, inf"),
-        ("scalar", "shapes"),
-        ("raising_loss", "no_such_field"),
-        ("infinite_loss", "gradient"),
+        ("dividing", "ZeroDivisionError"),
+        ("boundless", r"gave \[\[inf, inf"),
+        ("scalar", "shape"),
+        ("raising", "no_such_field"),
+        ("infinite", "gradient"),
     ],
 )
-def test_an_estimator_or_loss_that_no_step_could_use_is_refused_before_the_run(tmp_path: Path, kind: str, message: str) -> None:
-    (tmp_path / "unusable.py").write_text(UNUSABLE)
-    name = f"{tmp_path / 'unusable.py'}:{kind}"
+def test_an_estimator_or_loss_that_no_step_could_use_is_refused_before_the_run(mine: str, name: str, message: str) -> None:
+    kind = f"{mine}:{name}"
     with pytest.raises(ConfigError, match=message):
-        check_loss(LossConfig(kind=name)) if kind.endswith("_loss") else check_estimator(AdvantageConfig(kind=name))
+        check_loss(LossConfig(kind=kind)) if name in GIVES else check_estimator(AdvantageConfig(kind=kind))
 
 
-@pytest.mark.parametrize("kind", losses())
-def test_every_shipped_loss_obeys_the_laws(kind: str) -> None:
-    trial = try_loss(LossConfig(kind=kind))
-    assert trial.holds, [law for law in trial.laws if law.holds is False]
-
-
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("unweighed", {"a masked completion gives no gradient and changes no other"}),
-        ("unbounded", {"finite however far the policies are apart"}),
-        ("averaged", {"adds up over micro-batches"}),
-        ("hiding", {"a log-probability that is no number is not hidden"}),
-        ("summed", {"one term for each token"}),
-        ("turned", {"the exact direction on data of its own"}),
-        ("reading", {"reads only the log-probabilities it declares"}),
-    ],
-)
-def test_a_loss_that_breaks_a_law_is_told_which(mine: str, name: str, broken: set[str]) -> None:
-    trial = try_loss(LossConfig(kind=f"{importable(mine)}:{name}"))
-    assert broken <= {law.name for law in trial.laws if law.holds is False} and not trial.holds
-
-
-def importable(mine: str) -> str:
-    """The same file without the declarations that Python itself refuses when it is run."""
-    text = Path(mine).read_text().replace('@loss(level="word")', "@loss()")
-    Path(mine).write_text(text.replace('@loss(needs=("proximal", "behaviour"))', "@loss()"))
-    return mine
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_loss_that_breaks_a_law_is_told_which(mine: str, name: str) -> None:
+    trial = try_loss(LossConfig(kind=f"{mine}:{name}"))
+    assert BROKEN[name] in {law.name for law in trial.laws if law.holds is False} and not trial.holds
 
 
 def test_the_command_prints_the_table_and_its_exit_code_is_the_verdict(mine: str) -> None:
-    importable(mine)
     good = CliRunner().invoke(app, ["try", "loss", f"{mine}:plain", "--set", "loss.is_cap=4.0"])
     assert good.exit_code == 0 and "adds up over micro-batches" in good.output and "none (no correction)" in good.output
     assert CliRunner().invoke(app, ["try", "loss", f"{mine}:averaged"]).exit_code == 1
@@ -207,63 +151,70 @@ def test_the_command_prints_the_table_and_its_exit_code_is_the_verdict(mine: str
     [
         ("undeclared", r"is not declared: write @loss\(\) above its 'def'"),
         ("computed", r"must be written out"),
-        ("misspelt", r"declares level = 'word'; it is one of 'token', 'sequence', 'pair'"),
+        ("misspelt", r"@loss level = 'word': .* 'token', 'sequence' or 'pair'"),
         ("twice", r"the ratio would count twice"),
         ("absent", r"no function 'absent' at the top level"),
         ("centred", r"is declared with @advantage\(\): name it in advantage.kind"),
     ],
 )
-def test_a_declaration_without_meaning_is_refused_without_running_the_file(mine: str, name: str, says: str) -> None:
+def test_a_declaration_without_meaning_is_refused_without_running_the_file(unrun: str, name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        loss_spec(f"{mine}:{name}")
+        loss_spec(f"{unrun}:{name}")
     with pytest.raises(ConfigError, match="cannot be read"):
-        loss_spec(f"{mine}.py:{name}")
+        loss_spec(f"{unrun}.py:{name}")
 
 
 def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
-    learner, guard = LearnerConfig(), GuardConfig()
-    own = LossConfig(kind=f"{mine}:of_sequences", token_mask=(0.5, 2.0))
-    with pytest.raises(ConfigError, match=r"loss.token_mask masks single tokens, and a term of loss.kind = .*of_sequences"):
-        check(learner, AdvantageConfig(), own, guard, DATA)
-    tokens = AdvantageConfig(kind=f"{mine}:of_tokens")
-    with pytest.raises(ConfigError, match="needs a critic's values"):
-        check(learner, tokens, LossConfig(), guard, DATA)
-    assert advantage_spec(tokens.kind).needs_critic and LossConfig(kind=f"{mine}:held").needs_reference
-    with pytest.raises(ConfigError, match="without an importance weight"):
-        check(learner, AdvantageConfig(), LossConfig(kind=f"{mine}:plain", is_cap=None), guard, DATA)
+    def checked(loss: dict[str, Any], advantage: str = "centred") -> None:
+        context = RunContext(group_size=4, max_staleness=1, lowest_staleness=0, exact=False, truncated=None)
+        own = LossConfig.model_validate(loss | {"kind": f"{mine}:{loss['kind']}"})
+        check(LearnerConfig(), AdvantageConfig(kind=f"{mine}:{advantage}"), own, GuardConfig(), context)
 
-
-def test_an_estimator_that_asks_for_no_setting_of_its_section_is_refused(mine: str) -> None:
-    check(LearnerConfig(), AdvantageConfig(kind=f"{mine}:centred"), LossConfig(), GuardConfig(), DATA)
-    with pytest.raises(
-        ConfigError, match=r"asks for 'my_scale' by keyword, which is no setting of \[advantage\]: .*scale_by_std"
+    checked({"kind": "plain"})
+    for loss, advantage, says in (
+        (
+            {"kind": "of_sequences", "token_mask": (0.5, 2.0)},
+            "centred",
+            "token_mask masks single tokens, a term of .*of_sequences",
+        ),
+        ({"kind": "plain"}, "scalar", "needs a critic's values"),
+        ({"kind": "plain", "is_cap": None}, "centred", "without an importance weight"),
+        ({"kind": "plain"}, "scaled", r"asks for 'my_scale' by keyword, which is no setting of \[advantage\]: .*scale_by_std"),
     ):
-        check(LearnerConfig(), AdvantageConfig(kind=f"{mine}:scaled"), LossConfig(), GuardConfig(), DATA)
+        with pytest.raises(ConfigError, match=says):
+            checked(loss, advantage)
+    assert advantage_spec(f"{mine}:scalar").needs_critic and LossConfig(kind=f"{mine}:held").needs_reference
 
 
 def test_an_own_loss_and_estimator_train_a_model(mine: str, model_dir: Path) -> None:
-    importable(mine)
     groups, rewards = [make_group(0, [3, 1, 4])], [[1.0, None, 0.0]]
     advantage, own = AdvantageConfig(kind=f"{mine}:centred", scale_by_std=False), LossConfig(kind=f"{mine}:plain")
-    trained = {}
-    for name, config in (("own", own), ("shipped", LossConfig(kind="truncated_is", is_cap=None))):
-        found = estimate_advantages(groups, rewards, select_members(groups, rewards, advantage, config), {}, advantage, config)
-        assert found.advantages == [[0.5, None, -0.5]]
-        backend = make_backend(model_dir, LearnerConfig(learning_rate=1e-2), config)
-        assert backend.step([make_rows(groups, found.advantages, 512)], 0).applied
-        trained[name] = weights(backend)
-    assert trained["own"].keys() == trained["shipped"].keys()
+    found = estimate_advantages(groups, rewards, select_members(groups, rewards, advantage, own), {}, advantage, own)
+    assert found.advantages == [[0.5, None, -0.5]]
+    report = make_backend(model_dir, own).step([make_rows(groups, found.advantages, 512)], 0)
+    assert report.applied and report.metrics["grad_norm"] > 0
     with pytest.raises(ValueError, match="None where the reward is None"):
-        forgetful = AdvantageConfig(kind=f"{mine}:forgetful")
-        estimate_advantages(groups, rewards, rewards, {}, forgetful, own)
+        estimate_advantages(groups, rewards, rewards, {}, AdvantageConfig(kind=f"{mine}:forgetful"), own)
 
 
-def test_a_module_is_found_without_being_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_found_without_being_run_and_a_file_may_import_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_losses.py").write_text("raise SystemExit\n@loss(level='sequence')\ndef own(): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert loss_spec("my_losses:own").level == "sequence" and "my_losses" not in sys.modules
-    with pytest.raises(ConfigError, match="there is no module 'my_lasses'"):
-        loss_spec("my_lasses:own")
+    (tmp_path / "beside_the_loss.py").write_text("SCALE = 3.0\n")
+    (tmp_path / "scaled.py").write_text(
+        "from async_rlhf import loss\nfrom beside_the_loss import SCALE\n"
+        "@loss()\ndef scaled(inputs, weight_N, config): return SCALE, {}\n"
+    )
+    assert load_loss(f"{tmp_path / 'scaled.py'}:scaled")(None, None, None) == (3.0, {})
+    for kind, says in (
+        ("my_lasses:own", "there is no module 'my_lasses'"),
+        ("none.py:own", r"paths are relative to the config"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            (load_loss if ".py" in kind else loss_spec)(kind)
 
 
 def test_a_function_that_cannot_be_imported_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -271,18 +222,3 @@ def test_a_function_that_cannot_be_imported_is_refused_with_what_to_do(tmp_path:
 
     with pytest.raises(ConfigError, match=r"is defined inside another function.*%%writefile my_loss.py"):
         train(tmp_path / "none.toml", loss=local)
-
-
-def test_a_file_may_import_its_neighbours_as_a_file_of_rewards_may(tmp_path: Path) -> None:
-    (tmp_path / "beside_the_loss.py").write_text("SCALE = 3.0\n")
-    (tmp_path / "scaled.py").write_text(
-        "from async_rlhf import loss\nfrom beside_the_loss import SCALE\n"
-        "@loss()\ndef scaled(inputs, weight_N, config): return SCALE, {}\n"
-    )
-    function = load_loss(f"{tmp_path / 'scaled.py'}:scaled")
-    assert function(None, None, None) == (3.0, {})
-
-
-def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.py does not exist; paths are relative to the configuration's folder"):
-        load_loss(f"{tmp_path / 'none.py'}:plain")

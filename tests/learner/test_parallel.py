@@ -8,14 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from making import make_group, make_model
-from torch import nn
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
-from async_rlhf.learner.batch.sampling_mask import SamplingMasks
-from async_rlhf.learner.parallel.sequence import Share
-from async_rlhf.learner.parallel.tensor import autotp_settings, split_dimension
+from async_rlhf.learner.model.sequence import Share
+from async_rlhf.learner.step.deepspeed_machine import autotp_settings
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -23,7 +21,7 @@ def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size:
     rows = make_rows([make_group(n, [3, 1, 6]) for n in range(2)], [[1.0, -1.0, 0.5]] * 2, 512)
     (plain,) = make_micro_batches(rows, Packing(512))
     sizes = torch.arange(plain.num_tokens) % 3
-    batch = replace(plain, sampling_masks=SamplingMasks(sizes, torch.arange(int(sizes.sum()))))
+    batch = replace(plain, sizes_N=sizes, ids_K=torch.arange(int(sizes.sum())))
     assert batch.sampling_masks is not None
     sampling_masks = batch.sampling_masks.chunks(1)
     shares = [Share.of(batch, rank, size) for rank in range(size)]
@@ -44,16 +42,12 @@ SPLIT |= {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3"])
 def test_all_products_of_a_layer_are_split_and_nothing_else(name: str) -> None:
-    model = nn.ModuleDict({"model": make_model(name)})
-    layers = autotp_settings(model["model"], 2)["partition_config"]["layer_specs"]
-    split = {}
-    for parameter, _ in model.named_parameters():
-        kinds = [spec["partition_type"] for spec in layers if any(re.match(each, parameter) for each in spec["patterns"])]
-        if kinds not in ([], ["skip"]):
-            (split[parameter],) = kinds
-    assert {place.split(".")[-2] for place in split} == set(SPLIT)
-    assert all(kind == SPLIT[parameter.split(".")[-2]] for parameter, kind in split.items())
-    assert len(split) == 2 * len(SPLIT)
+    model = make_model(name)
+    specs = autotp_settings(model, 2)["partition_config"]["layer_specs"]
+    kinds = {spec["patterns"][0]: spec["partition_type"] for spec in specs if spec["partition_type"] != "skip"}
+    names = [f"model.{parameter}" for parameter, _ in model.named_parameters()]
+    split = {each: kind for each in names for pattern, kind in kinds.items() if re.match(pattern, each)}
+    assert len(split) == 2 * len(SPLIT) and all(kind == SPLIT[each.split(".")[-2]] for each, kind in split.items())
 
 
 @pytest.mark.parametrize(
@@ -68,8 +62,3 @@ def test_a_model_that_cannot_be_split_is_refused(name: str, plan: dict[str, str]
     model.config.base_model_tp_plan = plan
     with pytest.raises(ConfigError, match=message):
         autotp_settings(model, 2)
-
-
-def test_a_parameter_is_split_where_its_part_is_smaller() -> None:
-    whole = torch.Size([6, 4])
-    assert [split_dimension(torch.Size(own), whole) for own in ([3, 4], [6, 2], [6, 4])] == [0, 1, None]

@@ -10,12 +10,12 @@ import making
 import numpy as np
 import pytest
 import torch
-from making import ADVANTAGES, GROUPS, ROWS, make_group, make_model, weights, with_returns
+from making import ADVANTAGES, GROUPS, ROWS, make_group, weights, with_returns
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.batch.rows import make_rows, split_updates
+from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.step.controller import Controller
@@ -29,29 +29,30 @@ def gradient(backend: Controller) -> dict[str, Tensor]:
 
 
 def test_layers_that_compute_their_activations_again_give_the_same_gradient(model_dir: Path) -> None:
-    plain, again = (gradient(make_backend(model_dir, gradient_checkpointing=on)) for on in (False, True))
-    assert plain.keys() == again.keys()
-    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    backends = [make_backend(model_dir, gradient_checkpointing=on) for on in (False, True)]
+    calls: list[bool] = []
+    for on, backend in enumerate(backends):
+        model: Any = backend.machine.policy.model
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, on=bool(on): calls.append(on))
+    plain, again = map(gradient, backends)
+    assert calls == [False, True, True], "their forward pass is run twice"
+    assert plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def test_checkpointed_layers_run_their_forward_pass_twice(model_dir: Path) -> None:
-    backend = make_backend(model_dir, gradient_checkpointing=True)
-    calls: list[int] = []
-    model: Any = backend.machine.policy.model
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    backend.step([ROWS], 0)
-    assert len(calls) == 2
+@pytest.mark.parametrize("setting", ["gradient_checkpointing", "compile"])
+def test_a_model_without_such_layers_or_that_the_compiler_refuses_is_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    def refuses(*_: object) -> None:
+        raise NotImplementedError("no such processor")
 
-
-def test_a_model_without_such_layers_is_refused() -> None:
-    class Plain(torch.nn.Module):
-        pass
-
-    for setting in ("gradient_checkpointing", "compile"):
-        with pytest.raises(
-            ConfigError, match=rf"learner\.{setting} = true: this model has no layers that support it; use false"
-        ):
-            Policy(Plain(), LearnerConfig(**{setting: True}))
+    torch._dynamo.reset()
+    monkeypatch.setattr("async_rlhf.learner.model.policy._COMPILER", refuses)
+    with pytest.raises(ConfigError, match=rf"learner\.{setting} = true: this model has no layers that support it; use false"):
+        Policy(torch.nn.Module(), LearnerConfig(**{setting: True}))
+    if setting == "compile":
+        with pytest.raises(ConfigError, match=r"learner.compile = true: this model is not compiled here: .*no such processor"):
+            make_backend(model_dir, compile=True)
 
 
 def test_products_in_half_precision_leave_weights_gradient_and_optimizer_in_float32(model_dir: Path) -> None:
@@ -109,16 +110,6 @@ def test_compiled_layers_give_the_same_steps_and_are_not_compiled_anew_for_other
     assert all(float((one - other).detach().abs().max()) < 1e-5 for one, other in same)
 
 
-def test_a_model_that_the_compiler_refuses_is_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object) -> None:
-        raise NotImplementedError("no such processor")
-
-    torch._dynamo.reset()
-    monkeypatch.setattr("async_rlhf.learner.model.policy._COMPILER", refuses)
-    with pytest.raises(ConfigError, match=r"learner.compile = true: this model is not compiled here: .*no such processor"):
-        make_backend(model_dir, compile=True)
-
-
 def test_a_reference_in_half_precision_gives_nearly_the_divergence_of_a_whole_one(model_dir: Path) -> None:
     found = []
     for kind in ("float32", "bfloat16"):
@@ -132,57 +123,21 @@ def test_a_reference_in_half_precision_gives_nearly_the_divergence_of_a_whole_on
 
 def test_logits_in_small_chunks_give_the_gradient_of_large_ones(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = gradient(make_backend(model_dir))
-    monkeypatch.setattr("async_rlhf.learner.model.policy.chunk_tokens", lambda vocabulary, mib, device: 3)
+    monkeypatch.setattr("async_rlhf.learner.model.policy.chunk_tokens", lambda vocabulary, device: 3)
     small = gradient(make_backend(model_dir))
     for name, grad in large.items():
         torch.testing.assert_close(small[name], grad, rtol=1e-4, atol=1e-6)
 
 
-class Capped(torch.nn.Module):
-    """An output layer that is not linear, as that of models that cap their logits."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.inner(hidden)
-        return 5 * torch.tanh(logits / 5)
-
-
-def test_a_model_that_does_more_to_its_logits_keeps_its_own_output_layer(model_dir: Path) -> None:
-    model: Any = make_model("llama")
-    model.lm_head = Capped(model.lm_head)
-    policy = Policy(model, LearnerConfig())
-    batch = make_backend(model_dir).partition([ROWS])[0][0].batches[0]
-    with torch.no_grad():
-        logp_N, entropy_N, _ = policy(batch)
-        first = policy.probe(torch.cat([batch.ids_RL[0, :5], batch.target_N[:1]]))[-1]
-    assert float(logp_N[0]) == pytest.approx(float(first), abs=1e-4) and bool((entropy_N > 0).all())
-
-
 @pytest.mark.parametrize("kind", ["head", "model"])
 def test_a_critic_learns_the_returns_and_only_it_does_while_it_warms_up(model_dir: Path, kind: str) -> None:
-    critic = {"kind": kind, "learning_rate": 3e-2, "warmup_steps": 40}
-    backend = make_backend(model_dir, critic=critic)
+    backend = make_backend(model_dir, critic={"kind": kind, "learning_rate": 3e-2, "warmup_steps": 40})
     before = weights(backend)
     first = backend.evaluate(ROWS)[0].value
     assert first is not None and not first.any()
-    losses = []
-    for step in range(40):
-        losses.append(backend.step([with_returns(backend, 2.0)], step).metrics["critic/loss"])
-    assert losses[0] == pytest.approx(2.0) and losses[-1] < 0.2
+    losses = [backend.step([with_returns(backend, 2.0)], step).metrics["critic/loss"] for step in range(40)]
     values = backend.evaluate(ROWS)[0].value
+    assert losses[0] == pytest.approx(2.0) and losses[-1] < 0.2
     assert values is not None and abs(float(values.mean()) - 2.0) < 0.7
-    if kind == "model":  # a head shares the policy's trunk, which the value loss moves
-        assert weights(backend) == before
-
-
-def test_a_second_pass_over_the_rows_is_around_the_policy_before_the_first(model_dir: Path) -> None:
-    backend = make_backend(model_dir, learning_rate=1e-2)
-    updates = split_updates(ROWS, 2)
-    twice = backend.step(updates * 2, 0)
-    once = make_backend(model_dir, learning_rate=1e-2).step(updates, 0)
-    for name in ("is/ratio_max", "kl/behaviour"):  # of the same policy before the first update, each token counted twice
-        assert twice.metrics[name] == pytest.approx(once.metrics[name], rel=1e-5)
-    assert twice.metrics["clip_ratio/region_mean"] > once.metrics["clip_ratio/region_mean"]
+    # a head shares the policy's trunk, which the value loss moves
+    assert (weights(backend) == before) == (kind == "model")

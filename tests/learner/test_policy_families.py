@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import replace
 
-import numpy as np
+import oracles
 import pytest
 import torch
+from making import make_group
 from transformers import PreTrainedModel
 
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
 from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
@@ -26,41 +24,17 @@ from async_rlhf.learner.model.verification import check_policy
 ONE_A_ROW = ("bloom", "gpt_neo", "mamba", "mamba2", "minimax", "mpt", "olmo_hybrid", "recurrent_gemma", "rwkv")
 
 
-def group(number: int, prompt: int, lengths: list[int]) -> Group:
-    rng = np.random.default_rng(number)
-
-    def ids(count: int) -> np.ndarray:
-        return rng.integers(3, 64, count).astype(np.int32)
-
-    rollouts = tuple(Rollout(ids(n), np.zeros(n, np.float32), (Span(0, n),), "length") for n in lengths)
-    return Group(number, 0, ids(prompt), rollouts, Sampling())
+GROUPS = [
+    make_group(0, [20, 3, 13], prompt_length=5, vocabulary=64),
+    make_group(1, [9, 16], prompt_length=11, vocabulary=64),
+    make_group(2, [22, 19], prompt_length=7, vocabulary=64, observed=[(4, 16)], anew=[0]),
+]
+MEMBERS = [(group, rollout) for group in GROUPS for rollout in group.rollouts]
 
 
-def group_begun_anew(number: int, prompt: int, turns: list[tuple[int, int, int]]) -> Group:
-    """Of each member (sampled, read anew, sampled)."""
-    plain = group(number, prompt, [sum(each) for each in turns])
-    spans = [(Span(0, a), Span(None, b, restarts=True), Span(0, c)) for a, b, c in turns]
-    rollouts = tuple(
-        replace(r, spans=s, logprobs=r.logprobs[s[1].num_tokens :]) for r, s in zip(plain.rollouts, spans, strict=True)
-    )
-    return replace(plain, rollouts=rollouts)
-
-
-GROUPS = [group(0, 5, [20, 3, 13]), group(1, 11, [9, 16]), group_begun_anew(2, 7, [(4, 12, 6), (9, 3, 2)])]
-
-
-def pieces_of(group: Group, rollout: Rollout) -> list[tuple[list[int], list[int]]]:
-    """(prompt, what was sampled behind it)"""
-    ids = rollout.completion_ids.tolist()
-    if len(rollout.spans) == 1:
-        return [(group.prompt_ids.tolist(), ids)]
-    first, anew = rollout.spans[0].num_tokens, sum(span.num_tokens for span in rollout.spans[:2])
-    return [(group.prompt_ids.tolist(), ids[:first]), (ids[first:anew], ids[anew:])]
-
-
-def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: PreTrainedModel, logp: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    (logp * torch.linspace(-1, 1, len(logp))).sum().backward()  # type: ignore[no-untyped-call]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -70,18 +44,13 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
     policy = Policy(model, LearnerConfig())
     check_policy(policy)
     assert policy.packs == (kind not in ONE_A_ROW)
-    rows = make_rows(GROUPS, [[1.0] * 3, [1.0] * 2, [1.0] * 2], 512 if policy.packs else 1)
+    rows = make_rows(GROUPS, [[1.0] * len(group.rollouts) for group in GROUPS], 512 if policy.packs else 1)
     (batch,) = make_micro_batches(rows, Packing(8192))
     found, _, _ = policy(batch)
-    plain = {
-        member: torch.cat([families.plain_logprobs(model, *texts) for texts in pieces_of(each, rollout)])
-        for member, (each, rollout) in enumerate((each, rollout) for each in GROUPS for rollout in each.rollouts)
-    }
-    wanted = torch.cat([plain[int(member)] for member in batch.member_N.unique_consecutive()])
+    plain = [oracles.rollout_logprobs(model, *each) for each in MEMBERS]
+    wanted = torch.cat([plain[member] for member in batch.member_N.unique_consecutive().tolist()])
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
-    weights = torch.linspace(-1, 1, len(wanted))
-    want = gradients(model, (wanted * weights).sum())
-    got = gradients(model, (found * weights).sum())
+    want, got = gradients(model, wanted), gradients(model, found)
     assert got.keys() == want.keys()
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=2e-4, msg=f"the gradient of {name} differs")

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from async_rlhf.launch.network import LOOPBACK
 from async_rlhf.learner.batch.micro_batch import Packing, count, partition, partition_rows
 from async_rlhf.learner.batch.rows import make_rows
-from async_rlhf.learner.parallel.ranks import RankLostError, Ranks
+from async_rlhf.learner.step.ranks import RankLostError, Ranks
 from tests.conftest import REPOSITORY, kept_port, wait_for
 
 ZERO = {f"zero-{stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
@@ -234,10 +234,9 @@ def test_two_ranks_make_the_updates_of_one_with_a_reference(alone: Path, togethe
 @pytest.mark.rest
 def test_under_zero_3_each_rank_holds_its_part_of_the_reference_in_the_type_it_is_to_have(alone: Path, together: Path) -> None:
     assert_same_reference(together / "reference-bfloat16", alone / "updates", 0.2)
+    parts = {"updates": 1.0, "updates-zero-3": 0.5, "updates-tensor": 0.5, "reference-bfloat16": 0.25}
     whole = report(alone / "updates")["reference_bytes"]
-    expected = {"updates": 1.0, "updates-zero-3": 0.5, "updates-tensor": 0.5, "reference-bfloat16": 0.25}
-    held = {name: report(together / name)["reference_bytes"] / whole for name in expected}
-    assert held == pytest.approx(expected, rel=0.01)
+    assert {name: report(together / name)["reference_bytes"] / whole for name in parts} == pytest.approx(parts, rel=0.01)
 
 
 @each("zero-3-on", "zero-2-on", "zero-1-on", "torch-3", "torch-from-one", "tensor-from-zero", "zero-from-tensor")
@@ -313,19 +312,15 @@ def test_a_meeting_that_cannot_be_is_named() -> None:
         Ranks.join(1, 2, meeting, timeout_s=1.0, idle_timeout_s=1.0)
 
 
-def test_rows_are_dealt_by_groups_to_the_rank_with_the_least_and_none_is_lost() -> None:
+def test_rows_go_by_groups_to_the_rank_with_the_least_none_is_lost_and_all_make_equally_many_passes() -> None:
     rows = make_rows(GROUPS, ADVANTAGES, 6)
     parts = partition_rows(rows, 2)
     assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in rows)
     assert not {row.group.number for row in parts[0]} & {row.group.number for row in parts[1]}
     load = [sum(row.length for row in part) for part in parts]
     assert max(load) - min(load) <= max(row.length for row in rows)
-
-
-def test_ranks_make_equally_many_passes_and_know_what_all_of_them_count() -> None:
-    rows = make_rows(GROUPS[:1], ADVANTAGES[:1], 512)
-    first, second = (part[0] for part in partition([rows], 2, Packing(40)))
-    assert len(first.batches) == len(second.batches)
+    one = make_rows(GROUPS[:1], ADVANTAGES[:1], 512)
+    first, second = (part[0] for part in partition([one], 2, Packing(40)))
+    assert len(first.batches) == len(second.batches) and first.counts == second.counts == count(one)
     assert [batch.num_tokens for batch in second.batches] == [0] * len(second.batches)
-    assert first.counts == second.counts == count(rows)
-    assert sum(batch.num_tokens for batch in first.batches) == count(rows).num_tokens
+    assert sum(batch.num_tokens for batch in first.batches) == count(one).num_tokens

@@ -44,6 +44,8 @@ def test_a_resumed_run_cuts_off_what_was_lost_and_goes_on(tmp_path: Path) -> Non
         for group in (0, 1):
             first.sample({"step": step, "group": group})
     first.close()
+    Recording(tmp_path).close()  # nothing is cut off before it begins
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     second = begun(tmp_path, 2)
     second.step({"step": 3, "life": 2})
     second.begin(0)  # the hub was restarted, and the learner registers again
@@ -51,14 +53,6 @@ def test_a_resumed_run_cuts_off_what_was_lost_and_goes_on(tmp_path: Path) -> Non
     assert [(line["step"], line["life"]) for line in read(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 1), (3, 2)]
     assert [(line["step"], line["group"]) for line in read(tmp_path / "rollouts.jsonl")] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert first.lost_lines == second.lost_lines == 0
-
-
-def test_nothing_is_cut_off_before_it_begins(tmp_path: Path) -> None:
-    first = begun(tmp_path)
-    first.step({"step": 1})
-    first.close()
-    Recording(tmp_path).close()
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1}]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "rew', b'{"step": 2}', b"\0" * 4096])
@@ -96,39 +90,20 @@ def test_a_line_is_on_disk_when_it_is_written_and_is_json_for_everyone(tmp_path:
     recording.close()
 
 
-def test_on_a_full_disk_a_step_waits_for_room_and_says_so_once(
+def test_on_a_full_disk_a_step_waits_for_room_and_samples_are_counted_and_each_is_said_once(
     tmp_path: Path, limit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     waited: list[float] = []
-
-    def wait(seconds: float) -> None:
-        waited.append(seconds)
-        if len(waited) == 3:
-            limit(None)
-
-    recording = Recording(tmp_path, sleep=wait)
+    recording = Recording(tmp_path, sleep=lambda seconds: (waited.append(seconds), limit(None) if len(waited) == 3 else None))
     recording.begin(0)
-    recording.step({"step": 1})
-    limit(20)
-    recording.step({"step": 2, "text": "more than there is room for"})
+    for number in range(1, 5):
+        limit(20 if number in (2, 3) else None)
+        recording.sample({"step": number} | ({"text": "more than there is room for"} if number in (2, 3) else {}))
+        if number == 3:
+            recording.step({"step": 1, "text": "more than there is room for"})
     recording.close()
-    assert waited == [1.0, 1.0, 1.0] and recording.lost_lines == 0
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
-    full, room = caplog.messages
-    assert "the disk is full: step 2 waits until metrics.jsonl has room" in full
-    assert room == "there is room on the disk again: step 2 is recorded"
-
-
-def test_on_a_full_disk_samples_are_lost_counted_and_named_once(
-    tmp_path: Path, limit: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    recording = begun(tmp_path)
-    recording.sample({"step": 1})
-    limit(20)
-    for step in (2, 3):
-        recording.sample({"step": step, "text": "more than there is room for"})
-    limit(None)
-    recording.sample({"step": 4})
-    recording.close()
-    assert recording.lost_lines == 2 and len(caplog.messages) == 1 and "rollouts.jsonl loses lines" in caplog.text
-    assert read(tmp_path / "rollouts.jsonl") == [{"step": 1}, {"step": 4}]
+    assert waited == [1.0, 1.0, 1.0] and recording.lost_lines == 2
+    assert read(tmp_path / "rollouts.jsonl") == [{"step": 1}, {"step": 4}] and len(read(tmp_path / "metrics.jsonl")) == 1
+    lost, full, room = caplog.messages
+    assert "rollouts.jsonl loses lines" in lost and "the disk is full: step 1 waits until metrics.jsonl has room" in full
+    assert room == "there is room on the disk again: step 1 is recorded"

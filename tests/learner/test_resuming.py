@@ -47,29 +47,19 @@ def refusal(run: Path, step: int | None = None, kind: type[Exception] = DamagedE
     return str(raised.value)
 
 
-def test_a_new_run_has_none_and_can_begin(tmp_path: Path) -> None:
-    assert resuming.newest(tmp_path) is None and resuming.resumable(tmp_path) == [0]
-
-
-def test_the_newest_is_gone_on_from(run: Path) -> None:
+def test_a_damaged_newest_is_refused_with_the_command_that_works(run: Path) -> None:
     found = resuming.newest(run)
     assert found is not None and found[0].name == "step_000020" and found[1]["step"] == 20
     assert resuming.resumable(run) == [10, 15, 20]
-
-
-def test_a_damaged_newest_is_refused_with_the_command_that_works(run: Path) -> None:
+    weights(run, 20).write_text("weighty")  # sizes do not tell
+    assert resuming.newest(run, contents=False) is not None
+    assert "has other bytes than were written. Go on from step 15: " in refusal(run)
     weights(run, 20).write_text("weight")
     weights(run, 15).unlink()
     message = refusal(run)
     assert message.startswith("checkpoint step_000020 is torn: model/weights has 6 bytes of 7. Go on from step 10: async-rlhf ")
     assert message.endswith(f"train {run / 'config.toml'} --resume --from-step 10")
     resuming.check_step(run, 10)
-
-
-def test_damage_that_sizes_do_not_tell_is_found_by_the_digests(run: Path) -> None:
-    weights(run, 20).write_text("weighty")
-    assert resuming.newest(run, contents=False) is not None
-    assert "has other bytes than were written. Go on from step 15: " in refusal(run)
 
 
 def test_when_the_queue_has_given_up_the_groups_a_new_run_is_advised(run: Path) -> None:
@@ -83,6 +73,7 @@ def test_when_the_queue_has_given_up_the_groups_a_new_run_is_advised(run: Path) 
 
 
 def test_before_anything_is_given_up_the_run_can_begin_again(tmp_path: Path) -> None:
+    assert resuming.newest(tmp_path) is None and resuming.resumable(tmp_path) == [0]
     Checkpoints(tmp_path / "checkpoints", keep_last=2).save(5, write, {})
     weights(tmp_path, 5).unlink()
     assert refusal(tmp_path).endswith("--resume --from-step 0")
@@ -91,20 +82,15 @@ def test_before_anything_is_given_up_the_run_can_begin_again(tmp_path: Path) -> 
     assert resuming.newest(tmp_path) is None
 
 
+GIVEN_UP = r"given up the groups before step 10, .* go on from steps 10, 15, 20. Start a new run: .*"
+
+
 @pytest.mark.parametrize(
     ("step", "kind", "says"),
     [
         (12, ConfigError, r"--from-step 12: there is no checkpoint of that step. This run can go on from steps 10, 15, 20"),
-        (
-            5,
-            ConfigError,
-            r"given up the groups before step 10, .* steps 10, 15, 20. Start a new run from its model: .*step_000005",
-        ),
-        (
-            0,
-            ConfigError,
-            r"given up the groups before step 10, .* go on from steps 10, 15, 20. Start a new run: .* name=NAME$",
-        ),
+        (5, ConfigError, rf"{GIVEN_UP}step_000005/model --set name=NAME$"),
+        (0, ConfigError, rf"{GIVEN_UP}config.toml --set name=NAME$"),
         (15, DamagedError, r"step_000015 is torn: model/weights has other bytes .*. This run can go on from steps 10, 20"),
     ],
 )

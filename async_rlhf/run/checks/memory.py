@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.config import EngineConfig, GenerationConfig
-from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.learner.model.chunks import FLOAT32_BYTES, chunk_tokens
+from async_rlhf.learner.config import FLOAT32_BYTES, LOGITS_MIB, LearnerConfig, chunk_tokens
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIB = 1 << 20
@@ -94,8 +93,8 @@ def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *
     parts = {name: size // config.tensor_parallel for name, size in parts.items()}
     tokens = _tokens(config, generation) // config.sequence_parallel
     parts["activations"] = _passing(config, shape, tokens)
-    chunk = FLOAT32_BYTES * shape.vocabulary * chunk_tokens(shape.vocabulary, config.logits_mib, config.device)
-    parts["logits"] = config.logits_mib * _MIB + 4 * chunk
+    chunk = FLOAT32_BYTES * shape.vocabulary * chunk_tokens(shape.vocabulary, config.device)
+    parts["logits"] = LOGITS_MIB * _MIB + 4 * chunk
     if config.critic.kind == "model":
         trunk = shape.parameters - (0 if shape.tied else shape.output)
         parts["critic"] = 16 * trunk // share(1) + shape.layers * _layer(config, shape, tokens)

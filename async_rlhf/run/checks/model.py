@@ -176,7 +176,7 @@ def deep_check(config: Config) -> Iterator[str]:
     from async_rlhf.learner.model.verification import check_policy
     from async_rlhf.learner.objective.estimation import check_estimator
     from async_rlhf.learner.objective.trial import check_loss
-    from async_rlhf.learner.parallel.devices import take_device
+    from async_rlhf.learner.step.ranks import take_device
 
     logging.disable_progress_bar()
     check_estimator(config.advantage)

@@ -14,11 +14,10 @@ from async_rlhf.run.config import Config, changed
 from async_rlhf.run.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from async_rlhf.learner.loop.settings import TrainerConfig
     from async_rlhf.learner.loop.source import BatchSource
-    from async_rlhf.learner.loop.trainer import Trainer
-    from async_rlhf.learner.parallel.ranks import Ranks
+    from async_rlhf.learner.loop.trainer import Trainer, TrainerConfig
     from async_rlhf.learner.step.controller import Controller
+    from async_rlhf.learner.step.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Contro
 
 
 def _settings(config: Config) -> TrainerConfig:
-    from async_rlhf.learner.loop.settings import TrainerConfig
+    from async_rlhf.learner.loop.trainer import TrainerConfig
 
     return TrainerConfig(
         learner=config.learner,
@@ -94,7 +93,7 @@ def run_rank(config: Config, rank: int, meeting: str) -> None:
 
 
 def _join(config: Config, rank: int, meeting: str) -> Ranks:
-    from async_rlhf.learner.parallel.ranks import Ranks
+    from async_rlhf.learner.step.ranks import Ranks
 
     if config.learner.ranks == 1:
         return Ranks()
@@ -122,6 +121,5 @@ def _make_backend(config: Config, ranks: Ranks) -> Controller:
         config.loss,
         publish_dtype=config.engine.dtype,
         ranks=ranks,
-        value_clip=config.advantage.value_clip,
         reference_recorded=config.scoring.reference_is_stage,
     )

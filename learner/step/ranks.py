@@ -1,4 +1,4 @@
-"""The processes that share a gradient: who they are, what they send each other, and who is to blame when one is missing.
+"""The processes that share a gradient: which device each has, what they send each other, and which one is missing.
 
     owns        the process group (gloo, and nccl beside it on cuda), the store in which ranks find each other: rank 0 serves it
     waits for   every other rank, at each collective, command and report, for `timeout_s`; a worker rank for its next command,
@@ -14,27 +14,58 @@ rank that did not come; which process has ended the supervisor reports.
 from __future__ import annotations
 
 import json
+import math
+import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.learner.parallel.devices import communication, take_device
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 
 _BUCKET = 1 << 24  # elements of one all-reduce: enough to fill the wire, little beside a model
 _BLAME_S = 3.0
 _LEAVE = timedelta(seconds=15)
 
 Tensors = Mapping[str, Tensor]
+
+
+def take_device(name: str, rank: int = 0) -> torch.device:
+    """The device of this rank, from now on the one that libraries mean by "cuda". Raises ConfigError when it cannot be used.
+
+    `cuda` gives every rank its own: by its number among those that its process may see, which may be that one alone.
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", rank % max(1, torch.cuda.device_count()))
+        torch.empty(0, device=device)  # its error names what is missing
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and lengths of texts vary
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"learner.device = {name!r} cannot be used: {error}; use 'cpu'") from error
+    return device
+
+
+def communication(name: str, interface: str = "lo") -> str:
+    """The backend of a process group whose ranks compute on `name`, as `init_process_group` takes it.
+
+    Sets what gloo and nccl read from the environment: this rank listens on this network interface of its machine alone, and one
+    whose collective fails or takes too long on the device is ended by nccl (SIGABRT) rather than left with what it has half
+    summed.
+    """
+    # "=" for nccl: exactly this one, and not all whose names begin so
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    os.environ |= {**names, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    return "cpu:gloo,cuda:nccl" if torch.device(name).type == "cuda" else "gloo"
 
 
 class RankLostError(AsyncRLHFError):
@@ -109,7 +140,7 @@ class Ranks:
         if self.size == 1:
             return
         with self.named("the sum of gradients"):
-            for bucket in _buckets(tensors):
+            for bucket in buckets(tensors, _BUCKET):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat)
                 for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
@@ -127,16 +158,14 @@ class Ranks:
 
     def shared(self, read: Callable[[], Tensors]) -> dict[str, Tensor]:
         """What rank 0 reads, on every rank: tensors on the CPU."""
-        if self.size == 1:
-            return dict(read())
         tensors = {name: tensor.contiguous() for name, tensor in read().items()} if self.rank == 0 else {}
         with self.named("the sharing out of what was read"):
-            for rank in range(1, self.size if self.rank == 0 else 0):
+            for rank in range(1, self.size if self.rank == 0 else 1):
                 self._send(rank, {"shapes": _shapes(tensors)}, [])
             if self.rank > 0:
                 shapes = self._receive(0)[0]["shapes"]
                 tensors = {name: torch.empty(shape, dtype=getattr(torch, kind)) for name, (kind, shape) in shapes.items()}
-            for tensor in tensors.values():
+            for tensor in tensors.values() if self.size > 1 else ():
                 if tensor.numel():
                     dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0)
         return tensors
@@ -171,18 +200,12 @@ class Ranks:
         _finish(dist.irecv(sizes, source, group=self._control), timeout or self._timeout)
         payload = torch.empty(int(sizes[1]), dtype=torch.uint8)
         _finish(dist.irecv(payload, source, group=self._control), self._timeout)
-        start = int(sizes[0])
-        message = json.loads(payload[:start].numpy().tobytes())
-        parts: list[dict[str, Tensor]] = []
-        for shapes in message["parts"]:
-            part = {}
-            for name, (kind, shape) in shapes.items():
-                dtype = getattr(torch, kind)
-                size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-                part[name] = payload[start : start + size].clone().view(dtype).reshape(shape)
-                start += size
-            parts.append(part)
-        return message["header"], parts
+        text, body = torch.split(payload, [int(sizes[0]), len(payload) - int(sizes[0])])
+        message = json.loads(text.numpy().tobytes())
+        named = [(name, getattr(torch, kind), shape) for part in message["parts"] for name, (kind, shape) in part.items()]
+        pieces = iter(torch.split(body, [math.prod(shape) * dtype.itemsize for _, dtype, shape in named]))
+        tensors = (piece.clone().view(dtype).reshape(shape) for (_, dtype, shape), piece in zip(named, pieces, strict=True))
+        return message["header"], [{name: next(tensors) for name in part} for part in message["parts"]]
 
     def _await_all(self, word: str, timeout: timedelta) -> None:
         """Leave a word in the store, and wait until all ranks have. Raises RuntimeError."""
@@ -234,12 +257,18 @@ def _shapes(tensors: Tensors) -> dict[str, list[Any]]:
     return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
+T = TypeVar("T", bound=Tensor)
+
+
+def buckets(tensors: Iterable[T], most: int) -> Iterator[list[T]]:
+    """Tensors in order, as many together as have at most so many elements in all (on all ranks); one at least."""
+    bucket, held = list[T](), 0
     for tensor in tensors:
-        if bucket and sum(each.numel() for each in bucket) + tensor.numel() > _BUCKET:
+        size = int(getattr(tensor, "ds_numel", tensor.numel()))
+        if bucket and held + size > most:
             yield bucket
-            bucket = []
+            bucket, held = [], 0
         bucket.append(tensor)
+        held += size
     if bucket:
         yield bucket

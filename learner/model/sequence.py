@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -54,7 +55,7 @@ class Share:
             source_N=row_N[index] * width + position_N[index] - rank * width,
             target_N=batch.target_N[index],
             temperature_N=batch.temperature_N[index],
-            sampling_masks=None if batch.sampling_masks is None else batch.sampling_masks.of(index),
+            **({} if batch.sampling_masks is None else batch.sampling_masks.of(index)._asdict()),
         )
         return cls(own, segments, positions, index, batch.num_tokens)
 
@@ -78,31 +79,16 @@ def _attention(
     """query, key, value: [R, H, l, d], the mask [R, 1, L, L]. Where the mask is no longer than the query nothing is shared."""
     if attention_mask is None or attention_mask.shape[-1] == query.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    whole = [_Exchange.apply(each, True) for each in (query, key, value)]  # type: ignore[no-untyped-call]
+    whole = [_exchanged(each, to_heads=True) for each in (query, key, value)]
     out, weights = sdpa_attention_forward(module, *whole, attention_mask, **named)  # [R, L, H/n, d]
-    own = _Exchange.apply(out.transpose(1, 2), False)  # type: ignore[no-untyped-call]
-    return own.transpose(1, 2).contiguous(), weights
-
-
-class _Exchange(torch.autograd.Function):
-    """[R, H, l, d] <-> [R, H/n, L, d]; each is the other's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
-        ctx.to_heads = to_heads
-        return _exchanged(x, to_heads)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(grad, not ctx.to_heads), None
+    return _exchanged(out.transpose(1, 2), to_heads=False).transpose(1, 2).contiguous(), weights
 
 
 def _exchanged(x: Tensor, to_heads: bool) -> Tensor:
-    n = dist.get_world_size()
+    """[R, H, l, d] <-> [R, H/n, L, d], with gradient; each is the other's."""
     split, joined = (1, 2) if to_heads else (2, 1)
-    sent = torch.stack(x.chunk(n, dim=split)).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
+    sent = torch.stack(x.chunk(dist.get_world_size(), dim=split)).contiguous()
+    received = all_to_all_single(torch.empty_like(sent), sent)  # type: ignore[no-untyped-call]
     return torch.cat(list(received), dim=joined)
 
 

@@ -1,0 +1,164 @@
+"""The losses: PPO's clipped surrogate, REINFORCE with a bounded weight in place of the clip, and rankings within a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.objective.corrections import ratio, sequence_log_ratio
+from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.registry import loss
+
+Terms = tuple[Tensor, Mapping[str, Tensor]]
+
+
+@loss(corrects="masks", needs=("behaviour",))
+def ppo_clip(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - w_t S(r_t, A_t) with r = p_current / p_behaviour: `ppo_clip`. The clip region is that of the stale policy."""
+    return _of_tokens(inputs, weight_N, inputs.logp_behaviour_N, config)
+
+
+@loss()
+def decoupled_ppo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - w_t S(r_t, A_t) with r = p_current / p_proximal, and w the correction of proximal against behaviour.
+
+    Hilton et al. 2021 (arXiv 2110.00641) split PPO's old policy into a proximal one, around which it clips, and a
+    behaviour one, against which it weighs; AReaL (arXiv 2505.24298, eq. 5) uses it for stale data. In the first update of
+    a step r = 1, and the gradient is that of truncated importance-weighted policy gradient.
+    """
+    return _of_tokens(inputs, weight_N, inputs.logp_proximal_N, config)
+
+
+def _of_tokens(inputs: LossInputs, weight_N: Tensor, logp_old_N: Tensor, config: LossConfig) -> Terms:
+    loss_N, outside_N = clipped_surrogate(ratio(inputs.logp_current_N, logp_old_N), inputs.advantage_N, config)
+    return weight_N * loss_N, _region(outside_N)
+
+
+def clipped_surrogate(r: Tensor, advantage: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """-S(r, A), and where its gradient is clipped away; both of the shape of r.
+
+    S(r, A) = min(r A, clip(r, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7), and for A < 0 never
+    below c A, the dual clip of Ye et al. 2020 (arXiv 1912.09729, eq. 5): without it S has no lower limit in r.
+    """
+    high, low = 1 + config.clip_high, 1 - config.clip_low
+    value = torch.minimum(r * advantage, r.clamp(low, high) * advantage)
+    outside = ((r > high) & (advantage > 0)) | ((r < low) & (advantage < 0))
+    if config.dual_clip is not None:
+        value = torch.where(advantage < 0, torch.maximum(value, config.dual_clip * advantage), value)
+        outside = outside | ((r > config.dual_clip) & (advantage < 0))
+    return -value, outside
+
+
+def _region(outside_N: Tensor) -> Mapping[str, Tensor]:
+    """What every loss that clips records: tokens outside its region, or at its limit."""
+    return {"clip_ratio/region_mean": outside_N.float().sum()}
+
+
+@loss(level="sequence")
+def gspo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[S]: - w S(s, A) with s the geometric mean of p_current / p_proximal over a completion's tokens.
+
+    Zheng et al. 2025 (arXiv 2507.18071, eq. 5 and 7), around the proximal policy; w is the correction against behaviour. Mean
+    ratios stay close to 1: `clip_low` and `clip_high` of some 1e-4 are what the paper uses.
+    """
+    return _of_sequences(inputs, weight_N, inputs.logp_proximal_N, config, mean=True)
+
+
+@loss(level="sequence", corrects="masks", needs=("behaviour",))
+def proximal_rloo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[S]: - m S(s, A) with s = p_current(y) / p_behaviour(y), the whole completion being one action, m the masks.
+
+    Noukhovitch et al. 2025 (arXiv 2410.18252, section 4.1), meant for leave-one-out advantages.
+    """
+    return _of_sequences(inputs, weight_N, inputs.logp_behaviour_N, config, mean=False)
+
+
+def _of_sequences(inputs: LossInputs, weight_N: Tensor, logp_old_N: Tensor, config: LossConfig, *, mean: bool) -> Terms:
+    lengths_S, first_S = _sequences(inputs)
+    log_ratio_S = sequence_log_ratio(inputs.logp_current_N, logp_old_N, inputs.sequence_N, mean=mean)
+    loss_S, outside_S = clipped_surrogate(log_ratio_S.exp(), inputs.advantage_N[first_S], config)
+    return weight_N[first_S] * loss_S, _region(outside_S * lengths_S)
+
+
+def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """[S] twice: the length of each completion, and its first token; advantage and weight are equal along it."""
+    lengths_S = torch.bincount(inputs.sequence_N)
+    return lengths_S, lengths_S.cumsum(0) - lengths_S
+
+
+@loss()
+def cispo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - w_t sg(min(r_t, 1 + high)) A_t log p_current, with r = p_current / p_proximal.
+
+    MiniMax-M1 (2025, arXiv 2506.13585, eq. 4), with its lower limit left out, as there. w is the correction of proximal against
+    behaviour. A token with a high ratio is not dropped as by PPO's clip, its weight stops growing.
+    """
+    r_N = ratio(inputs.logp_current_N.detach(), inputs.logp_proximal_N)
+    high = 1 + config.clip_high
+    return -weight_N * r_N.clamp(max=high) * inputs.advantage_N * inputs.logp_current_N, _region(r_N > high)
+
+
+@loss(corrects="masks", needs=("behaviour",), truncates=True)
+def truncated_is(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t sg(min(r_t, cap)) A_t log p_current, with r = p_current / p_behaviour and m the masks.
+
+    The loss of AIPO in LlamaRL (Wu et al. 2025, arXiv 2505.24034, section 4.2): truncated above only. Without `is_cap` the
+    weight is 1 and it is plain REINFORCE.
+    """
+    r_N = ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N)
+    cap = config.is_cap
+    truncated_N = torch.ones_like(r_N) if cap is None else r_N.clamp(max=cap)
+    above_N = torch.zeros_like(r_N) if cap is None else r_N > cap
+    return -weight_N * truncated_N * inputs.advantage_N * inputs.logp_current_N, _region(above_N)
+
+
+@loss(corrects="masks", needs=("behaviour",))
+def topr(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t a A_t log p_current with a = 1 for A > 0 and sg(min(R, 1)) for A <= 0, m the masks.
+
+    R is the completion's ratio p_current / p_behaviour, the product over its tokens (Le Roux et al. 2025, "Tapered off-policy
+    REINFORCE", arXiv 2503.14286, eq. 8 with its canonical limits). It can only shrink a weight here, so its growth with the
+    length is harmless: a long bad completion that the policy has left weighs nothing.
+    """
+    log_ratio_S = sequence_log_ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N, mean=False)
+    taper_N = log_ratio_S.exp().clamp(max=1.0)[inputs.sequence_N]
+    bad_N = inputs.advantage_N <= 0
+    loss_N = -weight_N * torch.where(bad_N, taper_N, 1.0) * inputs.advantage_N * inputs.logp_current_N
+    return loss_N, _region(bad_N & (log_ratio_S > 0)[inputs.sequence_N])
+
+
+@loss(level="pair", corrects="nothing", learns_from="pair", needs=("reference",))
+def online_dpo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[P]: - log sigmoid(beta (h(best) - h(worst))), h(y) = log p_current(y) - log p_reference(y), for P groups.
+
+    Rafailov et al. 2023 (arXiv 2305.18290, eq. 7) on pairs the policy wrote itself (Guo et al. 2024, arXiv 2402.04792). Which
+    policy wrote them does not enter, so there is nothing to correct: of the losses compared in arXiv 2410.18252 it bears
+    staleness best. Best and worst are by advantage; the trainer leaves out all others, and groups without a difference.
+    """
+    if inputs.logp_reference_N is None:
+        raise ValueError("online_dpo needs log-probabilities under the reference")
+    lengths_S, first_S = _sequences(inputs)
+    h_S = torch.zeros(len(lengths_S), dtype=inputs.logp_current_N.dtype, device=inputs.logp_current_N.device)
+    h_S = h_S.index_add(0, inputs.sequence_N, inputs.logp_current_N - inputs.logp_reference_N)
+    worth_S = inputs.advantage_N[first_S]
+    members = [(inputs.group_S == group).nonzero().squeeze(-1) for group in sorted(set(inputs.group_S.tolist()))]
+    best_P = torch.stack([each[worth_S[each].argmax()] for each in members])
+    worst_P = torch.stack([each[worth_S[each].argmin()] for each in members])
+    margin_P = config.dpo_beta * (h_S[best_P] - h_S[worst_P])
+    # `sums` are divided by tokens: a pair's share of tokens makes that a mean over pairs, weighed by their length
+    tokens_P = (lengths_S[best_P] + lengths_S[worst_P]).float()
+    sums = {"dpo/margin": (margin_P.detach() * tokens_P).sum(), "dpo/accuracy": ((margin_P > 0) * tokens_P).sum()}
+    return -logsigmoid(margin_P), sums
+
+
+@loss(corrects="nothing", learns_from="best", needs=())
+def best_of_n(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - log p_current, of the only completion that the trainer leaves in each group (arXiv 2410.18252, section 4.1).
+
+    Who wrote it does not enter: nothing to correct.
+    """
+    return -inputs.logp_current_N, {}
