@@ -88,11 +88,12 @@ def check_installed(package: str, key: str, value: object, extra: str, other: st
         )
 
 
-Fsync = Literal["group", "interval", "off"]
+Fsync = Literal["group", "off"]
 
 
-FSYNC_INTERVAL_S = 1.0
-"""With `queue.fsync = "interval"`: most seconds of acknowledged groups that a power failure may lose."""
+MAX_FRAME_BYTES = 64 << 20
+"""Largest frame that the hub takes from a peer, in bytes: the tokens of a group (a chunk of weights has 1 MiB). Twice as large
+ones cut the peer."""
 REQUEST_TIMEOUT_S = 300.0
 """An actor or the learner waits so long for the hub to answer before it gives up and ends: longer than a hub of weeks reads its
 journal."""
@@ -110,15 +111,15 @@ class QueueConfig(Section):
     lease_s: float = Field(default=15.0, gt=0)
     """Seconds an actor may be silent before its groups go to others."""
     progress_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds a group may make no progress (no token, no score); then it goes to another actor."""
+    """Seconds a group may make no progress (no token, no score), or an actor adopt no announced weights; then the group, or all
+    of the actor's, go to others."""
     max_attempts: int = Field(default=3, ge=1)
     """Times a group may end its actor, or make no progress, before it is quarantined (the last time alone); times a batch may
     end the learner before its groups are tried alone."""
     fsync: Fsync = "group"
     """When a group is acknowledged. "group": when it is on disk (one fsync for all that arrived together), so that nothing
-    loses it. "interval": when the operating system has it; a power failure may lose the groups of the last
-    a second, which are made again, but never a batch that was given to the learner. "off": when the operating
-    system has it; nothing is promised when the power fails. Whatever it is, no process that dies loses a group."""
+    loses it. "off": when the operating system has it; nothing is promised when the power fails. Either way no process that dies
+    loses a group."""
     max_bytes: int = Field(default=16 << 30, ge=1)
     """Bytes of groups that may wait in the queue, on disk. Beyond it actors begin only what the next batch needs and keep
     what they have finished; that can make actors wait, and never the learner (proof: `buffers/queue/bound.py`)."""
@@ -126,8 +127,6 @@ class QueueConfig(Section):
     """Size at which the journal begins a new segment, in bytes."""
     keep_rollouts: bool = False
     """Keep every journal segment, so that the whole run can be shown, exported and learned from again."""
-    max_frame_bytes: int = Field(default=64 << 20, ge=1 << 20)
-    """Largest frame accepted from a peer, in bytes (a chunk of weights has 1 MiB); twice as large ones cut the peer."""
 
     @property
     def beat_s(self) -> float:
@@ -138,12 +137,10 @@ class QueueConfig(Section):
 class WeightsConfig(Section):
     """How weights get from the learner to the actors."""
 
-    transport: Literal["auto", "shared", "chunks"] = "auto"
-    """`shared`: sealed memory of one machine; `chunks`: sent; `auto`: shared where possible."""
+    transport: Literal["auto", "chunks"] = "auto"
+    """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent."""
     delta: bool = True
     """Where sets are sent, send what changed when that is less than half; an actor then keeps the previous set."""
-    adopt_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds an actor may adopt no announced weights; then its groups go to others."""
 
 
 class CurriculumConfig(Section):
@@ -153,16 +150,13 @@ class CurriculumConfig(Section):
     """The reward, by its name, whose score decides whether a prompt is solved. Empty: prompts come in their order."""
     passes_at: float = 1.0
     """A completion solves its prompt when that score is at least this; `docs/data.md` has what follows."""
-    easy_at: float = Field(default=1.0, gt=0, le=1)
-    """A prompt is easy when at least this share of its newest group solved it."""
-    hard_at: float = Field(default=0.0, ge=0, lt=1)
-    """A prompt is hard when at most this share of its newest group solved it; below `easy_at`."""
     retire_after: int = Field(default=2, ge=1)
-    """Groups in a row in which a prompt must be easy to be used no more."""
+    """Groups in a row that must solve a prompt every time for it to be used no more."""
     new_share: float = Field(default=0.5, ge=0, le=1)
     """Share of the groups that are for prompts not used before, as long as there are any; 0: when no other is left."""
     hard_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of the groups that are for hard prompts; 0: when no other is left. What both shares leave is for the others."""
+    """Share of the groups that are for hard prompts, which their newest group never solved; 0: when no other is left. What both
+    shares leave is for the others."""
 
     @property
     def is_on(self) -> bool:
@@ -178,8 +172,6 @@ class CurriculumConfig(Section):
                     'data.curriculum.reward = "..."'
                 )
             return
-        if self.hard_at >= self.easy_at:
-            raise ConfigError(f"data.curriculum.hard_at = {self.hard_at} is not below easy_at = {self.easy_at}: lower it")
         if (both := self.new_share + self.hard_share) > 1:
             raise ConfigError(
                 f"data.curriculum.new_share + hard_share = {both:g} is more than all groups; highest new_share: "

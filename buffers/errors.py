@@ -1,28 +1,4 @@
-"""The tree of everything that can go wrong.
-
-    AsyncRLHFError
-    ├── ConfigError          a setting that is wrong, impossible or would hang; raised before any process starts
-    │   ├── FormatError      what another version has written, and this one does not read
-    │   └── SpoolError       a spool whose disk takes nothing now; the same can be tried again
-    ├── RecordError          a rollout or group that breaks its own invariants; raised where it is made
-    ├── WireError            a frame that cannot be what it claims: malformed, oversized, unknown protocol
-    ├── DeadlineError        a named wait that ran out of time
-    ├── RefusedError         the hub refused, with a reason a caller can branch on
-    │   └── HubRestartedError  … because it has restarted: register and publish again
-    ├── StalenessError       a token older than the bound was about to be trained on
-    ├── WeightsError         a weight set that is not the one its manifest names
-    ├── JournalError         the durable queue cannot be read or written
-    │   ├── DiskFullError    … for want of room: nothing has changed, and the same can be tried again
-    │   └── DamagedError     … because a file is not as it was written; starting again ends the same way
-    ├── EngineError          a request an engine cannot serve
-    ├── RewardError          a reward function that cannot be loaded, or fails too often
-    ├── EpisodeError         an environment that cannot be loaded, or whose processes do not come up
-    ├── NonFiniteError       a loss or gradient that is not a number
-    ├── DivergedError        a policy beyond the limits that are set for it
-    └── MismatchError        engine and learner disagree about the same tokens and weights
-
-Messages give the request, the value, the limit and what to do, in that order.
-"""
+"""The tree of everything that can go wrong on purpose. Messages give the request, the value, the limit and what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +11,7 @@ class AsyncRLHFError(Exception):
 
 
 class ConfigError(AsyncRLHFError, ValueError):
-    """A setting that is wrong, impossible, or would make the run hang."""
+    """A setting that is wrong, impossible or would hang; raised before any process starts."""
 
 
 class FormatError(ConfigError):
@@ -47,7 +23,7 @@ class SpoolError(ConfigError):
 
 
 class RecordError(AsyncRLHFError, ValueError):
-    """A rollout or group that breaks its own invariants."""
+    """A rollout or group that breaks its own invariants; raised where it is made."""
 
 
 class WireError(AsyncRLHFError):

@@ -23,40 +23,16 @@ LOCK = ".lock"
 
 
 class File(Protocol):
-    """An open file; what was written is durable after `Files.sync`."""
+    """An open file; what was written is durable after `Disk.sync`."""
 
-    @property
-    def closed(self) -> bool: ...
     def write(self, data: bytes | memoryview, /) -> int: ...
     def flush(self) -> None: ...
-    def tell(self) -> int: ...
     def fileno(self) -> int: ...
     def close(self) -> None: ...
 
 
-class Files(Protocol):
-    """A name that was made, replaced or removed is durable after `sync_path` of its directory."""
-
-    def make(self, directory: Path) -> None: ...
-    def names(self, directory: Path) -> list[str]: ...
-    def is_readable(self, path: Path) -> bool: ...
-    def lock(self, path: Path) -> File: ...
-    def create(self, path: Path, private: bool = False) -> File: ...
-    def append(self, path: Path) -> File: ...
-    def reader(self, path: Path) -> File: ...
-    def read_at(self, file: File, length: int, offset: int) -> bytes: ...
-    def read(self, path: Path) -> bytes: ...
-    def size(self, path: Path) -> int: ...
-    def sync(self, file: File) -> None: ...
-    def sync_path(self, path: Path) -> None: ...
-    def truncate(self, path: Path, size: int) -> None: ...
-    def replace(self, path: Path, new: Path) -> None: ...
-    def unlink(self, path: Path) -> None: ...
-    def unlink_all(self, paths: Sequence[Path]) -> None: ...
-
-
 class Disk:
-    """The operating system's files."""
+    """The operating system's files. A name that was made, replaced or removed is durable after `sync_path` of its directory."""
 
     def make(self, directory: Path) -> None:
         """With its parents; durable when it returns."""
@@ -155,7 +131,7 @@ def content_digest(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def write_whole(path: Path, *data: bytes | memoryview | str, files: Files = DISK, private: bool = False) -> None:
+def write_whole(path: Path, *data: bytes | memoryview | str, files: Disk = DISK, private: bool = False) -> None:
     """Replace a file, given in parts: after a crash or on a full disk it holds the old bytes or the new, never a part of them.
 
     private: this user alone may read it. Durable when it returns. Raises OSError; the file is then as it was.
@@ -184,10 +160,11 @@ class Appending:
     Owns the file, which is made with the first append. end: bytes that count. Raises OSError, as the file system does.
     """
 
-    def __init__(self, path: Path, files: Files = DISK) -> None:
+    def __init__(self, path: Path, files: Disk = DISK) -> None:
         self._path, self._files = path, files
         self.end = 0
         self._file: File | None = None
+        self._named = False  # its name is durable
         self._torn = False  # there may be something behind the end
 
     def cut(self, end: int) -> None:
@@ -196,22 +173,24 @@ class Appending:
         if end < self._files.size(self._path):
             self._files.truncate(self._path, end)
 
-    def append(self, data: bytes, *, durable: bool = True) -> None:
+    def append(self, *parts: bytes, durable: bool = True) -> None:
         """With the operating system when it returns; durable: on disk. Where it raises, nothing of this counts."""
         if self._file is None:
             self._file = self._files.append(self._path)
         if self._torn:
             self._files.truncate(self._path, self.end)
         self._torn = True
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
+        for part in parts:
+            left = memoryview(part)
+            while left:  # a disk that is nearly full takes less than it is given
+                left = left[self._file.write(left) :]
         if durable:
             self._files.sync(self._file)
-            if not self.end:
+            if not self._named:
                 self._files.sync_path(self._path.parent)
+                self._named = True
         self._torn = False
-        self.end += len(data)
+        self.end += sum(map(len, parts))
 
     def close(self) -> None:
         if self._file is not None:

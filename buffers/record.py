@@ -29,8 +29,6 @@ FinishReason = Literal["stop", "length", "context", "max_turns"]
 SOURCE = "source"
 """The column that names which of several mixed tasks a row is of."""
 
-# A version this low is older than any bound: what an unknown version counts as.
-UNKNOWN_VERSION = -(1 << 31)
 # A log-probability is at most 0, up to the rounding of a log-softmax in low precision.
 MAX_LOGPROB = 1e-3
 

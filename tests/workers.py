@@ -17,7 +17,6 @@ _TOGETHER = (
     "tests/experiments/test_counterfactual.py",
     "tests/experiments/test_sweep_on_ray.py",
     "tests/learner/test_ranks.py",
-    "tests/buffers/hub/test_refusals.py",
     "tests/planning/test_plan_search.py",
     "tests/simulation/test_simulation.py::test_the_schedules",
 )

@@ -2,9 +2,9 @@
 
 data/training.jsonl, data/held_out.jsonl   a row a line, as `load_rows` gave them, without those that were dropped
 data/summary.json                          written last; how many rows there are, and how many were dropped
-data/spool/                                where rows come while the run goes on: stream.jsonl has them in their order, claimed/
-                                           what is being read, rejected/ what is of no use to the run (`buffers/spool`)
-data/order.jsonl                           with a curriculum: the row of each group, and how groups went (`buffers/curriculum`)
+data/spool/                                where rows come while the run goes on: stream.jsonl has them in their order,
+                                           rejected/ what is of no use to the run (`buffers/spool`)
+data/order.jsonl                           with a curriculum: the row of each group, and how groups went (`curriculum`)
 
 What the rows came from (a file that is edited, objects of a Python program, a task that draws from sets) is not needed any
 more, nor are the packages to read it. An actor on another machine is given a copy; where there is none, it loads the rows
@@ -26,7 +26,7 @@ import xxhash
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.prompts import Row, from_json, prompt_number
-from async_rlhf.buffers.curriculum.order import Order
+from async_rlhf.buffers.curriculum import Order
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.buffers.spool.stream import Stream

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.protocol.manifest import Canary
+from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import Connect, Connection, SocketLink

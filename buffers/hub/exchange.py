@@ -23,11 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from async_rlhf.buffers.config import QueueConfig, WeightsConfig
+from async_rlhf.buffers.config import MAX_FRAME_BYTES, QueueConfig, WeightsConfig
 from async_rlhf.buffers.errors import DiskFullError, JournalError, RefusedError, WireError
-from async_rlhf.buffers.hub import status
-from async_rlhf.buffers.hub.learner_session import LearnerSession
-from async_rlhf.buffers.hub.outbox import Outbox
+from async_rlhf.buffers.hub.learner_session import LearnerSession, Outbox
 from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.hub.sessions import ActorSessions
 from async_rlhf.buffers.protocol import packing, wire
@@ -35,10 +33,8 @@ from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.queue.admission import Credit
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.quarantine import Quarantine
-from async_rlhf.buffers.queue.recovery import recovered
-from async_rlhf.buffers.transport import roles
-from async_rlhf.buffers.transport.peers import Peers
+from async_rlhf.buffers.queue.recovery import Quarantine, recovered
+from async_rlhf.buffers.transport.keys import Holder, check_sender
 from async_rlhf.buffers.transport.server import Refusals
 from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.store import WeightStore
@@ -52,7 +48,7 @@ class Exchange:
     """Owns the queue's state, the journal and the weight store; begins where the journal ends.
 
     prompts: where the hub decides which one a number has. outbox: what there is to send. stopped: whether a Halt came.
-    counters: what else the status shows.
+    counters: what else the status shows. max_frame_bytes: taken from a peer.
     """
 
     def __init__(
@@ -60,29 +56,30 @@ class Exchange:
         config: QueueConfig,
         bound: Bound,
         journal: Journal,
-        weights: WeightStore,
+        store: WeightStore,
         clock: Callable[[], float],
         incarnation: str,
-        weights_config: WeightsConfig | None = None,
+        weights: WeightsConfig | None = None,
         quarantine: Quarantine | None = None,
+        *,
         counters: Mapping[str, int] = MappingProxyType({}),
         schema: GroupSchema | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
         prompts: Prompts | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        self._config, self._journal, self._weight_server = config, journal, WeightServer(weights, weights_config)
-        self._clock, self._incarnation = clock, incarnation
-        self._prompts = prompts
+        self._config, self._journal, self._weight_server = config, journal, WeightServer(store, weights)
+        self._clock, self._incarnation, self._max_frame_bytes = clock, incarnation, max_frame_bytes
+        self._prompts = prompts or Prompts()
         self._admission = recovered(config, bound, journal)
         self._quarantine, self._counters, self._schema = quarantine, counters, schema
-        self._peers = Peers()
-        self._sessions = ActorSessions(self._admission, self._peers, self._weight_server, config, shared, incarnation)
+        welcome = wire.Welcome(incarnation=incarnation, max_frame_bytes=max_frame_bytes)
+        self._sessions = ActorSessions(self._admission, self._weight_server, config, shared, welcome)
         self._refusals = Refusals()
         self.outbox = Outbox()
         self._session = LearnerSession(
-            self._admission, journal, self._weight_server, self._peers, self.outbox, incarnation,
-            **({} if prompts is None else {"telemetry": prompts.telemetry}),
-        )  # fmt: skip
+            self._admission, journal, self._weight_server, self.outbox, incarnation, self._prompts.telemetry
+        )
         self._num_dead = self._admission.num_quarantined, self._admission.num_filtered
         self._full = ""  # why nothing can be written now
         self.little_room = ""  # why no group is begun now, although one could be
@@ -102,9 +99,8 @@ class Exchange:
                 self._journal.sync()  # raises while there is no room: then nothing is decided
             self._pump()  # also after that: the Ack of a filtered group rests on what this writes
             self._journal.sync()
-            if self._prompts is not None:
-                with self._journal.disk():
-                    self._prompts.learn(self._admission, self._journal.read)
+            with self._journal.disk():
+                self._prompts.learn(self._admission, self._journal.read)
         except DiskFullError as error:
             self._note_full(error)
             return
@@ -113,7 +109,7 @@ class Exchange:
         self._full = ""
         if self._admission.published is not None:
             # Only now: in exact mode a group that a crash may still take is made again by the version that made it.
-            self._weight_server.drop_old(self._admission, self._peers)
+            self._weight_server.drop_old(self._admission)
         self.outbox.release(self._journal.read)
 
     def _note_full(self, error: DiskFullError) -> wire.Message:
@@ -122,15 +118,15 @@ class Exchange:
         self._full = f"the disk is full: {error}"
         return wire.Waiting(step=self._admission.step, detail=self._full)
 
-    def receive(self, identity: bytes, frames: list[bytes], holder: roles.Holder | None = None) -> None:
+    def receive(self, identity: bytes, frames: list[bytes], holder: Holder | None = None) -> None:
         """Take one message in, sent with the key of `holder` where there are keys.
 
         Answers go to the outbox, acknowledgements only with `settle`.
         """
         request = 0
         try:
-            request, message, arrays = wire.decode(frames, max_frame_bytes=self._config.max_frame_bytes)
-            roles.check(holder, message)
+            request, message, arrays = wire.decode(frames, max_frame_bytes=self._max_frame_bytes)
+            check_sender(holder, message)
             answer = self._handle(identity, request, message, [frames[0], *arrays])
             if answer is not None:
                 self.outbox.send(identity, answer, request=request)
@@ -140,7 +136,7 @@ class Exchange:
             raise
         except Exception as error:  # noqa: BLE001 (one peer's message, whatever it met, must not end the others' run)
             request = request or getattr(error, "request", 0)
-            refused = self._refusals.note(error, self._peers.name(identity) or identity[:40].hex())
+            refused = self._refusals.note(error, self._admission.fleet.name(identity) or identity[:40].hex())
             self.outbox.send(identity, refused, request=request)
 
     def arrives(self, identity: bytes) -> None:
@@ -165,7 +161,7 @@ class Exchange:
             case wire.GetStatus():
                 return wire.Status(status=self.status())
             case wire.Gone(actor=name):
-                self._sessions.leave(name, "ended: its process is gone")
+                self._admission.fleet.leave(name, "ended: its process is gone")
             case wire.Quarantine(number=number, reason=reason):
                 self._admission.quarantine(number, reason)
                 self.outbox.hold(identity, wire.Done(), request)
@@ -197,7 +193,7 @@ class Exchange:
             return wire.Rejected(number=group.number, attempt=group.attempt, reason=refused.reason)
         if entered:
             self._journal.put(group.number, entry, *packing.to_parts(frames))
-        elif self._prompts is not None:
+        else:
             self._prompts.filtered(group)
         self.outbox.acknowledge(identity, (group.number, group.attempt), request)
         return None
@@ -211,43 +207,37 @@ class Exchange:
     def _pump(self) -> None:
         """Point actors to their version, give what credits can be given, answer a waiting learner."""
         admission = self._admission
-        if self._prompts is not None:
-            with self._journal.disk():
-                self._prompts.extend(admission)
+        with self._journal.disk():
+            self._prompts.extend(admission)
         num_dead = admission.num_quarantined, admission.num_filtered
         if num_dead != self._num_dead:
             # Durable before a credit or a batch relies on it: what is behind a dead number moves up.
-            self._write_quarantine()
+            if self._quarantine is not None:
+                with self._journal.disk():
+                    self._quarantine.write(admission.fleet.failures.quarantined)
             self._num_dead = num_dead
-            self._journal.state(self._admission.remember(), self._admission.fleet.failures.quarantined)
-        for identity, adopt in self._weight_server.adoptions(admission, self._peers, self._clock()):
+            self._journal.state(admission.remember(), admission.fleet.failures.quarantined)
+        for identity, adopt in self._weight_server.adoptions(admission, self._clock()):
             self.outbox.send(identity, adopt)
         for name, credits in ({} if self.little_room else admission.credits()).items():
             for message in self._messages(credits):
-                self.outbox.hold(self._peers[name].identity, message)
+                self.outbox.hold(admission.fleet.actors[name].identity, message)
         if reason := self._session.answer():
             self._stop_reason = reason
-            for identity in self._peers.identities:
-                self.outbox.hold(identity, wire.Stop(reason=reason))
+            for actor in admission.fleet.actors.values():
+                self.outbox.hold(actor.identity, wire.Stop(reason=reason))
 
     def _messages(self, credits: Sequence[Credit]) -> Iterator[wire.Credits]:
         """With the rows where they come while the run goes on: as many in a message as its header holds."""
         items, num_bytes = list[wire.CreditItem](), 0
         for credit in credits:
-            item = wire.CreditItem(number=credit.number, attempt=credit.attempt, lowest_version=credit.lowest_version)
-            if self._prompts is not None:
-                item = item.model_copy(update=self._prompts.of(credit.number))
+            item = wire.CreditItem.model_validate(vars(credit) | self._prompts.of(credit.number))
             if items and num_bytes + len(item.row.encode()) > _ROWS_BYTES:
                 yield wire.Credits(credits=items)
                 items, num_bytes = [], 0
             num_bytes += len(item.row.encode())
             items.append(item)
         yield wire.Credits(credits=items)
-
-    def _write_quarantine(self) -> None:
-        if self._quarantine is not None:
-            with self._journal.disk():
-                self._quarantine.write(self._admission.fleet.failures.quarantined)
 
     def tick(self) -> None:
         """Time has passed: silent actors lose their leases, a waiting learner gets the reason."""
@@ -258,21 +248,27 @@ class Exchange:
 
     def status(self) -> dict[str, Any]:
         """The state of the hub for an operator: plain values, ready for JSON."""
-        doing = "draining" if self._admission.draining else "paused" if self.little_room else "running"
-        waits = self._session.waits and not self._full
+        admission, session = self._admission, self._session
+        doing = "draining" if admission.draining else "paused" if self.little_room else "running"
+        waits = session.waits and not self._full
         return {
             "incarnation": self._incarnation,
             "state": self._stop_reason or ("disk full" if self._full else doing),
-            "waiting_for": self._full
-            or ((self.little_room or status.waiting_for(self._admission)) if self._session.waits else ""),
+            "waiting_for": self._full or (self.little_room or session.waiting_for() if session.waits else ""),
             "refused": dict(self._refusals.counts),
             "lacks_room": waits and bool(self.little_room),
-            "lacks_prompts": waits and status.lacks_prompts(self._admission),
-            **({"spool": None} if self._prompts is None else self._prompts.status()),
+            "lacks_prompts": waits and session.lacks_prompts,
+            **self._prompts.status(),
             "puts_later": self._later,
             "journal_bytes": self._journal.num_bytes,
             "weights": self._weight_server.status(),
             "fsync": self._config.fsync,
-            **status.describe(self._admission, self._peers, self._clock()),
+            "step": admission.step,
+            "committed_step": admission.committed_step,
+            "fence": admission.fence,
+            "version": admission.published,
+            "queued_bytes": admission.room.queued,
+            "ledger": admission.ledger.as_dict(),
+            "actors": self._sessions.status(self._clock()),
             **self._counters,
         }

@@ -10,11 +10,12 @@ groups arrived together.
 
 Memory, whatever peers do: of what waits in the queue only numbers (the groups are in the journal); of a round `_ROUND_BYTES`
 and one message; of what was not read yet `_UNREAD_BYTES` a connection, then it waits; of a message that does not end the
-largest that may be and `UNREAD_BY_ZMQ` (`transport.authenticator`), then it is cut.
+largest that may be and `UNREAD_BY_ZMQ` (`transport.server`), then it is cut.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import secrets
@@ -22,19 +23,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import zmq
 
-from async_rlhf.buffers.config import FSYNC_INTERVAL_S, QueueConfig, WeightsConfig
-from async_rlhf.buffers.hub import status
+from async_rlhf.buffers.config import MAX_FRAME_BYTES, QueueConfig, WeightsConfig
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.queue.recovery import Quarantine
 from async_rlhf.buffers.transport import keys
 from async_rlhf.buffers.transport.server import ServerSocket
 from async_rlhf.buffers.weights.store import WeightStore
@@ -58,40 +57,34 @@ class Hub:
         directory: Path,
         config: QueueConfig,
         bound: Bound,
+        *,
         clock: Callable[[], float] = time.monotonic,
         access: keys.HubKeys | None = None,
         weights: WeightsConfig | None = None,
         prompt_of: Callable[[int], int] | None = None,
+        beat: Callable[[], None] = lambda: None,
+        prompts: Prompts | None = None,
+        little_room: Callable[[], str] = lambda: "",
+        max_frame_bytes: int = MAX_FRAME_BYTES,
         schema: GroupSchema | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
-        beat: Callable[[], None] | None = None,
-        prompts: Prompts | None = None,
-        little_room: Callable[[], str] | None = None,
     ) -> None:
         """addresses: one or several to listen at, all under the same keys. beat: called with every tick of the loop. prompts:
         where the hub decides which one a number has; the turns of its spool are taken by the loop. little_room: called with
         every tick, returns why no further group should be begun; empty where there is no reason."""
-        self._prompts = prompts
-        self._spool = None if prompts is None else prompts.spool
-        self._clock, self._ledger, self._beat = clock, directory / "ledger.json", beat or (lambda: None)
-        self._little_room = little_room or (lambda: "")
+        self._prompts = prompts or Prompts()
+        self._clock, self._ledger, self._beat, self._little_room = clock, directory / "ledger.json", beat, little_room
         self._journal = Journal(
-            directory / "queue",
-            segment_bytes=config.segment_bytes,
-            fsync=config.fsync,
-            interval_s=FSYNC_INTERVAL_S,
-            keep=config.keep_rollouts,
-            clock=clock,
+            directory / "queue", segment_bytes=config.segment_bytes, fsync=config.fsync, keep=config.keep_rollouts
         )
         store = WeightStore(directory / "weights" if config.exact else None)
-        max_unread = max(2, min(_ROUND, _UNREAD_BYTES // config.max_frame_bytes))
         try:
             self._socket = ServerSocket(
                 addresses,
                 access,
-                max_part_bytes=2 * config.max_frame_bytes,
-                max_message_bytes=MAX_HEADER_BYTES + 2 * config.max_frame_bytes,  # a Put: a header and two arrays
-                max_unread=max_unread,
+                max_part_bytes=2 * max_frame_bytes,
+                max_message_bytes=MAX_HEADER_BYTES + 2 * max_frame_bytes,  # a Put: a header and two arrays
+                max_unread=max(2, min(_ROUND, _UNREAD_BYTES // max_frame_bytes)),
                 linger_ms=1000,
             )
         except zmq.ZMQError:
@@ -101,13 +94,14 @@ class Hub:
         self._exchange = Exchange(
             config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
             Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)),
-            self._socket.counters, schema, shared, prompts,
+            counters=self._socket.counters, schema=schema, shared=shared, prompts=prompts, max_frame_bytes=max_frame_bytes,
         )  # fmt: skip
 
     def run(self) -> None:
         """Serve until a Halt; returns with everything on disk."""
         next_tick = next_look = self._clock()
-        next_turn = math.inf if self._spool is None else next_tick
+        spool = self._prompts.spool
+        next_turn = math.inf if spool is None else next_tick
         try:
             while not self._exchange.stopped:
                 self._socket.wait(max(0.0, min(next_tick, next_look, next_turn) - self._clock()) + 0.001)
@@ -122,23 +116,18 @@ class Hub:
                     self._exchange.tick()
                     self._socket.report()
                     self._write_ledger()
-                if self._spool is not None and self._clock() >= next_turn:
-                    next_turn = self._clock() if self._spool.turn() else self._clock() + _TICK_S
+                if spool is not None and self._clock() >= next_turn:
+                    next_turn = self._clock() if spool.turn() else self._clock() + _TICK_S
                 self._exchange.settle()
                 self._socket.send(self._exchange.outbox.messages)
                 self._exchange.outbox.messages.clear()
         finally:
             self._socket.close()
-            if self._prompts is not None:
-                self._prompts.close()
+            self._prompts.close()
             try:
                 self._journal.close()
             finally:
                 self._write_ledger()
-
-    def status(self) -> dict[str, Any]:
-        """The state of the hub for an operator: plain values, ready for JSON."""
-        return self._exchange.status()
 
     def _take_in(self) -> bool:
         """One round; whether it took in everything there was."""
@@ -154,8 +143,10 @@ class Hub:
         return False
 
     def _write_ledger(self) -> None:
-        """A full disk costs the file, not the hub: a request for the status is answered all the same."""
+        """The status, replaced in one step. A full disk costs the file, not the hub: it answers requests for it."""
+        temporary = self._ledger.with_suffix(".tmp")
         try:
-            status.write(self._ledger, self.status())
+            temporary.write_text(json.dumps(self._exchange.status(), indent=1) + "\n")
+            temporary.replace(self._ledger)
         except OSError as error:
             _log.debug("%s cannot be written: %s", self._ledger, error)

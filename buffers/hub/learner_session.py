@@ -1,4 +1,5 @@
-"""The learner's side of the hub: which learner is registered, and its requests. One at a time, by its fence.
+"""The learner's side of the hub: which learner is registered, and its requests. One at a time, by its fence. Also the hub's
+messages (`Outbox`), those that are held back until the journal is durable among them.
 
 Knows no socket and no clock, like `exchange`, which passes on a learner's messages and looks for the answer to a Take whenever
 something has changed. What rests on a decision is held back in the outbox until the journal is durable.
@@ -7,18 +8,52 @@ something has changed. What rests on a decision is held back in the outbox until
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from async_rlhf.buffers.errors import RefusedError, WireError
-from async_rlhf.buffers.hub import status
-from async_rlhf.buffers.hub.outbox import Outbox
-from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.transport.peers import Peers
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """messages: to be sent now, each [identity, header, arrays...], in order. Sends nothing: `hub` empties them."""
+
+    def __init__(self) -> None:
+        self.messages: list[wire.Frames] = []
+        self._held: list[tuple[bytes, wire.Message, int, Sequence[int]]] = []
+        # By actor: what it put since the last release, and its newest Put, which the one Ack answers.
+        self._put: dict[bytes, tuple[list[tuple[int, int]], int]] = {}
+
+    def send(self, identity: bytes, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
+        """At once."""
+        self.messages.append([identity, *wire.encode(message, arrays, request)])
+
+    def hold(self, identity: bytes, message: wire.Message, request: int = 0, numbers: Sequence[int] = ()) -> None:
+        """With the next release, together with the groups `numbers`."""
+        self._held.append((identity, message, request, numbers))
+
+    def acknowledge(self, identity: bytes, group: tuple[int, int], request: int) -> None:
+        """With the next release: one Ack an actor, for all its groups."""
+        self._put[identity] = [*self._put.get(identity, ([], 0))[0], group], request
+
+    @property
+    def acknowledging(self) -> list[tuple[int, int]]:
+        """The groups that the next release acknowledges, as (number, attempt)."""
+        return [group for groups, _ in self._put.values() for group in groups]
+
+    def release(self, read: Callable[[int], memoryview]) -> None:
+        """The journal is durable: send what was held back. read: the bytes of a group, by number."""
+        for identity, (groups, request) in self._put.items():
+            self.send(identity, wire.Ack(groups=groups), request=request)
+        self._put.clear()
+        for identity, message, request, numbers in self._held:
+            arrays = [frame for number in numbers for frame in packing.from_bytes(read(number))]
+            self.send(identity, message, arrays, request)
+        self._held.clear()
 
 
 class LearnerSession:
@@ -28,16 +63,14 @@ class LearnerSession:
         self,
         admission: Admission,
         journal: Journal,
-        publication: WeightServer,
-        peers: Peers,
+        weights: WeightServer,
         outbox: Outbox,
         incarnation: str,
-        telemetry: Callable[[int], Mapping[str, float]] = lambda step: {},
+        telemetry: Callable[[int], Mapping[str, float]],
     ) -> None:
         """telemetry: what the batch of a step carries beside the actors'."""
-        self._admission, self._journal, self._weight_server = admission, journal, publication
-        self._peers, self._outbox, self._incarnation = peers, outbox, incarnation
-        self._telemetry = telemetry
+        self._admission, self._journal, self._weight_server = admission, journal, weights
+        self._outbox, self._incarnation, self._telemetry = outbox, incarnation, telemetry
         self._registration: tuple[bytes, int, wire.Registered] | None = None
         self._parked: tuple[bytes, int, wire.Take] | None = None
         self._newest_request = 0  # of the present learner
@@ -113,8 +146,14 @@ class LearnerSession:
             if alone is not None:
                 self._outbox.hold(identity, wire.Trial(step=take.step, number=alone), request, [alone])
                 return ""
-            batch = wire.Batch(step=take.step, telemetry={**status.fleet(admission, self._peers), **self._telemetry(take.step)})
-            self._outbox.hold(identity, batch, request, numbers)
+            telemetry = {
+                **admission.fleet.telemetry(),
+                "queue/depth": float(admission.num_queued),
+                "groups/filtered": float(admission.num_filtered),
+                "actors": float(len(admission.fleet.actors)),
+                **self._telemetry(take.step),
+            }
+            self._outbox.hold(identity, wire.Batch(step=take.step, telemetry=telemetry), request, numbers)
         elif admission.at_end:
             self._parked = None
             reason = "drained" if admission.num_left else "finished"
@@ -133,8 +172,27 @@ class LearnerSession:
         """Tell a learner that waits for its batch what it waits for. full: why nothing can be written now."""
         if self._parked is not None:
             identity, request, take = self._parked
-            detail = full or status.waiting_for(self._admission)
-            self._outbox.send(identity, wire.Waiting(step=take.step, detail=detail), request=request)
+            self._outbox.send(identity, wire.Waiting(step=take.step, detail=full or self.waiting_for()), request=request)
+
+    @property
+    def lacks_prompts(self) -> bool:
+        """Whether no batch can be made before further prompts come: all that are there have been made."""
+        admission = self._admission
+        can_come = admission.bound.coming and not admission.draining
+        return can_come and admission.order.next_number() is None and not admission.fleet.leased
+
+    def waiting_for(self) -> str:
+        """What the learner waits for, in words."""
+        admission = self._admission
+        if self.lacks_prompts:
+            if made := admission.bound.num_numbers:
+                return f"no prompts in the spool: all {made} groups of those that came were made"
+            return "no prompts in the spool: none has come yet"
+        ledger, actors = admission.ledger, admission.fleet.actors
+        if not actors:
+            return "no actor has joined"
+        holders = ", ".join(f"{name}: {len(actor.leases)}" for name, actor in actors.items())
+        return f"{ledger.queued} groups are ready, {ledger.leased} are being made ({holders})"
 
     def _check_fence(self, message: wire.Message) -> None:
         """Whether this is the present learner. Raises RefusedError: `fenced` for one that was replaced, which is for good;

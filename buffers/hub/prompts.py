@@ -20,8 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from async_rlhf.buffers.config import CurriculumConfig
-from async_rlhf.buffers.curriculum.order import Order
-from async_rlhf.buffers.curriculum.pools import pass_rate
+from async_rlhf.buffers.curriculum import Order, pass_rate
 from async_rlhf.buffers.protocol import packing
 from async_rlhf.buffers.protocol.wire import GroupHeader
 from async_rlhf.buffers.queue.admission import Admission
@@ -29,11 +28,15 @@ from async_rlhf.buffers.spool.claims import Spool
 
 
 class Prompts:
-    """spool: where prompts come while the run goes on; None: all of `num_rows` are there. order: None without a curriculum, and
-    then there is a spool."""
+    """spool: where prompts come while the run goes on; None: all of `num_rows` are there. order: None without a curriculum.
+    Without both the hub decides nothing."""
 
     def __init__(
-        self, spool: Spool | None, order: Order | None = None, config: CurriculumConfig | None = None, num_rows: int = 0
+        self,
+        spool: Spool | None = None,
+        order: Order | None = None,
+        config: CurriculumConfig | None = None,
+        num_rows: int = 0,
     ) -> None:
         self.spool, self._order, self._num_rows = spool, order, num_rows
         self._config = config or CurriculumConfig()
@@ -69,8 +72,7 @@ class Prompts:
     def of(self, number: int) -> dict[str, Any]:
         """Of a credit for this number: the `row` where actors have none, or the `place` of the row that was chosen."""
         if self._order is None:
-            assert self.spool is not None
-            return {"row": self.spool.stream.row(number)}
+            return {} if self.spool is None else {"row": self.spool.stream.row(number)}
         place = self._order.place(number)
         return {"place": place} if self.spool is None else {"row": self.spool.stream.row_at(place)}
 

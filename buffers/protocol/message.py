@@ -2,7 +2,7 @@
 
 Frames are a MessagePack header, [protocol, request, fields], then raw little-endian arrays. Types are strict: a text is no
 number, a float no integer, 1 no truth value. Every integer fits what it is made of again: 64 bits in a header, 32 bits where it
-becomes an array. The messages of the hub are in `wire`.
+becomes an array. The messages of the hub are in `wire`; here is what several of them hold of a weight set.
 """
 
 from __future__ import annotations
@@ -41,6 +41,39 @@ class MessageBase(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class TensorSpec(MessageBase):
+    name: Name
+    dtype: Name
+    shape: list[Count] = Field(max_length=16)
+    digest: Name
+
+
+class Canary(MessageBase):
+    """A text and its log-probabilities under the publisher's own model, of each token but the first.
+
+    An engine that adopts the weights must compute the same, to the precision of its arithmetic.
+    """
+
+    ids: list[Annotated[int, Field(ge=0, le=(1 << 31) - 1)]] = Field(min_length=2, max_length=4096)
+    logprobs: list[Amount] = Field(max_length=4096)
+
+
+class Place(MessageBase):
+    """Sealed memory of a living process of the same machine (see `shared`)."""
+
+    pid: Count = Field(ge=1)
+    descriptor: Count
+    token: Digest
+
+
+class DeltaSpec(MessageBase):
+    """`num_bytes` that make, of the set with content digest `base`, the one with content digest `result`."""
+
+    base: Digest
+    result: Digest
+    num_bytes: Count
+
+
 class Message(MessageBase):
     """`type`: what names it in its header, the name of its class in small letters (`FetchChunk`: `fetch_chunk`)."""
 
@@ -74,7 +107,7 @@ class Framing(Generic[M]):
             header, largest = (len(frames[0]), max(len(frame) for frame in frames)) if frames else (0, 0)
             raise WireError(
                 f"{len(frames)} frames, a header of {header} and the largest of {largest} bytes; the limits are "
-                f"{MAX_HEADER_BYTES} for a header and {max_frame_bytes} a frame (queue.max_frame_bytes)",
+                f"{MAX_HEADER_BYTES} for a header and {max_frame_bytes} a frame",
                 "oversized",
             )
         try:
@@ -113,7 +146,7 @@ def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
     if sizes[0] > MAX_HEADER_BYTES or max(sizes) > max_frame_bytes:
         raise WireError(
             f"a message of frames of {sizes} bytes cannot be sent: the limits are {MAX_HEADER_BYTES} for the first and "
-            f"{max_frame_bytes} a frame. Raise queue.max_frame_bytes, or make completions or groups smaller.",
+            f"{max_frame_bytes} a frame. Make completions or groups smaller.",
             "oversized",
         )
 

@@ -10,6 +10,7 @@ import reprlib
 import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -178,31 +179,31 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
 def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
     """The group; raises WireError when header and arrays do not fit, or the record breaks an invariant."""
     ids, logprobs = _arrays(header, arrays)
-    starts = np.cumsum([0, *header.num_tokens])
-    at = np.cumsum([0, *_num_sampled(header)])
-    completions = ids[header.num_prompt_tokens :]
+    id_lengths, logprob_lengths = _lengths(header)
+    size = len(header.num_tokens)
+    prompt, *parts = (ids[end - length : end] for length, end in zip(id_lengths, accumulate(id_lengths), strict=True))
+    numbers = [logprobs[end - length : end] for length, end in zip(logprob_lengths, accumulate(logprob_lengths), strict=True)]
+    masks, references = iter(parts[size:]), iter(numbers[size:])
     try:
-        sampling_masks = _sampling_masks(header, completions[starts[-1] :])
-        references = _references(header, logprobs[at[-1] :])
         rollouts = tuple(
             Rollout(
-                completion_ids=completions[starts[member] : starts[member + 1]],
-                logprobs=logprobs[at[member] : at[member + 1]],
+                completion_ids=parts[member],
+                logprobs=numbers[member],
                 spans=_spans(header, member),
                 finish_reason=header.finish_reasons[member],
                 scores={name: _score(header, name, member) for name in header.scores},
                 text=header.texts[member],
                 timings=header.timings[member],
-                sampling_mask=sampling_masks[member],
-                reference=references[member],
+                sampling_mask=None if header.num_support[member] is None else SamplingMask(next(masks), next(masks)),
+                reference=next(references) if header.has_reference[member] else None,
                 turn_scores=tuple(header.turn_scores[member]) if header.turn_scores else (),
             )
-            for member in range(len(header.num_tokens))
+            for member in range(size)
         )
         return Group(
             number=header.number,
             attempt=header.attempt,
-            prompt_ids=ids[: header.num_prompt_tokens],
+            prompt_ids=prompt,
             rollouts=rollouts,
             sampling=header.sampling,
             actor=header.actor,
@@ -216,19 +217,10 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
 def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Array]:
     """Ids and log-probabilities; raises WireError when lengths or spans disagree."""
     size = len(header.num_tokens)
-    columns: list[tuple[str, Sequence[Any]]] = [
-        ("spans", header.spans),
-        ("num_support", header.num_support),
-        ("has_reference", header.has_reference),
-        *([("turn_scores", header.turn_scores)] if header.turn_scores else []),
-        *([("restarts", header.restarts)] if header.restarts else []),
-        ("finish_reasons", header.finish_reasons),
-        ("texts", header.texts),
-        ("timings", header.timings),
-        *header.scores.items(),
-        *header.metrics.items(),
-    ]
-    for name, column in columns:
+    names = ("spans", "num_support", "has_reference", "finish_reasons", "texts", "timings")
+    columns: list[tuple[str, Sequence[Any]]] = [(name, getattr(header, name)) for name in names]
+    columns += [(name, column) for name in ("turn_scores", "restarts") if (column := getattr(header, name))]
+    for name, column in (*columns, *header.scores.items(), *header.metrics.items()):
         if len(column) != size:
             raise _wrong(header, "lengths", f"{name!r} has {len(column)} items for {size} members")
     if not header.metrics.keys() <= header.scores.keys():
@@ -239,12 +231,7 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
             raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
         if spans[0][0] is None or spans[-1][0] is None:
             raise _wrong(header, "spans", f"the first and the last token must be sampled ones, got {spans[:8]}")
-    num_sampled, kept = _num_sampled(header), 0
-    judged = sum(num_tokens for num_tokens, has in zip(num_sampled, header.has_reference, strict=True) if has)
-    if header.num_support.count(None) < size:
-        pairs = zip(num_sampled, header.num_support, strict=True)
-        kept = sum(num_tokens + num_support for num_tokens, num_support in pairs if num_support is not None)
-    wanted = [4 * (header.num_prompt_tokens + sum(header.num_tokens) + kept), 4 * (sum(num_sampled) + judged)]
+    wanted = [4 * sum(lengths) for lengths in _lengths(header)]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header has {wanted}")
     ids, logprobs = np.frombuffer(arrays[0], "<i4"), np.frombuffer(arrays[1], "<f4")
@@ -254,6 +241,15 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
 def _num_sampled(header: GroupHeader) -> list[int]:
     """Of each member."""
     return [sum(num_tokens for version, num_tokens, _ in spans if version is not None) for spans in header.spans]
+
+
+def _lengths(header: GroupHeader) -> tuple[list[int], list[int]]:
+    """Of the parts of the two arrays, in their order (`GroupHeader`)."""
+    sampled = _num_sampled(header)
+    supports = zip(sampled, header.num_support, strict=True)
+    masks = [part for num_tokens, kept in supports if kept is not None for part in (num_tokens, kept)]
+    references = [num_tokens for num_tokens, has in zip(sampled, header.has_reference, strict=True) if has]
+    return [header.num_prompt_tokens, *header.num_tokens, *masks], [*sampled, *references]
 
 
 def _spans(header: GroupHeader, member: int) -> tuple[Span, ...]:
@@ -268,30 +264,6 @@ def _score(header: GroupHeader, name: str, member: int) -> Score:
     score = header.scores[name][member]
     metrics = header.metrics[name][member] if name in header.metrics else {}
     return Score(failure=score, metrics=metrics) if isinstance(score, str) else Score(score, metrics=metrics)
-
-
-def _sampling_masks(header: GroupHeader, ids: Int32Array) -> list[SamplingMask | None]:
-    """The members' sampling masks out of what follows their completions."""
-    sampling_masks: list[SamplingMask | None] = []
-    start = 0
-    for num_tokens, num_support in zip(_num_sampled(header), header.num_support, strict=True):
-        if num_support is None:
-            sampling_masks.append(None)
-            continue
-        middle, end = start + num_tokens, start + num_tokens + num_support
-        sampling_masks.append(SamplingMask(ids[start:middle], ids[middle:end]))
-        start = end
-    return sampling_masks
-
-
-def _references(header: GroupHeader, logprobs: Float32Array) -> list[Float32Array | None]:
-    """The members' log-probabilities under the reference out of what follows their own."""
-    references: list[Float32Array | None] = []
-    start = 0
-    for num_tokens, has_reference in zip(_num_sampled(header), header.has_reference, strict=True):
-        references.append(logprobs[start : start + num_tokens] if has_reference else None)
-        start += num_tokens * has_reference
-    return references
 
 
 def _wrong(header: GroupHeader, reason: str, detail: str) -> WireError:

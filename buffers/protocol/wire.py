@@ -18,16 +18,13 @@ from typing import Annotated, Any, get_args
 from pydantic import BeforeValidator, Field, JsonValue
 
 from async_rlhf.buffers.protocol import message
-from async_rlhf.buffers.protocol.manifest import Canary, DeltaSpec, Place, TensorSpec
-from async_rlhf.buffers.protocol.message import MAX_FRAME_BYTES as MAX_FRAME_BYTES
-from async_rlhf.buffers.protocol.message import MAX_HEADER_BYTES as MAX_HEADER_BYTES
-from async_rlhf.buffers.protocol.message import Amount, Count, Digest, Framing, GroupId, MessageBase, Name, Version
-from async_rlhf.buffers.protocol.message import Frames as Frames
-from async_rlhf.buffers.protocol.message import check_size as check_size
+from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec, Digest, GroupId, MessageBase, Name, Version
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
 PROTOCOL = 11
+MAX_FRAME_BYTES, MAX_HEADER_BYTES = message.MAX_FRAME_BYTES, message.MAX_HEADER_BYTES
+Frames = message.Frames
 
 
 class CreditItem(MessageBase):
@@ -140,6 +137,20 @@ class GroupHeader(MessageBase):
     columns: dict[str, JsonValue]
 
 
+class _OfLearner(message.Message):
+    """From the learner that holds this fence, about a step: the number of steps done."""
+
+    fence: Count
+    step: Count
+
+
+class _OfSet(message.Message):
+    """About the weight set of this version, published by the learner incarnation `fence`."""
+
+    fence: Count
+    version: Version
+
+
 class Put(message.Message):
     """A finished group. `constant`: by the actor's account no member is better than another, and with refill the hub may
     take another group in its place; it is acknowledged all the same."""
@@ -212,11 +223,9 @@ class Registered(message.Message):
     incarnation: str
 
 
-class Take(message.Message):
+class Take(_OfLearner):
     """`target_staleness`: what new groups are to stay within; None: the bound. `enough`: no batch is wanted any more."""
 
-    fence: Count
-    step: Count
     target_staleness: Count | None = None
     enough: bool = False
 
@@ -236,11 +245,9 @@ class Trial(message.Message):
     number: Count
 
 
-class Tried(message.Message):
+class Tried(_OfLearner):
     """The learner begins to try this group alone; `done`: that did not end it."""
 
-    fence: Count
-    step: Count
     number: Count
     done: bool
 
@@ -258,16 +265,12 @@ class Ended(message.Message):
     reason: str
 
 
-class Trained(message.Message):
-    fence: Count
-    step: Count
+class Trained(_OfLearner):
+    """The batch of this step has been trained on."""
 
 
-class Commit(message.Message):
+class Commit(_OfLearner):
     """The oldest checkpoint that is kept has `step` steps: no learner goes back behind it."""
-
-    fence: Count
-    step: Count
 
 
 class GetStatus(message.Message): ...
@@ -305,15 +308,13 @@ class Refused(message.Message):
     detail: str
 
 
-class Announced(message.Message):
+class Announced(_OfSet):
     """What is known of a weight set before its bytes."""
 
-    fence: Count
-    version: Version
     num_bytes: Count
-    tensors: list[TensorSpec]
+    tensors: list[message.TensorSpec]
     canary: Canary | None = None
-    place: Place | None = None
+    place: message.Place | None = None
 
 
 class Publish(Announced):
@@ -333,20 +334,15 @@ class Wanted(message.Message):
     delta_next: bool
 
 
-class Chunk(message.Message):
+class Chunk(_OfSet):
     """Followed by one frame of bytes: part `index` of the set, or of the delta that results in content digest `delta`."""
 
-    fence: Count
-    version: Version
     index: Count
     delta: Digest | None = None
 
 
-class Check(message.Message):
+class Check(_OfSet):
     """Everything was sent: verify one more piece."""
-
-    fence: Count
-    version: Version
 
 
 class Checked(message.Message):
@@ -355,18 +351,13 @@ class Checked(message.Message):
     done: bool
 
 
-class Adopt(message.Message):
+class Adopt(_OfSet):
     """Serve this version, published by the learner incarnation `fence`."""
 
-    fence: Count
-    version: Version
 
-
-class Fetch(message.Message):
+class Fetch(_OfSet):
     """maps: the asker can map memory of the hub's machine. holds: content digest of the set it has, for a delta."""
 
-    fence: Count
-    version: Version
     maps: bool = False
     holds: Digest | None = None
 
@@ -377,11 +368,9 @@ class Manifest(Announced):
     deltas: list[DeltaSpec] = Field(default_factory=list)
 
 
-class FetchChunk(message.Message):
+class FetchChunk(_OfSet):
     """Part `index` of the set, or of the delta that results in content digest `delta`."""
 
-    fence: Count
-    version: Version
     index: Count
     delta: Digest | None = None
 
@@ -392,5 +381,5 @@ Message = (
     | GetStatus | Status | Drain | Gone | Quarantine | Halt | Done | Refused
     | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
 )  # fmt: skip
-_FRAMING: Framing[Message] = Framing(PROTOCOL, get_args(Message))
-encode, decode = _FRAMING.encode, _FRAMING.decode
+_FRAMING: message.Framing[Message] = message.Framing(PROTOCOL, get_args(Message))
+encode, decode, check_size = _FRAMING.encode, _FRAMING.decode, message.check_size

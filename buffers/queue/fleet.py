@@ -11,7 +11,7 @@ lost; `failures` counts it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -32,9 +32,11 @@ class Credit:
 class Actor:
     """One actor: how many groups it can hold, the weights it serves (learner fence, version), when its last message came.
 
-    life: names its process. stuck: groups that it made no progress with for too long, and how far they were; it is given
-    nothing while it holds one that has not moved since. doubted: it has made no progress with anything since such a group; it
-    may be all of the actor that is stuck, so it is given nothing that another has room for.
+    life: names its process. identity: its connection. telemetry: its counters and gauges. announced: the weights that it was
+    last given to adopt. behind_since: since when it serves others than those and has adopted nothing. stuck: groups that it
+    made no progress with for too long, and how far they were; it is given nothing while it holds one that has not moved since.
+    doubted: it has made no progress with anything since such a group; it may be all of the actor that is stuck, so it is given
+    nothing that another has room for.
     """
 
     capacity: int
@@ -43,6 +45,10 @@ class Actor:
     last_seen: float
     leases: dict[int, Credit] = field(default_factory=dict)
     life: str = ""
+    identity: bytes = b""
+    telemetry: Mapping[str, float] = field(default_factory=dict)
+    announced: tuple[int, int] | None = None
+    behind_since: float | None = None
     stuck: dict[int, int] = field(default_factory=dict)
     doubted: bool = False
     finished: set[int] = field(default_factory=set)
@@ -99,6 +105,8 @@ class Actor:
         """For so long nothing was received: silence meanwhile proves nothing about this actor."""
         self.last_seen = min(now, self.last_seen + seconds)
         self._moved = {number: (amount, min(now, since + seconds)) for number, (amount, since) in self._moved.items()}
+        if self.behind_since is not None:
+            self.behind_since = min(now, self.behind_since + seconds)
 
 
 class Silences:
@@ -141,6 +149,8 @@ class Fleet:
     def __init__(self, order: ConsumptionOrder, max_attempts: int, lease_s: float, on_burial: Callable[[], None]) -> None:
         self._order, self._lease_s, self._on_burial = order, lease_s, on_burial
         self.actors: dict[str, Actor] = {}
+        self._names: dict[bytes, str] = {}  # by connection
+        self._left: dict[str, float] = {}  # what actors that are gone have counted
         self.failures = Failures(max_attempts)
         self._silences = Silences()
         self.newest = self.credited = self.failed = 0
@@ -152,9 +162,11 @@ class Fleet:
         no version exists that could have begun it.
         """
         self._charge(self._silences.back(name, actor), f"{name} came back as another process")
-        before = self.actors.pop(name, None)
+        before = self._remove(name, actor.identity)
         if before is not None and before.life == actor.life:
             actor.resume(before)
+        if before is not None and before.identity == actor.identity:
+            actor.telemetry = before.telemetry
         held = dict(holding)
         for credit in list(before.leases.values()) if before else []:
             if held.get(credit.number) == credit.attempt:
@@ -163,7 +175,7 @@ class Fleet:
             else:
                 ended = before is not None and before.life != actor.life
                 self._lose(credit.number, f"{name} came back {'as another process' if ended else 'without it'}", counts=ended)
-        self.actors[name] = actor
+        self.actors[name], self._names[actor.identity] = actor, name
         for number, attempt in sorted(held.items()):
             is_wanted = self._order.is_open(number) and not self.failures.is_stuck(number, attempt)
             if is_wanted and self._order.lowest_version(number) <= self.newest:
@@ -177,7 +189,7 @@ class Fleet:
         """
         if seen:
             self._charge(self._silences.ended(name), f"{name} {reason}")
-        actor = self.actors.pop(name, None)
+        actor = self._remove(name)
         if actor is not None and not seen:
             self._silences.note(name, actor)
         for number in list(actor.leases) if actor else []:
@@ -187,7 +199,8 @@ class Fleet:
         """Give the groups of a living actor to others. Its end, should it come later, does not count against them."""
         for number in list(self.actors[name].leases):
             self._lose(number, f"{name} {reason}", counts=False)
-        self._silences.note(name, self.actors.pop(name))
+        if (actor := self._remove(name)) is not None:
+            self._silences.note(name, actor)
 
     def expire(self, now: float) -> list[str]:
         """Drop the actors silent for `lease_s` seconds; returns their names."""
@@ -226,6 +239,17 @@ class Fleet:
         with_room = {name: actor for name, actor in self.actors.items() if actor.has_room(number, self.failures.suspects)}
         return {name: actor for name, actor in with_room.items() if not actor.doubted} or with_room
 
+    def name(self, identity: bytes) -> str | None:
+        """Of the actor behind a connection."""
+        return self._names.get(identity)
+
+    def telemetry(self) -> dict[str, float]:
+        """What all actors report, summed; counters (`*_total`, `*_s`) include those of actors that have left."""
+        total = dict(self._left)
+        for actor in self.actors.values():
+            _add(total, actor.telemetry)
+        return total
+
     @property
     def leased(self) -> set[int]:
         """The numbers that are being made."""
@@ -242,6 +266,16 @@ class Fleet:
     def end_lease(self, number: int) -> bool:
         """Whether an actor held it."""
         return any(actor.leases.pop(number, None) for actor in self.actors.values())
+
+    def _remove(self, name: str, goes_on: bytes | None = None) -> Actor | None:
+        """What it counted stays in the sums, unless it goes on over this connection."""
+        actor = self.actors.pop(name, None)
+        if actor is not None:
+            self._names.pop(actor.identity, None)
+            if actor.identity != goes_on:
+                counters = (each for each in actor.telemetry.items() if each[0].endswith(("_total", "_s")))
+                _add(self._left, dict(counters))
+        return actor
 
     def _lose(self, number: int, reason: str, *, counts: bool) -> None:
         """The lease of `number` ended without a group. counts: towards its quarantine."""
@@ -268,3 +302,8 @@ class Fleet:
         """This number will never be consumed."""
         self._order.quarantine(number)
         self._on_burial()
+
+
+def _add(total: dict[str, float], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        total[name] = total.get(name, 0.0) + value

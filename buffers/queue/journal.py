@@ -8,10 +8,8 @@ What is promised when `sync` returns, by `fsync`:
 
     group      everything appended is on disk: neither a process that dies nor a machine that loses power loses it. One
                fsync, however much that is
-    interval   everything appended is with the operating system: no process that dies loses it. Power that fails loses the
-               groups of the last `interval_s` seconds and no others, and they are then made again: batches and states
-               (`sync(durable=True)`) are on disk with everything before them, so nothing that was trained on is lost
-    off        everything appended is with the operating system, and nothing is promised when the power fails
+    off        everything appended is with the operating system, so that no process that dies loses it; nothing is promised
+               when the power fails
 
 After each fsync a mark is appended: up to which byte the segment is on disk. What is no whole record on open is cut
 off, with all behind it, where no mark vouches for it: a disk writes the pages of an unfinished round in any order. Before a
@@ -25,16 +23,15 @@ next call cuts off what was half written and writes all of it again. So what was
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, JournalError
-from async_rlhf.buffers.files import DISK, FULL, File, Files
+from async_rlhf.buffers.files import DISK, FULL, Appending, Disk, File
 from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
@@ -70,7 +67,7 @@ class Journal:
 
     Raises JournalError when the directory belongs to a running hub or holds a damaged record, FormatError when another version
     has written it, and JournalError from every method when the disk does not do what it should; of those DiskFullError can be
-    waited out. `clock` counts `interval_s`.
+    waited out.
     """
 
     def __init__(
@@ -79,26 +76,18 @@ class Journal:
         *,
         segment_bytes: int = 16 << 20,
         fsync: Fsync = "group",
-        interval_s: float = 1.0,
         keep: bool = False,
-        files: Files = DISK,
-        clock: Callable[[], float] = time.monotonic,
+        files: Disk = DISK,
     ) -> None:
         self._files, self._directory, self._segment_bytes = files, directory, segment_bytes
-        self._fsync, self._interval_s, self._keep, self._clock = fsync, interval_s, keep, clock
+        self._fsync, self._keep = fsync, keep
         self._places: dict[int, _Place] = {}  # group number -> where its bytes are
         self._takes: dict[int, int] = {}  # step -> segment
         self._live: Counter[int] = Counter()  # segment -> places and takes in it
         self._readers: dict[int, File] = {}  # of segments, the one used last at the end
-        self._file: File | None = None  # made by the first write to its segment
         self._pending: list[bytes] = []  # appended and not promised yet
         self._end = 0  # of the present segment, with what is pending
-        self._good = 0  # of the present segment, without
-        self._named = False  # the present segment's name is durable
-        self._unsynced = False  # something was written that no fsync followed
-        self._torn = False  # a write broke off in the middle
-        self._promised = False  # a batch or a state was appended, which no interval delays
-        self._synced_at = clock()
+        self._promised = False  # a state was appended: what it gives up can be deleted once it is written
         try:
             with self.disk():
                 files.make(directory)
@@ -112,7 +101,7 @@ class Journal:
             self._lock.close()
             raise
         self._state = segment.state_payload(self.replay.state)  # the newest
-        self._begin_segment()
+        self._file = self._begin_segment()
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -123,14 +112,13 @@ class Journal:
         self._remember(number, _Place(self._segment, offset, self._end - offset, segment.HEAD.size + len(head)))
 
     def take(self, step: int, numbers: Iterable[int]) -> None:
-        """Append the make-up of batch `step`; on disk after `sync`."""
-        self._promised = True
+        """Append the make-up of batch `step`; promised after `sync`."""
         self._append(segment.TAKE, segment.take_payload(step, list(numbers)))
         self._takes[step] = self._segment
         self._live[self._segment] += 1
 
     def state(self, state: QueueSnapshot, deletable: Iterable[int] = ()) -> None:
-        """Append the queue's state, on disk after `sync`, which then deletes segments that hold nothing live."""
+        """Append the queue's state; promised after `sync`, which then deletes segments that hold nothing live."""
         self._promised = True
         for number in deletable:
             self._forget(number)
@@ -141,33 +129,23 @@ class Journal:
 
     def sync(self) -> None:
         """Keep the promise of the module docstring for everything appended so far."""
-        due = self._promised or self._fsync == "group" or self._clock() - self._synced_at >= self._interval_s
-        wanted = self._fsync != "off" and due
-        if not self._pending and not (wanted and self._unsynced):
+        if not self._pending:
             return
+        durable = self._fsync == "group"
         with self.disk():
-            file = self._open()
-            self._torn = bool(self._pending)
-            for data in _chunks(self._pending):
-                _write(file, data)
-        if wanted:
-            # What was written earlier and never synced may be gone when this fails, whatever a later fsync returns.
-            with self.disk(mends=not self._unsynced):
-                self._files.sync(file)
-                if not self._named:
-                    self._files.sync_path(self._directory)
-                    self._named = True
-            self._synced_at = self._clock()
-        self._unsynced = not wanted
-        self._torn, self._good = False, self._end
+            self._file.append(*_chunks(self._pending), durable=durable)
         self._pending.clear()
         promised, self._promised = self._promised, False
         if promised:
             self._tidy()
-        if (wanted or promised) and self._end > max(self._segment_bytes, 2 * self._head_bytes):
-            self._begin_segment()
-        elif wanted:
-            self._mark(file)
+        if self._end > max(self._segment_bytes, 2 * self._head_bytes):
+            self._file.close()
+            self._file = self._begin_segment()
+        elif durable:
+            # Vouches for what is on disk. Itself it is not synced: lost, it vouches for less.
+            with suppress(OSError):
+                self._file.append(segment.mark(self._end), durable=False)
+            self._end = self._file.end
 
     def read(self, number: int) -> memoryview:
         """The bytes of a group that was put and not deleted, once `sync` has returned. Raises KeyError for any other."""
@@ -189,55 +167,41 @@ class Journal:
     def num_bytes(self) -> int:
         """Size of all segments on disk."""
         with self.disk():
-            return self._good + sum(self._files.size(self._path(number)) for number in self._segments[:-1])
+            return self._file.end + sum(self._files.size(self._path(number)) for number in self._segments[:-1])
 
     def close(self) -> None:
-        self._promised = True
         try:
             self.sync()
         finally:
             with self.disk():
-                for reader in self._readers.values():
-                    reader.close()
-                self._lock.close()
-                if self._file is not None:
-                    self._file.close()
+                for file in (*self._readers.values(), self._lock):
+                    file.close()
+                self._file.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def disk(self, *, mends: bool = True) -> Iterator[None]:
-        """`mends`: when the disk is full, the same can be done again once it is not."""
+    def disk(self) -> Iterator[None]:
+        """What the disk refuses is an error of the journal; a full one can be waited out."""
         try:
             yield
         except BlockingIOError:
             raise
         except OSError as error:
-            waits = mends and error.errno in FULL
+            waits = error.errno in FULL
             raise (DiskFullError if waits else JournalError)(
                 f"{self._directory} cannot be written or read: {error}. Nothing acknowledged is lost; "
                 + ("the hub goes on when there is room." if waits else "free space or mend the disk, then resume the run.")
             ) from error
 
-    def _begin_segment(self) -> None:
+    def _begin_segment(self) -> Appending:
         """Go on in another segment. The one before is durable and is not written to again."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._named = None, False
         self._segment += 1
         self._segments.append(self._segment)
-        self._end = self._good = 0
+        self._end = 0
         self._append(segment.STATE, self._state)
         self._head_bytes = self._end  # a large state is not all that a segment holds, else every sync would begin another
-
-    def _open(self) -> File:
-        """The present segment, without what a broken write left behind its good part."""
-        if self._file is None:
-            self._file = self._files.append(self._path(self._segment))
-        if self._torn:
-            self._files.truncate(self._path(self._segment), self._good)
-            self._torn = False
-        return self._file
+        return Appending(self._path(self._segment), self._files)
 
     def _append(self, kind: int, *parts: bytes) -> int:
         """Where the record will be."""
@@ -255,16 +219,6 @@ class Journal:
                     self._readers.pop(self._segments[0]).close()
                 self._files.unlink(self._path(self._segments[0]))
                 del self._live[self._segments.pop(0)]
-
-    def _mark(self, file: File) -> None:
-        """Vouch for what is on disk. Itself it is not synced: lost, it vouches for less."""
-        record = segment.mark(self._end)
-        try:
-            _write(file, record)
-        except OSError:
-            self._torn = True  # cut off before the next write
-        else:
-            self._end = self._good = self._end + len(record)
 
     def _remember(self, number: int, place: _Place) -> None:
         self._forget(number)
@@ -288,11 +242,9 @@ class Journal:
             path = self._path(number)
             if number - 1 not in (self._segments[0] - 1, *self._segments):
                 raise DamagedError(f"{self._path(number - 1)} is missing: the groups in it would be lost. Restore it.")
-            data = self._files.read(path)
-            good = 0
-            while (found := segment.parse(data, good)) is not None:
-                self._apply(replay, found[0], number, good, found[1] - good)
-                good = found[1]
+            data, good = self._files.read(path), 0
+            for record, begin, good in segment.records_of(data):
+                self._apply(replay, record, number, begin, good - begin)
             if good < len(data):
                 self._cut_off(replay, number, data, good)
             if number == self._segments[-1]:
@@ -346,10 +298,3 @@ def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
             small.clear()
             yield part
     yield b"".join(small)
-
-
-def _write(file: File, data: bytes) -> None:
-    """All of it: a disk that is nearly full takes less than it is given."""
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]

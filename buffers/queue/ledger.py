@@ -30,6 +30,10 @@ class QueueSnapshot:
     failures: Mapping[int, tuple[int, int, tuple[str, ...]]] = field(default_factory=dict)
 
 
+_OF_TOKENS = ("trained", "queued", "in_flight", "stale", "filtered")
+"""States of groups whose tokens are counted too."""
+
+
 @dataclass
 class Ledger:
     """Counts of attempts (one credit = one attempt). It closes at every moment:
@@ -62,14 +66,9 @@ class Ledger:
 
     @property
     def closes(self) -> bool:
-        groups = (
-            self.trained + self.queued + self.in_flight + self.leased + self.stale
-            + self.filtered + self.failed + self.quarantined
-        )  # fmt: skip
-        tokens = (
-            self.tokens_trained + self.tokens_queued + self.tokens_in_flight + self.tokens_stale + self.tokens_filtered
-        )  # fmt: skip
-        return self.credited == groups and self.tokens_put == tokens and self.committed <= self.trained
+        groups = sum(getattr(self, name) for name in (*_OF_TOKENS, "leased", "failed", "quarantined"))
+        tokens = sum(getattr(self, f"tokens_{name}") for name in _OF_TOKENS)
+        return bool(self.credited == groups and self.tokens_put == tokens and self.committed <= self.trained)
 
     @staticmethod
     def tokens(entries: Iterable[Entry]) -> int:

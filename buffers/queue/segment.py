@@ -114,6 +114,14 @@ def parse(data: bytes, at: int) -> tuple[Record, int] | None:
     return (_record(kind, payload), end) if _checksum(kind, length, [payload]) == expected else None
 
 
+def records_of(data: bytes) -> Iterator[tuple[Record, int, int]]:
+    """The records of a segment with where each begins and ends, up to the first that is not whole."""
+    at = 0
+    while (found := parse(data, at)) is not None:
+        yield found[0], at, found[1]
+        at = found[1]
+
+
 def whole_records(data: bytes, start: int) -> Iterator[tuple[int, Record]]:
     """The whole records from byte `start` on, with their places, whatever lies between them."""
     at = start
@@ -135,13 +143,13 @@ def records(directory: Path) -> Iterator[Put | Take]:
     if not paths:
         raise JournalError(f"{directory} holds no journal")
     for path in paths:
-        data, at = path.read_bytes(), 0
-        while (found := parse(data, at)) is not None:
-            record, at = found
+        data, read = path.read_bytes(), 0
+        for record, _, end in records_of(data):
+            read = end
             if isinstance(record, Put | Take):
                 yield record
-        if at < len(data) and path != paths[-1]:
-            raise DamagedError(f"{path} is damaged at byte {at}: what follows in it cannot be read")
+        if read < len(data) and path != paths[-1]:
+            raise DamagedError(f"{path} is damaged at byte {read}: what follows in it cannot be read")
 
 
 def _checksum(kind: int, length: int, parts: Sequence[bytes | memoryview]) -> int:

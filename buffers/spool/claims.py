@@ -1,11 +1,10 @@
 """From files in a spool to rows with group numbers: each file is claimed once, each good row bound once, whatever dies when.
 
-    owns        `claimed/`, `rejected/` and, through the stream, the rows of one run
+    owns        `rejected/`, the claims in the spool and, through the stream, the rows of one run
     waits for   nothing: the hub calls `turn` twice a second, and again at once while there is more to do
     on close    nothing: it may end between any two operations on files, and goes on from what it finds
 
-    1. claim    a file is renamed from the spool into `claimed/NUMBER-NAME.jsonl`. Where that is another file system, it is
-                renamed within the spool, to a name that begins with "." and has the run's name, and read there
+    1. claim    a file is renamed within the spool to `.claimed-RUN-NUMBER-NAME.jsonl`, RUN being a random name of this run
     2. look     its lines are checked; those that are of no use to the run go with the reason to `rejected/NUMBER-NAME.jsonl`,
                 which is on disk before the last rows of its file are bound
     3. bind     the others are appended to the stream with their place, (claim, line), and have their groups from then on
@@ -18,8 +17,8 @@ no file (it may be replaced until it is renamed) under a name that is not claime
 
 Why each row is bound once. Of two runs that share a spool one renames the file. Claims are bound in their order and lines in
 theirs, so what is bound is what is not behind the newest place in the stream: a claim that is looked at again after a crash
-goes on behind it. A number of a claim is never given twice: it is above all that are in `claimed/`, in `rejected/`, in the
-stream, or in the spool under this run's name. When power fails a rename is there whole or not at all, which is what file
+goes on behind it. A number of a claim is never given twice: it is above all that are in `rejected/`, in the stream, or in the
+spool under this run's name. When power fails a rename is there whole or not at all, which is what file
 systems that keep a journal promise; and it is on disk before a row of its file is bound.
 
 What the disk refuses (a full one, a spool that is read-only or gone) is named in the status and tried again with the next
@@ -28,7 +27,6 @@ turn; the rows that are bound already are there meanwhile.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -39,14 +37,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.files import DISK, File, Files, write_whole
+from async_rlhf.buffers.files import DISK, Disk, File, write_whole
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
 from async_rlhf.buffers.spool.stream import Place, Stream
 
 _log = logging.getLogger(__name__)
 _PIECE = 1 << 16  # of a file that is looked at, and bound, at a time
 _MAX_LINE_BYTES = 256 << 20  # behind which the rest of a file is not looked at: it may be a hole without an end
-_CLAIMS = 256  # files that are claimed at a time, with one sync of the two directories
+_CLAIMS = 256  # files that are claimed at a time, with one sync of the spool
 _SHOWN_BYTES = 2000  # of a line in `rejected/`
 _IDENTITY = "id"
 _NAME_BYTES = 120  # of a file's own name in that of its claim
@@ -66,18 +64,17 @@ Check = Callable[[Sequence[bytes]], Sequence[str | Rejected]]
 def has_claimed(directory: Path) -> bool:
     """Whether a run's own directory holds rows that came out of a spool, or the name under which it has claimed them there.
     Raises OSError."""
-    stream, claimed = directory / "stream.jsonl", directory / "claimed"
-    left = (directory / _IDENTITY).exists() or (claimed.exists() and any(claimed.iterdir()))
-    return left or (stream.exists() and stream.stat().st_size > 0)
+    stream = directory / "stream.jsonl"
+    return (directory / _IDENTITY).exists() or (stream.exists() and stream.stat().st_size > 0)
 
 
 class Spool:
     """See the module docstring. source: the spool. directory: the run's own, where its stream is too."""
 
-    def __init__(self, source: Path, directory: Path, stream: Stream, check: Check, files: Files = DISK) -> None:
+    def __init__(self, source: Path, directory: Path, stream: Stream, check: Check, files: Disk = DISK) -> None:
         self.stream, self._source, self._check, self._files = stream, source, check, files
-        self._directory, self._claimed, self._rejected = directory, directory / "claimed", directory / "rejected"
-        self._prefix = ""  # of the names in the spool that are this run's
+        self._directory, self._rejected = directory, directory / "rejected"
+        self._prefix = ""  # of the names in the spool that are this run's, once it has claimed one
         self._seen: list[str] = []  # what lay in the spool at the last look and is to be claimed, the last name first
         self._waiting: list[Path] | None = None  # claims that are not bound whole; None: to be looked up
         self._claim: _Claim | None = None  # the first of them
@@ -115,27 +112,28 @@ class Spool:
     # -- claiming ----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> list[Path]:
-        """The claims that are not bound whole, in order: in the run's directory, and in the spool under this run's name."""
-        for directory in (self._claimed, self._rejected):
-            self._files.make(directory)
+        """The claims that are not bound whole, in order."""
+        self._files.make(self._rejected)
         rejected = [name for name in self._files.names(self._rejected) if is_ready(name)]
         if not self._num_rejected:
             self._num_rejected = {name: self._num_lines(self._rejected / name) for name in rejected}
-        self._files.sync_path(self._claimed)
-        claims = [self._claimed / name for name in self._files.names(self._claimed) if is_ready(name)]
+        claims: dict[int, Path] = {}
         with suppress(FileNotFoundError):  # what was claimed must not come back when power fails
             self._files.sync_path(self._source)
             if _IDENTITY in self._files.names(self._directory):
                 self._name()
-                claims += [self._source / name for name in self._files.names(self._source) if name.startswith(self._prefix)]
-        numbers = {path: _number(path.name.removeprefix(self._prefix)) for path in claims}
-        self._next = max(self._next, 1 + max([self.stream.tail[0], *numbers.values(), *map(_number, rejected)]))
-        for done in [path for path in claims if numbers[path] < self.stream.tail[0]]:
-            self._files.unlink(done)
-        return sorted((path for path in claims if numbers[path] >= self.stream.tail[0]), key=numbers.__getitem__)
+                claims = {
+                    _number(name.removeprefix(self._prefix)): self._source / name
+                    for name in self._files.names(self._source)
+                    if name.startswith(self._prefix)
+                }
+        self._next = max(self._next, 1 + max([*claims, self.stream.tail[0], *map(_number, rejected)]))
+        for number in [number for number in claims if number < self.stream.tail[0]]:
+            self._files.unlink(claims.pop(number))
+        return [path for _, path in sorted(claims.items())]
 
     def _name(self) -> None:
-        """Name this run in a spool of another file system, which several may use."""
+        """Name this run in its spool, which several may use."""
         path = self._directory / _IDENTITY
         if path.name not in self._files.names(self._directory):
             write_whole(path, secrets.token_hex(8), files=self._files)
@@ -161,7 +159,6 @@ class Spool:
                 self._take(path, waiting)
                 num_taken += 1
         if num_taken:
-            self._files.sync_path(self._claimed)
             self._files.sync_path(self._source)
         elif is_last:
             self.stream.end()
@@ -176,20 +173,14 @@ class Spool:
         return ended
 
     def _take(self, path: Path, waiting: list[Path]) -> None:
-        claim = f"{self._next:09d}-{os.fsdecode(os.fsencode(path.name.removesuffix('.jsonl'))[:_NAME_BYTES])}.jsonl"
-        target = self._claimed / claim
-        try:
-            self._files.replace(path, target)
-        except FileNotFoundError:
-            return  # another run has it
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
+        if not self._prefix:
             self._name()
-            target = self._source / f"{self._prefix}{claim}"
+        claim = f"{self._next:09d}-{os.fsdecode(os.fsencode(path.name.removesuffix('.jsonl'))[:_NAME_BYTES])}.jsonl"
+        target = self._source / f"{self._prefix}{claim}"
+        with suppress(FileNotFoundError):  # another run has it
             self._files.replace(path, target)
-        self._next += 1
-        waiting.append(target)
+            self._next += 1
+            waiting.append(target)
 
     # -- binding -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +233,7 @@ def _number(claim: str) -> int:
 class _Claim:
     """A claimed file that is read piece by piece, and the file of its lines that are set aside."""
 
-    def __init__(self, files: Files, path: Path, name: str, rejected: Path) -> None:
+    def __init__(self, files: Disk, path: Path, name: str, rejected: Path) -> None:
         """rejected: the directory of such files."""
         self.path, self.name, self.number = path, name, _number(name)
         self.num_rejected = self.num_read = 0

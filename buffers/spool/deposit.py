@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError, SpoolError
-from async_rlhf.buffers.files import DISK, Files
+from async_rlhf.buffers.files import DISK, Disk
 from async_rlhf.buffers.parsing import json_value
 
 END = "END"
@@ -46,7 +46,7 @@ def put(
     *,
     max_row_bytes: int = MAX_ROW_BYTES,
     max_bytes: int = MAX_PUT_BYTES,
-    files: Files = DISK,
+    files: Disk = DISK,
 ) -> Deposited:
     """Bring rows into a spool: all of them or none; durable when it returns. Empty lines are left out.
 
@@ -83,7 +83,7 @@ def put(
     return Deposited(rows, num_bytes, name if rows else "")
 
 
-def end(directory: Path, files: Files = DISK) -> None:
+def end(directory: Path, files: Disk = DISK) -> None:
     """No further row will come: a run ends when it has used those that are there. Raises ConfigError."""
     _check_directory(directory)
     try:
@@ -98,7 +98,7 @@ def _check_directory(directory: Path) -> None:
         raise ConfigError(f"spool {str(directory)!r} is no directory; a run makes its own when it starts, or make it yourself")
 
 
-def check_open(directory: Path, files: Files = DISK) -> None:
+def check_open(directory: Path, files: Disk = DISK) -> None:
     """Raises ConfigError for a spool that is not there, cannot be read or has ended."""
     _check_directory(directory)
     try:

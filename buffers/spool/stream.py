@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_rlhf.buffers.errors import DamagedError, JournalError
-from async_rlhf.buffers.files import DISK, Appending, File, Files, write_whole
+from async_rlhf.buffers.files import DISK, Appending, Disk, File, write_whole
 from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES
 
 _PIECE = 1 << 20
@@ -34,7 +34,7 @@ Place = tuple[int, int]
 class Stream:
     """Owns the files. Raises JournalError where they cannot be read, DamagedError where they are not as they were written."""
 
-    def __init__(self, directory: Path, repeat: int = 1, files: Files = DISK) -> None:
+    def __init__(self, directory: Path, repeat: int = 1, files: Disk = DISK) -> None:
         """repeat: k, how often each row is used."""
         self._path, self._marker = directory / "stream.jsonl", directory / "ended"
         self.repeat, self._files = repeat, files

@@ -1,15 +1,22 @@
-"""Key files of a run and the decision whom to let in: no sockets here, and no secret is ever shown in a text.
+"""Key files of a run, whom to let in, and what the holder of a key may send. No sockets, and no secret is ever shown in a text.
 
 A key directory belongs to one machine. The machine of the hub has all of these, every other one the first two:
 
     hub.public           the hub's public key: a peer that holds it cannot be fooled by another hub
     peer.secret          this machine's own key, mode 0600
     hub.secret           the hub's own key, mode 0600
-    allowed/NAME.public  whom the hub lets in: the public key of the machine NAME; in the second line what it may be (`roles`)
+    allowed/NAME.public  whom the hub lets in: the public key of the machine NAME; in the second line what it may be
     for-NAME/            the directory of the machine NAME, to be moved there
 
 Keys are CURVE keys (Curve25519, 32 bytes) written in Z85 (ZeroMQ RFC 32, 40 characters). Read by `link` and `hub` when a
-process starts, and the list again when it changes; checked by the configuration before any process starts.
+process starts, and the list again when it changes; checked by the configuration before any process starts. A machine may be
+
+    actor      makes groups, under its machine's name: NAME or NAME-anything
+    relay      the same for others, so under any name
+    learner    registers, takes batches, publishes weights
+    control    requests the status, drains, halts, takes groups back
+
+A stolen key is worth its role and nothing more. Without keys only this machine connects, and roles are not checked.
 """
 
 from __future__ import annotations
@@ -18,20 +25,40 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from zmq.utils import z85
 
-from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.buffers.transport.roles import ROLES, Holder, is_actor_of, roles_of
+from async_rlhf.buffers.errors import ConfigError, RefusedError, did_you_mean
+from async_rlhf.buffers.protocol import wire
+
+Role = Literal["actor", "relay", "learner", "control"]
+ROLES: tuple[Role, ...] = get_args(Role)
+_OF_ACTORS = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye, wire.Fetch, wire.FetchChunk)
+_OF_THE_LEARNER = (wire.Register, wire.Take, wire.Tried, wire.Trained, wire.Commit, wire.Publish, wire.Chunk, wire.Check)
+_OF_CONTROL = (wire.GetStatus, wire.Drain, wire.Gone, wire.Quarantine, wire.Halt)
+_SENDERS: dict[type[wire.Message], tuple[Role, ...]] = {
+    **dict.fromkeys(_OF_ACTORS, ("actor", "relay")),
+    **dict.fromkeys(_OF_THE_LEARNER, ("learner",)),
+    **dict.fromkeys(_OF_CONTROL, ("control",)),
+}
 
 LOCAL = "local"
 """The name of the hub's own machine in the list of those allowed."""
 ZAP_DOMAIN = b"async-rlhf"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _MAKE = "make a directory with: async-rlhf keys new DIR"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whose key it is, and what it may be."""
+
+    name: str
+    roles: frozenset[Role]
 
 
 @dataclass(frozen=True)
@@ -68,7 +95,7 @@ class HubKeys:
 def create(directory: Path, peers: Sequence[str], new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
     """Make the directory of the hub's machine, and within it one for every other machine.
 
-    peers: each NAME, a machine of actors, or NAME:ROLE,... (see `roles`). new_pair: makes a (public, secret) key pair in Z85.
+    peers: each NAME, a machine of actors, or NAME:ROLE,... (see above). new_pair: makes a (public, secret) key pair in Z85.
     Raises ConfigError when there is something already.
     """
     holders = [Holder(LOCAL, frozenset(ROLES)), *map(_peer, peers)]
@@ -166,6 +193,38 @@ def admit(request: Sequence[bytes], allowed: Mapping[bytes, Holder]) -> tuple[li
     if version == b"1.0" and domain == ZAP_DOMAIN and mechanism == b"CURVE" and key in allowed:
         return [b"1.0", number, b"200", b"OK", key.hex().encode(), b""], ""
     return [b"1.0", number, b"400", b"not allowed", b"", b""], address.decode("ascii", "replace")[:100] or "unknown"
+
+
+def roles_of(words: Iterable[str], where: str) -> frozenset[Role]:
+    """The roles of these words; raises ConfigError, beginning with `where`, for none or another."""
+    wanted = set(words)
+    found = frozenset(role for role in ROLES if role in wanted)
+    if not found or len(found) != len(wanted):
+        given = " ".join(sorted(wanted)) or "none"
+        raise ConfigError(f"{where}: roles = {given}; give one or more of {', '.join(ROLES)}")
+    return found
+
+
+def check_sender(holder: Holder | None, message: wire.Message) -> None:
+    """Raises RefusedError with the reason `role` for what this holder may not send."""
+    if holder is None:
+        return
+    needed = _SENDERS.get(type(message))
+    if needed is not None and holder.roles.isdisjoint(needed):
+        raise RefusedError(
+            "role",
+            f"{message.type!r} is for {' or '.join(needed)}, and the key of {holder.name!r} is allowed as "
+            f"{', '.join(sorted(holder.roles))} (second line of allowed/{holder.name}.public)",
+        )
+    if isinstance(message, wire.Hello) and "relay" not in holder.roles and not is_actor_of(holder.name, message.actor):
+        raise RefusedError(
+            "role", f"an actor of {holder.name!r} is called {holder.name} or {holder.name}-..., not {message.actor[:40]!r}"
+        )
+
+
+def is_actor_of(machine: str, actor: str) -> bool:
+    """Whether an actor of this machine may have this name."""
+    return actor == machine or actor.startswith(f"{machine}-")
 
 
 def _entry(directory: Path, name: str) -> Path:

@@ -254,62 +254,55 @@ class Connection:
         timeout_s: float,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[wire.Message, wire.Frames]:
-        """Send and wait for the answer, repeating the request while the hub is away.
+        """Send and wait for the answer, as `ask_all` does."""
+        ((answer, frames),) = self.ask_all([(message, arrays or [])], ahead=1, timeout_s=timeout_s, meanwhile=meanwhile)
+        return answer, frames
+
+    def ask_all(
+        self,
+        messages: Iterable[tuple[wire.Message, wire.Frames]],
+        *,
+        ahead: int,
+        timeout_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[tuple[wire.Message, wire.Frames]]:
+        """Send requests, up to `ahead` of them before the first is answered, and wait for all answers. Requests are repeated
+        while the hub is away.
 
         A Waiting answer proves the hub alive and moves the deadline, and so do bytes of an answer that is not whole yet.
-        meanwhile: called with every look, to give up by an error. Raises RefusedError, or DeadlineError naming the request.
-        """
-        self._last_request += 1
-        patience = Patience(self.link.clock, timeout_s)
-        again = _Again(self.link)
-        detail = "the hub never answered"
-        while not patience.is_over():
-            meanwhile()
-            if again.is_due():
-                self._send(self._last_request, message, arrays)
-            answer = self.receive(min(_RETRY_S, timeout_s))
-            if answer is None and self.link.is_receiving():
-                patience.reset()
-                again.put_off()
-            if answer is None or not self._is_answer(answer[0], answer[1]):
-                continue
-            patience.reset()
-            again.put_off()
-            if isinstance(answer[1], wire.Waiting):
-                detail = answer[1].detail
-            else:
-                _raise_refusal(answer[1])
-                return answer[1], answer[2]
-        raise DeadlineError(f"waited {timeout_s:.0f} s for the answer to {message.type!r}: {detail}")
-
-    def ask_all(self, messages: Iterable[tuple[wire.Message, wire.Frames]], *, ahead: int, timeout_s: float) -> None:
-        """Send many requests, up to `ahead` of them before the first is answered; returns when all are.
-
-        The answers are dropped, but a refusal is raised. Raises as `ask` does.
+        meanwhile: called with every look, to give up by an error. Raises RefusedError, or DeadlineError naming a request.
         """
         coming, open_requests = iter(messages), dict[int, tuple[wire.Message, wire.Frames]]()
+        answers, detail = list[tuple[wire.Message, wire.Frames]](), "the hub never answered"
         patience, again = Patience(self.link.clock, timeout_s), _Again(self.link)
-        again.put_off()
+        again.is_due()  # what follows is sent now
         while True:
+            meanwhile()
             for message, arrays in itertools.islice(coming, ahead - len(open_requests)):
                 open_requests[self.send(message, arrays)] = message, arrays
             if not open_requests:
-                return
+                return answers
             answer = self.receive(min(_RETRY_S, timeout_s))
-            if answer is not None and (answer[0] in open_requests or answer[0] == _UNREADABLE):
+            # A request that the hub cannot read it refuses without its number.
+            is_ours = answer is not None and (
+                answer[0] in open_requests or (answer[0] == _UNREADABLE and isinstance(answer[1], wire.Refused))
+            )
+            if is_ours or (answer is None and self.link.is_receiving()):
+                patience.reset()
+                again.put_off()
+            if answer is not None and is_ours:
                 _raise_refusal(answer[1])
-                if open_requests.pop(answer[0], None) is not None:
-                    patience.reset()
-                    again.put_off()
-            if patience.is_over():
-                raise DeadlineError(f"waited {timeout_s:.0f} s for the answers to {len(open_requests)} messages")
-            if again.is_due():
+                if isinstance(answer[1], wire.Waiting):
+                    detail = answer[1].detail
+                else:
+                    answers.append(answer[1:])
+                    del open_requests[answer[0]]
+            elif patience.is_over():
+                asked = next(iter(open_requests.values()))[0].type
+                raise DeadlineError(f"waited {timeout_s:.0f} s for the answer to {asked!r}: {detail}")
+            elif again.is_due():
                 for request, (message, arrays) in open_requests.items():
                     self._send(request, message, arrays)
-
-    def _is_answer(self, request: int, message: wire.Message) -> bool:
-        """Whether this answers the last request; a request that the hub cannot read it refuses without its number."""
-        return request == self._last_request or (request == _UNREADABLE and isinstance(message, wire.Refused))
 
     def _send(self, request: int, message: wire.Message, arrays: wire.Frames | None) -> None:
         frames = wire.encode(message, arrays, request)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.manifest import TensorSpec
+from async_rlhf.buffers.protocol.message import TensorSpec
 from async_rlhf.buffers.protocol.wire import Manifest, Publish
 from async_rlhf.buffers.tensors import ITEM_BYTES, num_bytes
 from async_rlhf.buffers.weights import delta

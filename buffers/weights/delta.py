@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zstandard
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.manifest import TensorSpec
+from async_rlhf.buffers.protocol.message import TensorSpec
 from async_rlhf.buffers.tensors import ITEM_BYTES, num_bytes
 
 BLOCK_BYTES = 1 << 20

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from async_rlhf.buffers.config import WeightsConfig
-from async_rlhf.buffers.errors import ConfigError, WeightsError, WireError
+from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.manifest import DeltaSpec, Place
+from async_rlhf.buffers.protocol.message import DeltaSpec, Place
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, mapped
 from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
 from async_rlhf.buffers.weights.store import Delta
@@ -42,7 +42,7 @@ class WeightReceiver:
         make: MakeMemory | None = None,
     ) -> None:
         self._send, self._clock, self._config, self._make = send, clock, config, make or HeapPool().make
-        self._maps = config.transport == "shared" or (config.transport == "auto" and is_local(address))
+        self._maps = config.transport == "auto" and is_local(address)
         self.serving: tuple[int, int] | None = None
         self._target: tuple[int, int] | None = None
         self._assembly: Assembly | None = None
@@ -154,11 +154,6 @@ class WeightReceiver:
         memory = attach(place, manifest.num_bytes)
         if memory is not None:
             self._finish(mapped(manifest, memory))
-        elif self._config.transport == "shared":
-            raise ConfigError(
-                "the hub's memory cannot be mapped here, and weights.transport is 'shared': the actor and the hub must be "
-                "processes of one user on one machine. Use 'auto' or 'chunks'."
-            )
         else:
             self._maps, self._target = False, None
             self.adopt((manifest.fence, manifest.version))

@@ -1,35 +1,239 @@
 """A relay between the hub and the actors of one host, or of one site: to the actors it is the hub.
 
-    owns        a ROUTER socket, and through `proxy` one link to the hub for each actor, one more to fetch by, and the newest
-                weight sets; one thread
+    owns        a ROUTER socket, one link to the hub for each actor, one more to fetch by, the newest weight sets; one thread
     waits for   a message from an actor or from the hub
     woken by    any of them, or `stop`
     on close    sockets closed; actors send Hello to the next relay at its address
 
-Messages of actors and hub go through unchanged, but for weights: a set, or the deltas to it, is fetched
-from the hub once, verified, and served from here to all who ask, over memory where they are on this machine. So what the
-hub sends does not grow with the number of actors behind a relay; relays may stand behind relays. It holds no groups: a
-relay that dies loses nothing.
+Messages of actors go to the hub over a link of their own, and those of the hub go back, unchanged; only those of actors pass.
+A weight set, or the deltas to it, is fetched from the hub once, verified, and served from here to all who ask (`WeightCache`),
+over memory where they are on this machine. So what the hub sends does not grow with the number of actors behind a relay; relays
+may stand behind relays. It holds no groups: a relay that dies loses nothing. `RelayProxy` knows no socket on the actors' side,
+and none of the hub's but through links.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 
 from async_rlhf.buffers.config import WeightsConfig
-from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
-from async_rlhf.buffers.transport.keys import HubKeys
+from async_rlhf.buffers.errors import ConfigError, RefusedError, WeightsError, WireError
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.transport.keys import Holder, HubKeys, check_sender
 from async_rlhf.buffers.transport.link import Connect, Link, SocketLink
-from async_rlhf.buffers.transport.server import ServerSocket
-from async_rlhf.buffers.weights.proxy import RelayProxy
+from async_rlhf.buffers.transport.server import Refusals, ServerSocket
+from async_rlhf.buffers.weights.receiver import WeightReceiver
+from async_rlhf.buffers.weights.server import WeightServer
+from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory
+from async_rlhf.buffers.weights.store import WeightStore
 
 _TICK_S = 1.0
 _MAX_FRAME_BYTES = 128 << 20
-_MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + 2 * _MAX_FRAME_BYTES
+_MAX_MESSAGE_BYTES = wire.MAX_HEADER_BYTES + 2 * _MAX_FRAME_BYTES
 _UNREAD = 16  # messages of one actor that may wait here; then it waits
+_KEPT = 2  # sets: the newest, and the one that slow actors may be fetching still
+_log = logging.getLogger(__name__)
+_IDLE_S = 60.0  # of a silent actor; a living one beats every second or so
+_ANY_REQUEST = 1 << 62  # above every request number of an actor's
+_FORWARDED = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye)
+
+
+Target = tuple[int, int]
+
+
+@dataclass
+class _Line:
+    """One actor's own connection to the hub."""
+
+    link: Link
+    last_seen: float
+
+
+class RelayProxy:
+    """Owns the links to the hub, made by `open_link` with a name and ended by `close_link`, and the weights.
+
+    outbox: messages to send to actors, each [identity, header, arrays...], in order.
+    """
+
+    def __init__(
+        self,
+        hub_address: str,
+        config: WeightsConfig,
+        open_link: Callable[[str], Link],
+        close_link: Callable[[Link], None],
+    ) -> None:
+        self._open, self._close = open_link, close_link
+        self._fetch_link = open_link("relay")
+        self._cache = WeightCache(self._fetch_link, hub_address, config)
+        self._lines: dict[bytes, _Line] = {}
+        self._refusals = Refusals()
+        self.outbox: list[wire.Frames] = []
+
+    def take(self, identity: bytes, frames: wire.Frames, holder: Holder | None) -> None:
+        """One message of an actor, sent with the key of `holder` where there are keys."""
+        request = 0
+        try:
+            request, message, _ = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
+            check_sender(holder, message)
+            self._pass_on(identity, request, message, frames)
+        except (WireError, RefusedError) as error:
+            refused = self._refusals.note(error, identity[:40].hex())
+            self.outbox.append([identity, *wire.encode(refused, request=request)])
+
+    def _pass_on(self, identity: bytes, request: int, message: wire.Message, frames: wire.Frames) -> None:
+        if isinstance(message, wire.Fetch | wire.FetchChunk):
+            self._cache.request(identity, request, message)
+        elif isinstance(message, _FORWARDED):
+            self._line(identity).link.send(frames)
+            if isinstance(message, wire.Bye):
+                self._disconnect(identity)
+        else:
+            raise RefusedError("relay", f"a relay forwards no {message.type!r}")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` has more to do although nothing more comes."""
+        return self._cache.has_work
+
+    def turn(self) -> None:
+        """Take in the hub's messages; a piece of verification. Raises DeadlineError when the hub does not let this relay in."""
+        while (frames := self._fetch_link.receive(0)) is not None:
+            self._cache.receive(frames)
+        if self._fetch_link.was_remade():
+            self._cache.again()
+        self._cache.advance()
+        self.outbox += self._cache.answers
+        self._cache.answers.clear()
+        for identity, line in self._lines.items():
+            while (frames := line.link.receive(0)) is not None:
+                self.outbox.append([identity, *frames])
+            if line.link.was_remade():
+                # The actor cannot see it, and must send Hello with what it holds.
+                lost = wire.Refused(reason="unknown-actor", detail="the relay's connection to the hub was lost")
+                self.outbox.append([identity, *wire.encode(lost, request=_ANY_REQUEST)])
+
+    def tick(self) -> None:
+        """Time has passed: close idle connections, and log what was refused."""
+        self._refusals.report()
+        now = self._fetch_link.clock()
+        for identity in [identity for identity, line in self._lines.items() if now - line.last_seen > _IDLE_S]:
+            self._disconnect(identity)
+
+    def close(self) -> None:
+        for identity in list(self._lines):
+            self._disconnect(identity)
+        self._close(self._fetch_link)
+
+    def _line(self, identity: bytes) -> _Line:
+        if identity not in self._lines:
+            self._lines[identity] = _Line(self._open("relayed"), 0.0)
+            _log.info("%d actors are relayed", len(self._lines))
+        self._lines[identity].last_seen = self._fetch_link.clock()
+        return self._lines[identity]
+
+    def _disconnect(self, identity: bytes) -> None:
+        line = self._lines.pop(identity, None)
+        if line is not None:
+            self._close(line.link)
+
+
+class WeightCache:
+    """A relay's weight sets: each is fetched from the hub once, verified, and served to all who ask. Waits for nothing.
+
+    Owns the newest sets and the one that is on its way.
+
+    fetch_link: what sends to the hub. answers: [identity, header, bytes...] to send to the actors.
+    """
+
+    def __init__(self, fetch_link: Link, hub_address: str, config: WeightsConfig) -> None:
+        self._link, self._last_request = fetch_link, 0
+        self._weight_server = WeightServer(WeightStore(), config)
+        make = HeapPool().make if config.transport == "chunks" else SealedMemory.make
+        self._weight_receiver = WeightReceiver(self._send, fetch_link.clock, hub_address, config, make)
+        self._waiting: dict[Target, list[tuple[bytes, int, wire.Fetch]]] = {}
+        self._current: Target | None = None
+        self._kept: list[Target] = []
+        self.answers: list[wire.Frames] = []
+
+    def request(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
+        """Answer an actor now, or when the set has come."""
+        target = wanted.fence, wanted.version
+        if isinstance(wanted, wire.Fetch) and target not in self._kept:
+            self._waiting.setdefault(target, []).append((identity, request, wanted))
+            self._fetch_next()
+        else:
+            self._answer(identity, request, wanted)
+
+    def receive(self, frames: wire.Frames) -> None:
+        """A message of the hub about the set that is fetched."""
+        request, message, arrays = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
+        if isinstance(message, wire.Manifest | wire.Chunk):
+            self._weight_receiver.receive(message, arrays)
+        elif isinstance(message, wire.Refused):
+            self._weight_receiver.refused(request)
+            self._give_up(message.detail)
+
+    @property
+    def has_work(self) -> bool:
+        return self._weight_receiver.has_work
+
+    def advance(self) -> None:
+        """Verify a piece of what has come; answer who waits for it when that was the last."""
+        try:
+            self._weight_receiver.advance()
+        except WeightsError as error:
+            self._give_up(str(error))
+            return
+        weights = self._weight_receiver.take()
+        if weights is None:
+            return
+        store, target = self._weight_server.store, (weights.fence, weights.version)
+        store.add(weights, self._weight_receiver.applied)
+        self._kept = [*[kept for kept in self._kept if kept[1] in store and kept[1] != target[1]], target][-_KEPT:]
+        store.keep({version for _, version in self._kept}.__contains__)
+        self._current = None
+        for identity, request, wanted in self._waiting.pop(target, []):
+            self._answer(identity, request, wanted)
+        self._fetch_next()
+
+    def again(self) -> None:
+        """The connection to the hub was lost: ask again for what was under way."""
+        self._weight_receiver.reset()
+        self._current = None
+        self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        if self._current is None and self._waiting:
+            self._current = max(self._waiting)
+            self._weight_receiver.adopt(self._current)
+
+    def _give_up(self, why: str) -> None:
+        """The set that is fetched will not come; who waits for it is answered, and gets a newer target."""
+        refused = [] if self._current is None else self._waiting.pop(self._current, [])
+        self._current = None
+        for identity, request, _ in refused:
+            self._queue(identity, wire.Refused(reason="weights", detail=why), request)
+        self._fetch_next()
+
+    def _answer(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
+        try:
+            message, arrays = self._weight_server.serve(wanted)
+        except WeightsError as error:
+            message, arrays = wire.Refused(reason="weights", detail=str(error)), []
+        self._queue(identity, message, request, arrays)
+
+    def _queue(self, identity: bytes, message: wire.Message, request: int, arrays: wire.Frames | None = None) -> None:
+        self.answers.append([identity, *wire.encode(message, arrays, request)])
+
+    def _send(self, message: wire.Message) -> int:
+        self._last_request += 1
+        self._link.send(wire.encode(message, request=self._last_request))
+        return self._last_request
 
 
 class Relay:

@@ -11,7 +11,7 @@ from typing import cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.manifest import Canary
+from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import Connection
 from async_rlhf.buffers.weights import delta
@@ -27,7 +27,7 @@ class WeightSender:
 
     def __init__(self, connection: Connection, address: str, config: WeightsConfig, timeout_s: float) -> None:
         self._connection, self._timeout_s, self._config = connection, timeout_s, config
-        self._shares = config.transport == "shared" or (config.transport == "auto" and is_local(address))
+        self._shares = config.transport == "auto" and is_local(address)
         self._before: WeightSet | None = None
         self._wants_delta = False
 

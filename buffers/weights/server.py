@@ -14,9 +14,8 @@ from typing import cast
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.manifest import DeltaSpec
+from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.queue.admission import Actor, Admission
-from async_rlhf.buffers.transport.peers import Peer, Peers
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
 from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
@@ -108,11 +107,6 @@ class WeightServer:
         ):
             raise WeightsError(f"version {announced.version}: a delta of {delta.num_bytes} bytes is none of this set")
         given = attach(announced.place, announced.num_bytes) if announced.place and transport != "chunks" else None
-        if given is None and transport == "shared" and announced.num_bytes:
-            raise WeightsError(
-                "the learner's memory cannot be mapped here, and weights.transport is 'shared': learner and hub must be "
-                "processes of one user on one machine. Use 'auto' or 'chunks'."
-            )
         base = self.store.find(delta.base) if delta is not None and given is None else None
         wanted = wire.Wanted(
             chunks=given is None and base is None,
@@ -173,55 +167,53 @@ class WeightServer:
                     deltas = []
         return manifest.model_copy(update={"fence": request.fence, "place": place, "deltas": deltas})
 
-    def adoptions(self, admission: Admission, peers: Peers, now: float) -> Iterator[tuple[bytes, wire.Adopt]]:
+    def adoptions(self, admission: Admission, now: float) -> Iterator[tuple[bytes, wire.Adopt]]:
         """(identity, message) for every actor that should serve something else than it serves or was announced to it."""
         for name, actor in admission.fleet.actors.items():
-            version, peer = admission.target(name), peers[name]
+            version = admission.target(name)
             if version is None or version not in self.store:
                 continue
             target, serving = (admission.fence, version), (actor.fence, actor.version)
             if target == serving:
-                peer.behind_since = None
-            elif peer.behind_since is None:
-                peer.behind_since = now
+                actor.behind_since = None
+            elif actor.behind_since is None:
+                actor.behind_since = now
             # A fetch that is under way is finished as long as it can still earn a credit: else a link that is slower than a
             # step would fetch for ever and adopt nothing.
-            if self._fetches(peer, serving, admission) is not None:
+            if self._fetches(actor, admission) is not None:
                 continue
             # Also when it is to stay after all: it may be about to leave for an earlier target.
-            if target != (peer.announced or serving):
-                peer.announced = target
-                yield peer.identity, wire.Adopt(fence=target[0], version=version)
+            if target != (actor.announced or serving):
+                actor.announced = target
+                yield actor.identity, wire.Adopt(fence=target[0], version=version)
 
-    def drop_old(self, admission: Admission, peers: Peers) -> None:
+    def drop_old(self, admission: Admission) -> None:
         """Forget the sets that are neither needed nor being fetched for a credit."""
-        lowest = admission.lowest_needed_version()
-        for name, actor in admission.fleet.actors.items():
-            fetched = self._fetches(peers[name], (actor.fence, actor.version), admission)
-            lowest = lowest if fetched is None else min(lowest, fetched)
-        self.store.drop_below(lowest)
+        fetched = (self._fetches(actor, admission) for actor in admission.fleet.actors.values())
+        lowest = min([admission.lowest_needed_version(), *(each for each in fetched if each is not None)])
+        self.store.keep(lambda version: version >= lowest)
 
-    def _fetches(self, peer: Peer, serving: tuple[int, int], admission: Admission) -> int | None:
-        """The version announced to a peer, which it has not got yet, and may still begin something with."""
-        if peer.announced is None or peer.announced == serving:
+    def _fetches(self, actor: Actor, admission: Admission) -> int | None:
+        """The version announced to an actor, which it has not got yet, and may still begin something with."""
+        if actor.announced is None or actor.announced == (actor.fence, actor.version):
             return None
-        fence, version = peer.announced
+        fence, version = actor.announced
         is_worth_it = fence == admission.fence and version in self.store and admission.may_begin(version)
         return version if is_worth_it else None
 
     @staticmethod
-    def serves(actor: Actor, peer: Peer, fence: int, version: int) -> None:
+    def serves(actor: Actor, fence: int, version: int) -> None:
         """The weights that the actor serves."""
-        if (fence, version) not in ((actor.fence, actor.version), peer.announced):
-            peer.announced = None  # it had already left for an earlier target: announce again
+        if (fence, version) not in ((actor.fence, actor.version), actor.announced):
+            actor.announced = None  # it had already left for an earlier target: announce again
         if (fence, version) != (actor.fence, actor.version):
-            peer.behind_since = None  # it moves: a newer version than the one it adopted begins a new wait
+            actor.behind_since = None  # it moves: a newer version than the one it adopted begins a new wait
         actor.fence, actor.version = fence, version
 
-    def late(self, admission: Admission, peers: Peers, now: float) -> list[str]:
-        """The actors that have adopted nothing for too long since the announcement; counted as dropped."""
-        waits = {name: peers[name].behind_since for name in admission.fleet.actors}
-        late = [name for name, since in waits.items() if since is not None and now - since > self._config.adopt_timeout_s]
+    def late(self, admission: Admission, now: float, timeout_s: float) -> list[str]:
+        """The actors that have adopted nothing for so long since the announcement; counted as dropped."""
+        waits = {name: actor.behind_since for name, actor in admission.fleet.actors.items()}
+        late = [name for name, since in waits.items() if since is not None and now - since > timeout_s]
         self._counters["dropped_actors"] += len(late)
         return late
 

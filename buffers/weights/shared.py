@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.manifest import Place
+from async_rlhf.buffers.protocol.message import Place
 
 Bytes = npt.NDArray[np.uint8]
 _NAME = "async-rlhf-weights-"

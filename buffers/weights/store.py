@@ -6,16 +6,16 @@ fetches the whole set.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgpack
 
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, WeightsError
-from async_rlhf.buffers.files import DISK, FULL, Files, write_whole
+from async_rlhf.buffers.files import DISK, FULL, Disk, write_whole
 from async_rlhf.buffers.formats import WEIGHTS
-from async_rlhf.buffers.protocol.manifest import DeltaSpec
+from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.protocol.wire import Manifest
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory
@@ -41,7 +41,7 @@ class Delta:
 class WeightStore:
     """Owns sets, newest deltas and the directory. `make` is where sets that are read from it are put."""
 
-    def __init__(self, directory: Path | None = None, files: Files = DISK, make: MakeMemory = HeapMemory) -> None:
+    def __init__(self, directory: Path | None = None, files: Disk = DISK, make: MakeMemory = HeapMemory) -> None:
         self._directory, self._files = directory, files
         self._sets: dict[int, WeightSet] = {}
         self._deltas: dict[str, Delta] = {}
@@ -97,14 +97,9 @@ class WeightStore:
     def __contains__(self, version: int) -> bool:
         return version in self._sets
 
-    def drop_below(self, version: int) -> None:
-        """Forget every set older than `version`."""
-        for old in [old for old in self._sets if old < version]:
-            self._forget(old)
-
-    def keep_only(self, versions: Container[int]) -> None:
-        """Forget every other set."""
-        for other in [other for other in self._sets if other not in versions]:
+    def keep(self, is_kept: Callable[[int], bool]) -> None:
+        """Forget the sets of every other version."""
+        for other in [version for version in self._sets if not is_kept(version)]:
             self._forget(other)
 
     def _forget(self, version: int) -> None:
@@ -113,7 +108,7 @@ class WeightStore:
             self._files.unlink(self._directory / f"{version:08d}.weights")
 
 
-def _save(weights: WeightSet, path: Path, files: Files) -> None:
+def _save(weights: WeightSet, path: Path, files: Disk) -> None:
     head = msgpack.packb(
         {"format": WEIGHTS.newest, "type": Manifest.type, **weights.manifest().model_dump(exclude={"place", "deltas"})}
     )

@@ -19,7 +19,7 @@ import msgpack
 import xxhash
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.manifest import Canary, TensorSpec
+from async_rlhf.buffers.protocol.message import Canary, TensorSpec
 from async_rlhf.buffers.protocol.wire import Manifest, Publish
 from async_rlhf.buffers.tensors import Part, RawTensor, num_bytes
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory

@@ -77,7 +77,7 @@ def weights(bench: Bench) -> Iterator[Row]:
     held, arrays = WeightSet.of(1, 1, as_tensors(make_words(num_bytes)), make=SealedMemory.make), dict[str, Any]()
     yield beside("adopt", 0.3, ours=partial(adopt_seconds, held, arrays), memcpy=copy)
     del held, arrays
-    with Fleet.of("ipc", "shared", num_bytes) as fleet:
+    with Fleet.of("ipc", "auto", num_bytes) as fleet:
         yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with Fleet.of("tcp", "chunks", num_bytes) as fleet:
         raw = partial(raw_seconds, f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", CHUNK_BYTES, num_bytes // CHUNK_BYTES, 1)
@@ -232,7 +232,7 @@ def publication(bench: Bench) -> Iterator[Row]:
 def beside_generation(turns: int, num_bytes: int) -> Row:
     published = list[Published]()
     matrix = torch.ones(_WIDTH, _WIDTH)
-    with Fleet.of("ipc", "shared", num_bytes) as fleet:
+    with Fleet.of("ipc", "auto", num_bytes) as fleet:
 
         def ours() -> float:
             published.append(fleet.publish(lambda: torch.mm(matrix, matrix)))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, TakenBatch, WeightUpload
 from async_rlhf.buffers.errors import HubRestartedError, NonFiniteError, RefusedError
-from async_rlhf.buffers.protocol.manifest import Canary
+from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.queue.recovery import ArchivedBatch, read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.buffers.errors import NonFiniteError
-from async_rlhf.buffers.protocol.manifest import Canary
+from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, Update, partition
 from async_rlhf.learner.batch.rows import Row, check_row

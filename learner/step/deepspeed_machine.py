@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.protocol.manifest import Canary
+from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.check import check_division

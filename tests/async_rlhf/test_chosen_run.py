@@ -66,7 +66,6 @@ def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_
         ({"data.epochs": 1}, "with data.epochs = 1: each prompt is used once.*lowest: data.epochs = 2"),
         ({"data.source": "spool:SPOOL"}, "with data.epochs = none: each prompt is used once"),
         ({"data.source": "spool:SPOOL", "data.epochs": 2, "queue.exact": True}, "when rows come in. Set queue.exact = false"),
-        ({"data.curriculum.hard_at": 0.9, "data.curriculum.easy_at": 0.9}, "hard_at = 0.9 is not below easy_at = 0.9"),
         ({"data.curriculum.reward": ""}, "data.curriculum has settings and no reward"),
         ({"data.curriculum.passes_at": float("inf")}, "data.curriculum.passes_at"),
     ],

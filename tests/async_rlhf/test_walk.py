@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.hub.exchange import Exchange
-from async_rlhf.buffers.hub.outbox import Outbox
+from async_rlhf.buffers.hub.learner_session import Outbox
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.run.processes import roles
 from async_rlhf.run.run_dir import RunDir

@@ -12,6 +12,7 @@ import pytest
 
 from async_rlhf.buffers.queue.bound import Bound
 from tests.buffers.hub.place import Begun, Place
+from tests.buffers.weights.fleet import Fleet
 
 
 @pytest.fixture
@@ -43,5 +44,17 @@ def begun(place: Callable[..., Place]) -> Callable[..., Begun]:
     def make(bound: Bound, *arguments: Any, **options: Any) -> Begun:
         hub = place(bound, *arguments, **options)
         return hub, hub.actor(), hub.learner()
+
+    return make
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, socket_dir: Path, stack: ExitStack) -> Callable[..., Fleet]:
+    """The hub that tests of the weight channel use."""
+
+    def make(*weights: Any, **settings: Any) -> Fleet:
+        made = Fleet(tmp_path / "run", f"ipc://{socket_dir}/hub", *weights, **settings)
+        stack.callback(made.close)
+        return made
 
     return make

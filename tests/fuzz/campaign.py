@@ -92,8 +92,8 @@ def run(num_frames: int, seed: int, progress: Callable[[int], None] = lambda sen
 
 
 def _serve(address: str, folder: str) -> None:
-    config = QueueConfig(max_staleness=1, fsync="off", max_frame_bytes=MAX_FRAME_BYTES, lease_s=30.0, segment_bytes=1 << 16)
-    Hub(address, Path(folder), config, _BOUND).run()
+    config = QueueConfig(max_staleness=1, fsync="off", lease_s=30.0, segment_bytes=1 << 16)
+    Hub(address, Path(folder), config, _BOUND, max_frame_bytes=MAX_FRAME_BYTES).run()
 
 
 class _Strangers:

@@ -13,7 +13,7 @@ from async_rlhf.buffers.clients.learner import LearnerClient, SuspectGroup, Take
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import HubRestartedError
 from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.protocol.manifest import Canary
+from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.weight_set import WeightSet

@@ -10,7 +10,7 @@ import pytest
 from making import make_group, make_rollout
 
 from async_rlhf.buffers.composition import Composition
-from async_rlhf.buffers.record import UNKNOWN_VERSION, Group, Score
+from async_rlhf.buffers.record import Group, Score
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.loop.metrics import SourceMetrics, data_metrics, sample_record, staleness_histogram
 
@@ -33,7 +33,7 @@ def test_the_histogram_counts_tokens_by_their_own_age() -> None:
     ]
     assert staleness_histogram(groups, 5) == {1: 6, 2: 2}
     assert list(staleness_histogram(groups, 4)) == [0, 1, 2]
-    unknown = make(2, make_rollout(1, spans=[(UNKNOWN_VERSION, 1)]))
+    unknown = make(2, make_rollout(1, spans=[(-(1 << 31), 1)]))
     assert max(staleness_histogram([unknown], 0)) > 1 << 30
 
 

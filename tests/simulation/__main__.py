@@ -11,7 +11,9 @@ import time
 
 import xxhash
 
-from tests.simulation import schedule, sweep
+from tests.simulation import schedule
+
+_BLOCK = 100
 
 
 def main() -> int:
@@ -25,9 +27,10 @@ def main() -> int:
         print(schedule.story(schedule.run(int(first)), last=1 << 30))  # noqa: T201
         return 0
     seeds = range(int(first), int(end) if end else int(first) + 1)
+    blocks = ((start, min(start + _BLOCK, seeds.stop)) for start in range(seeds.start, seeds.stop, _BLOCK))
     began, done, events, total = time.monotonic(), 0, 0, xxhash.xxh3_128()
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        for count, num_events, digest, failed in pool.imap(sweep.run_block, sweep.blocks(seeds.start, seeds.stop)):
+        for count, num_events, digest, failed in pool.imap(schedule.run_block, blocks):
             done, events = done + count, events + num_events
             total.update(digest.encode())
             rate = done / (time.monotonic() - began)

@@ -1,9 +1,9 @@
-"""A disk in memory that loses, tears and fills up: `async_rlhf.buffers.files.Files` for the simulated hub.
+"""A disk in memory that loses, tears and fills up: `async_rlhf.buffers.files.Disk` for the simulated hub.
 
 Model. A crash keeps of every file what was synced, and of what was appended since any pages, in any order: those that were
 not written are zeros, and where the file ends is open. Of the names made, replaced and removed since their directory was
-synced it keeps any prefix, in order (as a file system with a metadata log does). A full disk takes part of a write and refuses
-the rest.
+synced it keeps any prefix, in order, and a rename is one step (as a file system with a metadata log does). A full disk takes
+part of a write and refuses the rest.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
-from async_rlhf.buffers.files import File
+from async_rlhf.buffers.files import Disk, File
 
 _PAGE_BYTES, _LOST_PAGES = 128, 0.4
 
@@ -34,7 +33,7 @@ class MemoryFile:
     """An open file of a `MemoryDisk`."""
 
     def __init__(self, disk: MemoryDisk, node: Node) -> None:
-        self._disk, self.node, self.closed = disk, node, False
+        self._disk, self.node = disk, node
 
     def write(self, data: bytes | memoryview, /) -> int:
         part = self._disk.room(len(data))
@@ -46,17 +45,14 @@ class MemoryFile:
     def flush(self) -> None:
         pass
 
-    def tell(self) -> int:
-        return len(self.node.data)
-
     def fileno(self) -> int:
         return -1
 
     def close(self) -> None:
-        self.closed = True
+        pass
 
 
-class MemoryDisk:
+class MemoryDisk(Disk):
     """See the module docstring. `fuse`: disk operations until the hub is killed in one, or None."""
 
     def __init__(self, rng: Random) -> None:
@@ -65,15 +61,15 @@ class MemoryDisk:
         self.fuse: int | None = None
         self._names: dict[Path, Node] = {}
         self._durable: dict[Path, Node] = {}
-        self._pending: list[tuple[Path, Node | None]] = []
+        self._pending: list[dict[Path, Node | None]] = []
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
         """The machine stopped: what was not durable is lost in part."""
         keep = self._rng.randint(0, len(self._pending))
-        for path, node in self._pending[:keep]:
-            self._set(self._durable, path, node)
+        for changes in self._pending[:keep]:
+            self._set(self._durable, changes)
         self._pending.clear()
         for node in self._durable.values():
             node.data = self._survivor(node)
@@ -152,13 +148,10 @@ class MemoryDisk:
         if path in self._names:
             self._names[path].durable = bytes(self._names[path].data)
             return
-        rest = []
-        for name, node in self._pending:
-            if name.parent == path:
-                self._set(self._durable, name, node)
-            else:
-                rest.append((name, node))
-        self._pending = rest
+        for changes in self._pending:
+            if path in [name.parent for name in changes]:
+                self._set(self._durable, changes)
+        self._pending = [changes for changes in self._pending if path not in [name.parent for name in changes]]
 
     def truncate(self, path: Path, size: int) -> None:
         self.spend("truncate")
@@ -166,9 +159,7 @@ class MemoryDisk:
 
     def replace(self, path: Path, new: Path) -> None:
         self.spend("replace")
-        node = self._node(path)
-        self._note(new, node)
-        self._note(path, None)
+        self._note({new: self._node(path), path: None})
 
     def deposit(self, path: Path, data: bytes) -> None:
         """By a producer, who has no part in the faults: written beside, durable, renamed in."""
@@ -184,7 +175,7 @@ class MemoryDisk:
     def unlink(self, path: Path) -> None:
         self.spend("unlink")
         if path in self._names:
-            self._note(path, None)
+            self._note({path: None})
 
     def unlink_all(self, paths: Sequence[Path]) -> None:
         for path in paths:
@@ -193,12 +184,12 @@ class MemoryDisk:
     def _link(self, path: Path, node: Node) -> Node:
         self.spend("create")
         self.refuse_when_full()
-        self._note(path, node)
+        self._note({path: node})
         return node
 
-    def _note(self, path: Path, node: Node | None) -> None:
-        self._set(self._names, path, node)
-        self._pending.append((path, node))
+    def _note(self, changes: dict[Path, Node | None]) -> None:
+        self._set(self._names, changes)
+        self._pending.append(changes)
 
     def _node(self, path: Path) -> Node:
         if path not in self._names:
@@ -206,34 +197,9 @@ class MemoryDisk:
         return self._names[path]
 
     @staticmethod
-    def _set(names: dict[Path, Node], path: Path, node: Node | None) -> None:
-        if node is None:
-            names.pop(path, None)
-        else:
-            names[path] = node
-
-
-class JournalingDisk(MemoryDisk):
-    """A rename is one step, also when power fails and between directories, as where the file system keeps a journal."""
-
-    def sync_path(self, path: Path) -> None:
-        others = {other for move in self._moves() if path in move for other in move} - {path}
-        super().sync_path(path)
-        fuse, self.fuse = self.fuse, None
-        for other in others:
-            super().sync_path(other)
-        self.fuse = fuse
-
-    def crash(self) -> None:
-        keep = self._rng.randint(0, len(self._pending))
-        if 0 < keep < len(self._pending) and self._pending[keep][1] is None and self._pending[keep - 1][1] is not None:
-            keep -= 1
-        for path, node in self._pending[:keep]:
-            self._set(self._durable, path, node)
-        self._pending.clear()
-        super().crash()
-
-    def _moves(self) -> list[tuple[Path, Path]]:
-        """From and to which directory something was renamed that is not durable yet."""
-        pairs = pairwise(self._pending)
-        return [(old.parent, new.parent) for (new, node), (old, gone) in pairs if node is not None and gone is None]
+    def _set(names: dict[Path, Node], changes: dict[Path, Node | None]) -> None:
+        for path, node in changes.items():
+            if node is None:
+                names.pop(path, None)
+            else:
+                names[path] = node

@@ -13,23 +13,22 @@ from pathlib import Path
 from typing import cast
 
 from async_rlhf.buffers.config import CurriculumConfig, Fsync, QueueConfig, WeightsConfig
-from async_rlhf.buffers.curriculum.order import Order
+from async_rlhf.buffers.curriculum import Order
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.quarantine import Quarantine
+from async_rlhf.buffers.queue.recovery import Quarantine
 from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.buffers.weights.store import WeightStore
-from tests.simulation.disk import HubKilledError, JournalingDisk, MemoryDisk
+from tests.simulation.disk import HubKilledError, MemoryDisk
 from tests.simulation.invariants import Observer
 from tests.simulation.memory import Machine
 from tests.simulation.world import Network, ViolationError, World
 
-INTERVAL_S = 0.2  # most seconds of acknowledged groups that a power failure may lose, where it may
 SPOOL = Path("/spool")
 CURRICULUM = CurriculumConfig(reward="reward", new_share=0.3, hard_share=0.2)
 
@@ -42,7 +41,6 @@ class Pace:
     tick_s: float = 0.5
     lease_s: float = 3.0
     timeout_s: float = 15.0
-    adopt_timeout_s: float = 2.0
     progress_timeout_s: float = 6.0
 
     def times(self, factor: float) -> Pace:
@@ -61,8 +59,8 @@ class HubRole:
         self._fed, self._chosen, self._prompts, self.pace = fed, chosen, None, pace
         self.world, self.bound, self.observer, self.machine = world, bound, observer, machine
         self.address = "ipc://hub" if shares else "hub"
-        self.weights = WeightsConfig(transport="auto" if shares else "chunks", adopt_timeout_s=pace.adopt_timeout_s)
-        self.disk = (JournalingDisk if fed or chosen else MemoryDisk)(world.rng)
+        self.weights = WeightsConfig(transport="auto" if shares else "chunks")
+        self.disk = MemoryDisk(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
             max_staleness=bound.max_staleness,
@@ -77,7 +75,7 @@ class HubRole:
         self._segment_bytes = segment_bytes
         self._inbox: list[tuple[bytes, wire.Frames]] = []
         self._life = 0
-        self._room_at = self._stands_until = 0.0
+        self._stands_until = 0.0
         self._round_due = False
         self._journal: Journal | None = None
         self.exchange: Exchange | None = None
@@ -86,10 +84,7 @@ class HubRole:
         self._life += 1
         self.machine.begin("hub")
         try:
-            journal = Journal(
-                Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk,
-                fsync=self._config.fsync, interval_s=INTERVAL_S, clock=lambda: self.world.now,
-            )  # fmt: skip
+            journal = Journal(Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk, fsync=self._config.fsync)
             weights = WeightStore(Path("/hub/weights") if self.bound.exact else None, self.disk)
             quarantined = journal.replay.state.quarantined
             quarantine = Quarantine(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
@@ -148,9 +143,6 @@ class HubRole:
             self.disk.fuse = None
             return
         self.disk.crash()
-        if self._config.fsync == "interval":
-            # What was acknowledged in the last interval that had room on the disk, and the ticks between, may be lost.
-            self.observer.power_failed(self._room_at - INTERVAL_S - 2 * self.pace.tick_s)
 
     def _die(self) -> None:
         self._life += 1
@@ -232,8 +224,7 @@ class HubRole:
         if exchange._full:
             self.world.note("the disk is full")
         else:
-            self._room_at = self.world.now
-            self.observer.acknowledged(acks, self.world.now)
+            self.observer.acknowledged(acks)
             self.observer.filtered |= filtered
         for message in exchange.outbox.messages:
             self.network.deliver(message)

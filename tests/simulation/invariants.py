@@ -44,7 +44,6 @@ class Observer:
         self.trying: int | None = None  # the group that the learner has alone
         self.blamed: set[int] = set()  # those that it ended with
         self._promised: dict[int, tuple[int, int]] = {}  # number -> attempt, oldest version
-        self._acknowledged_at: dict[int, float] = {}
         self._batches: dict[int, list[tuple[int, int]]] = {}
         self._adopted: dict[str, tuple[int, int]] = {}
         self._highest_step = 0
@@ -54,16 +53,9 @@ class Observer:
         self.filtered: set[int] = set()  # numbers acknowledged and replaced by others
         self._num_filtered = 0
 
-    def acknowledged(self, groups: Iterable[tuple[int, int, int]], now: float) -> None:
+    def acknowledged(self, groups: Iterable[tuple[int, int, int]]) -> None:
         for number, attempt, oldest in groups:
             self._promised[number] = (attempt, oldest)
-            self._acknowledged_at[number] = now
-
-    def power_failed(self, promised_until: float) -> None:
-        """What was acknowledged later than that may be gone, but no batch that was given."""
-        given = {number for batch in self._batches.values() for number, _ in batch}
-        for number in [n for n in self._promised if self._acknowledged_at[n] > promised_until and n not in given]:
-            del self._promised[number]
 
     def hub_changed(self, exchange: Exchange, journal: Journal) -> None:
         admission, bound = exchange._admission, self._bound

@@ -12,13 +12,13 @@ from contextlib import ExitStack, contextmanager
 from random import Random
 from unittest.mock import patch
 
-from async_rlhf.buffers.protocol.manifest import Place
+from async_rlhf.buffers.protocol.message import Place
 from tests.simulation.world import ViolationError
 
 SEALING = (
     "async_rlhf.buffers.weights.sender",
     "async_rlhf.buffers.weights.server",
-    "async_rlhf.buffers.weights.proxy",
+    "async_rlhf.buffers.weights.relay",
 )
 MAPPING = ("async_rlhf.buffers.weights.server", "async_rlhf.buffers.weights.receiver")
 

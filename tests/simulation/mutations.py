@@ -18,14 +18,18 @@ from async_rlhf.buffers.queue.admission import Admission, Credit
 from async_rlhf.buffers.queue.failures import Trials
 from async_rlhf.buffers.queue.fleet import Fleet
 from async_rlhf.buffers.queue.journal import Journal, Replay
-from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
-from async_rlhf.buffers.weights.proxy import WeightCache
 from async_rlhf.buffers.weights.receiver import WeightReceiver
+from async_rlhf.buffers.weights.relay import WeightCache
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
 from tests.simulation.learner_role import LearnerRole
 from tests.simulation.memory import Machine, SimMemory
+
+
+def around(owner: type, name: str, mutant: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    """Planted is what `mutant` makes of the honest method."""
+    return patch.object(owner, name, mutant(getattr(owner, name)))
 
 
 def skip_an_fsync() -> AbstractContextManager[Any]:
@@ -170,28 +174,18 @@ def write_what_others_map() -> AbstractContextManager[Any]:
 
 def forget_what_was_filtered() -> AbstractContextManager[Any]:
     """A filtered group is acknowledged, and the journal is not told that its number is dead."""
-    honest = Admission.remember
-
-    def remember(self: Admission) -> QueueSnapshot:
-        return replace(honest(self), filtered=(), filtered_before=0, filtered_tokens=0)
-
-    return patch.object(Admission, "remember", remember)
+    forgotten = {"filtered": (), "filtered_before": 0, "filtered_tokens": 0}
+    return around(Admission, "remember", lambda honest: lambda self: replace(honest(self), **forgotten))
 
 
 def give_up_what_was_trained() -> AbstractContextManager[Any]:
     """A commit deletes everything that was trained on, and not only what the oldest kept checkpoint holds."""
-    honest = Admission.commit
-    return patch.object(Admission, "commit", lambda self, step: honest(self, self.step))
+    return around(Admission, "commit", lambda honest: lambda self, step: honest(self, self.step))
 
 
 def count_silence() -> AbstractContextManager[Any]:
     """A lease that ended because nothing was heard counts against its groups."""
-    honest = Fleet.leave
-
-    def leave(self: Fleet, name: str, reason: str = "left", *, seen: bool = True) -> None:
-        honest(self, name, reason)
-
-    return patch.object(Fleet, "leave", leave)
+    return around(Fleet, "leave", lambda honest: lambda self, name, reason="left", *, seen=True: honest(self, name, reason))
 
 
 def let_two_hold_a_name() -> AbstractContextManager[Any]:
@@ -237,17 +231,15 @@ def blame_the_first_of_the_batch() -> AbstractContextManager[Any]:
 
 def finish_a_step_before_the_weights_are_there() -> AbstractContextManager[Any]:
     """A learner says that its next step is done while the hub still takes in the version of the one before."""
-
-    def trained(self: LearnerClient, step: int) -> None:
-        self._connection.send(wire.Trained(fence=self.fence, step=step))
-
+    trained = lambda self, step: self._connection.send(wire.Trained(fence=self.fence, step=step))  # noqa: E731
     return patch.object(LearnerClient, "trained", trained)
 
 
 def go_on_while_a_version_may_be_lost() -> AbstractContextManager[Any]:
     """In exact mode, too, the next step begins before the hub has the version of the one before."""
-    honest = LearnerRole._publish
-    return patch.object(LearnerRole, "_publish", lambda self, *, whole: honest(self, whole=whole and not self._registered))
+    return around(
+        LearnerRole, "_publish", lambda honest: lambda self, *, whole: honest(self, whole=whole and not self._registered)
+    )
 
 
 MUTATIONS: dict[Callable[[], AbstractContextManager[Any]], set[str]] = {

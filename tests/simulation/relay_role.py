@@ -5,7 +5,7 @@ from __future__ import annotations
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.transport.link import Link
-from async_rlhf.buffers.weights.proxy import RelayProxy
+from async_rlhf.buffers.weights.relay import RelayProxy
 from tests.simulation.hub_role import HubRole
 from tests.simulation.world import Network, SimLink, ViolationError
 

@@ -11,6 +11,8 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import xxhash
+
 from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.spool.deposit import END
@@ -100,7 +102,7 @@ class Shape:
             "group", 1 << 20, keep_last=Random(f"keep {seed}").randint(1, 3),
             poison=Random(f"poison {seed}").choice((0.0, 0.0, 0.0, 0.2)),
         )  # fmt: skip
-        fsync: Fsync = rng.choice(("group", "group", "interval", "off"))
+        fsync: Fsync = rng.choice(("group", "group", "group", "off"))
         if exact:  # the configuration allows no other
             fsync = "group"
         drawn = replace(drawn, fsync=fsync, max_bytes=rng.choice((1, 700, 1500, 1 << 20)))
@@ -200,6 +202,18 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     state = hub.exchange.status() if hub.exchange is not None else {}
     places = tuple(hub.places) if shape.chosen and violation is None else ()
     return Result(seed, shape, planned, violation, state, machine.mapped, tuple(world.trace), world.digest(), places)
+
+
+def run_block(seeds: tuple[int, int]) -> tuple[int, int, str, int | None]:
+    """(schedules, events, digest of all traces, first failing seed) of a block of seeds: what a worker of the command does."""
+    digest, events = xxhash.xxh3_128(), 0
+    for seed in range(*seeds):
+        result = run(seed)
+        events += len(result.trace)
+        digest.update(result.digest.encode())
+        if result.violation is not None:
+            return seed + 1 - seeds[0], events, digest.hexdigest(), seed
+    return seeds[1] - seeds[0], events, digest.hexdigest(), None
 
 
 def begin(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.simulation import mutations, schedule, sweep
+from tests.simulation import mutations, schedule
 
 BLOCK = 1000
 REST = pytest.mark.rest
@@ -37,7 +37,7 @@ def test_the_schedules_break_no_rule() -> None:
 @REST
 @pytest.mark.parametrize("start", range(250, 250 + 4 * BLOCK, BLOCK))
 def test_none_of_thousands_breaks_a_rule(start: int) -> None:
-    *_, failed = sweep.run_block((start, start + BLOCK))
+    *_, failed = schedule.run_block((start, start + BLOCK))
     if failed is not None:
         pytest.fail(schedule.story(schedule.shrink(schedule.run(failed))))
 

@@ -3,9 +3,9 @@
 Prompts come a few times a day and not at all for days; peers die, freeze for hours or are cut off; the machine is suspended;
 the wall clock is set; the hub lives through all of it, or is killed hundreds of times.
 
-The rules of `invariants` hold throughout. Beside them: a lease ends a lease's time after its actor was heard last, by the clock
-that is never set, and not while it beats; stages of a rollout take no negative time; and what hub, clients and disk hold does
-not grow (`held`). What lives longest holds most: where the hub is not killed, neither are the learner and the first actor.
+The rules of `invariants` hold throughout. Beside them: no lease ends while its actor beats, however often the clock is set;
+stages of a rollout take no negative time; and what hub, clients and disk hold does not grow (`held`). What lives longest holds
+most: where the hub is not killed, neither are the learner and the first actor.
 
 The clock begins at 23 days, so that 2³¹ and 2³² milliseconds pass on the way.
 """
@@ -169,7 +169,6 @@ class Faults:
                 actor.kill(told=amount < 0.5)
             case "freeze" if victim:
                 actor.freeze(8 * HOUR_S * amount)
-                self._expect_expiry(actor)
             case "cut" if victim and actor.link is not None:
                 actor.link.cut(3 * HOUR_S * amount)
             case "learner":
@@ -183,38 +182,6 @@ class Faults:
                 world.now += 12 * HOUR_S * amount
             case "clock":
                 self._wall.set(8 * HOUR_S * (amount - 0.5), after=int(100 * amount) % 10)
-
-    def _expect_expiry(self, actor: ActorRole) -> None:
-        """It is silent from now on for hours: a hub that listens ends its leases in time."""
-        hub, world, exchange, began = self._hub, self._world, self._hub.exchange, self._world.now
-        life = actor._life
-        if actor.link is None or not actor.link.connected:  # what it said before is still on its way
-            return
-        listened = Listened(hub, exchange)
-
-        def look() -> None:
-            listened.look()
-            if hub.exchange is not exchange or actor._life != life or world.now >= actor._frozen_until:
-                return
-            if listened.seconds < 2 * PACE.lease_s:
-                world.after(PACE.tick_s, "is it silent?", look)
-            elif exchange is not None and actor.name in exchange._admission.fleet.actors:
-                raise ViolationError("lease", f"{actor.name} is frozen since {began:.0f} and has its leases")
-
-        world.after(PACE.tick_s, "is it silent?", look)
-
-
-class Listened:
-    """Seconds in which the hub could listen, without those in which it stood still or the machine slept."""
-
-    def __init__(self, hub: HubRole, exchange: Any) -> None:
-        self._hub, self._at, self.seconds = hub, hub.world.now, 0.0
-
-    def look(self) -> None:
-        now = self._hub.world.now
-        late = now - self._at > 1.5 * PACE.tick_s or now < self._hub._stands_until
-        self.seconds = 0.0 if late else self.seconds + now - self._at
-        self._at = now
 
 
 class Looks:

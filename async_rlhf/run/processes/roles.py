@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] | None = None) -> None:
+def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], None] = lambda: None) -> None:
     """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
     from async_rlhf.buffers.hub.hub import Hub
     from async_rlhf.buffers.hub.prompts import Prompts

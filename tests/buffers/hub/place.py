@@ -37,7 +37,6 @@ class Reached(Protocol):
 
 Peer = TypeVar("Peer", bound=Closes)
 DEADLINE_S = 120.0
-QUICK_LEASE_S = 3.0
 TELEMETRY = wire.Telemetry(tokens_total=3.0)
 
 
@@ -56,6 +55,8 @@ class Place:
         """wanted: of the hub beside its configuration. keys: the hub's, and those of its peers that bring no others."""
         self.folder, self.address, self.bound = folder, address, bound
         self._wanted, self._keys, self.connect = dict(wanted or {}), keys, connector(keys)
+        if "max_frame_bytes" in config:
+            self._wanted["max_frame_bytes"] = config.pop("max_frame_bytes")
         self.config = QueueConfig(max_staleness=bound.max_staleness, window=bound.window, exact=bound.exact, **config)
         self._pool, self._peers = ThreadPoolExecutor(max_workers=4), ExitStack()
         self._running: Future[None] | None = None
@@ -141,11 +142,11 @@ class Actor:
         self.begun: dict[int, int] = {}
         self.adopted: list[tuple[int, int]] = []
         self.tensors: dict[str, bytes] = {}
-        self.adopts, self.is_gone = True, False
+        self.is_closed = False
 
     def look(self) -> None:
         self.client.poll(self.state, TELEMETRY, timeout_s=0.02)
-        if self.adopts and (weights := self.client.weights()) is not None:
+        if (weights := self.client.weights()) is not None:
             if weights.version < self.version:
                 self.client.release(list(self.begun))
                 self.begun.clear()
@@ -170,14 +171,9 @@ class Actor:
         self.put(*numbers, text=text)
         until(delivered(self), self)
 
-    def vanish(self) -> None:
-        """No Bye: as a killed process ends."""
-        self.is_gone = True
-        self.client._connection.close()
-
     def close(self) -> None:
-        if not self.is_gone:
-            self.is_gone = True
+        if not self.is_closed:
+            self.is_closed = True
             self.client.close()
 
 

@@ -1,4 +1,4 @@
-"""One message that never ends, by a peer that writes ZeroMQ's protocol (ZMTP 3, RFC 23) himself: libzmq would not send it."""
+"""Messages that never end, or take long, by a peer that writes ZeroMQ's protocol (ZMTP 3, RFC 23) itself: libzmq would not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
+from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from tests.buffers.hub.place import DEADLINE_S, Place, until
 from tests.conftest import kept_port
@@ -25,6 +26,9 @@ def by_hand(address: str) -> Iterator[socket.socket]:
     """A connection that has shaken hands as a DEALER."""
     host, port = address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as raw:
+        raw.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # small pieces are not kept back until others are acknowledged
         raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
         ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
         raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
@@ -60,3 +64,27 @@ def test_who_sends_as_much_in_messages_that_end_is_not_cut(hub: Place) -> None:
             operator.status()
         until(lambda: operator.status()["refused"].get("malformed", 0) == 60)
         assert operator.status()["endless_messages"] == 0
+
+
+def test_bytes_that_still_arrive_keep_a_lease(place: Callable[..., Place], stack: ExitStack) -> None:
+    """A large group over a slow uplink, with the beats behind it."""
+    now = [0.0]
+    address = f"tcp://127.0.0.1:{stack.enter_context(kept_port())}"
+    hub = place(Bound(1, 1, 8), address, lease_s=2.0, wanted={"clock": lambda: now[0]})
+    hello = wire.encode(wire.Hello(actor="far", life="1", capacity=1, fence=0, version=-1))[0]
+    beat = wire.encode(wire.Beat(capacity=2, fence=0, version=-1))[0]
+    with by_hand(address) as raw:
+        raw.sendall(b"\x02" + struct.pack(">Q", len(hello)) + hello)
+        until(lambda: "far" in hub.status()["actors"])
+        raw.sendall(b"\x02" + struct.pack(">Q", len(beat)) + beat)
+        until(lambda: hub.status()["actors"]["far"]["capacity"] == 2)
+        raw.sendall(b"\x02" + struct.pack(">Q", 1 << 20))
+
+        def later() -> bool:
+            now[0] += 0.1
+            return "far" not in hub.status()["actors"]
+
+        while now[0] < 8.0:
+            raw.sendall(bytes(1 << 10))
+            assert not later(), f"after {now[0]} s"
+        until(later)

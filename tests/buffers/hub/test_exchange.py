@@ -1,4 +1,4 @@
-"""Whatever anybody says to the hub, in whatever order: it answers, the ledger closes, and it goes on."""
+"""Whatever messages reach the hub, in whatever order: it answers, the ledger closes, and it goes on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
+from tests.buffers.hub.in_process import ACTOR, LEARNER, InProcessHub
 from tests.buffers.hub.place import a_group
-from tests.buffers.hub.spoken import ACTOR, LEARNER, Spoken
 from tests.buffers.protocol.any_message import MESSAGES, like
 
 SMALL = st.integers(0, 4)
@@ -33,27 +33,29 @@ def a_put(number: int, attempt: int, version: int) -> wire.Frames:
     return wire.encode(wire.Put(group=header), arrays, 1)
 
 
-def said(message: wire.Message, arrays: list[bytes] | None = None) -> wire.Frames:
+def encoded(message: wire.Message, arrays: list[bytes] | None = None) -> wire.Frames:
     return wire.encode(message, arrays, 1)
 
 
 FENCE, VERSION = st.sampled_from((1, 1, 1, 0, 2)), st.sampled_from((0, 0, 1, 2))
 NEARLY_RIGHT: list[st.SearchStrategy[wire.Frames]] = [
     st.builds(a_put, SMALL, st.integers(0, 1), VERSION),
-    st.builds(lambda step: said(wire.Register(step=step, committed=0, learner="a")), st.integers(0, 2)),
+    st.builds(lambda step: encoded(wire.Register(step=step, committed=0, learner="a")), st.integers(0, 2)),
     st.builds(
-        lambda f, v: said(wire.Hello(actor="anna", life="1", capacity=3, fence=f, version=v, holding=[(1, 0)])), FENCE, VERSION
+        lambda f, v: encoded(wire.Hello(actor="anna", life="1", capacity=3, fence=f, version=v, holding=[(1, 0)])),
+        FENCE,
+        VERSION,
     ),
     st.builds(
-        lambda f, v, x: said(wire.Beat(capacity=3, fence=f, version=v, telemetry=wire.Telemetry(busy_s=x))),
+        lambda f, v, x: encoded(wire.Beat(capacity=3, fence=f, version=v, telemetry=wire.Telemetry(busy_s=x))),
         FENCE,
         VERSION,
         LARGE,
     ),
-    st.builds(lambda f, v: said(WeightSet.of(f, v, {}).announcement()), FENCE, VERSION),
-    st.builds(lambda f, step: said(wire.Take(fence=f, step=step)), FENCE, SMALL),
-    st.builds(lambda f, step: said(wire.Trained(fence=f, step=step)), FENCE, SMALL),
-    st.builds(lambda f, step: said(wire.Commit(fence=f, step=step)), FENCE, SMALL),
+    st.builds(lambda f, v: encoded(WeightSet.of(f, v, {}).announcement()), FENCE, VERSION),
+    st.builds(lambda f, step: encoded(wire.Take(fence=f, step=step)), FENCE, SMALL),
+    st.builds(lambda f, step: encoded(wire.Trained(fence=f, step=step)), FENCE, SMALL),
+    st.builds(lambda f, step: encoded(wire.Commit(fence=f, step=step)), FENCE, SMALL),
 ]
 ANYTHING = st.one_of(
     *NEARLY_RIGHT,
@@ -70,33 +72,33 @@ def honest(event: str, status: dict[str, Any], credited: list[wire.CreditItem]) 
     fence, step, version = status["fence"], status["step"], status["version"]
     if event == "anna serves the newest":
         hello = wire.Hello(actor="anna", life="1", capacity=4, fence=fence, version=-1 if version is None else version)
-        return [(b"a", said(hello.model_copy(update={"holding": [(c.number, c.attempt) for c in credited]})))]
+        return [(b"a", encoded(hello.model_copy(update={"holding": [(c.number, c.attempt) for c in credited]})))]
     if event == "anna puts":
         puts = [(b"a", a_put(credit.number, credit.attempt, version or 0)) for credit in credited]
         credited.clear()
         return puts
     if event == "the learner takes":
-        return [(b"c", said(wire.Take(fence=fence, step=step)))]
-    trained = said(wire.Trained(fence=fence, step=step))
-    return [(b"c", trained), (b"c", said(WeightSet.of(fence, step + 1, {}).announcement()))]
+        return [(b"c", encoded(wire.Take(fence=fence, step=step)))]
+    trained = encoded(wire.Trained(fence=fence, step=step))
+    return [(b"c", trained), (b"c", encoded(WeightSet.of(fence, step + 1, {}).announcement()))]
 
 
 @settings(max_examples=120, deadline=None)
 @given(EVENTS, st.booleans())
-def test_nothing_that_is_said_ends_the_hub(events: list[tuple[bytes, Any]], exact: bool) -> None:
+def test_no_message_ends_the_hub(events: list[tuple[bytes, Any]], exact: bool) -> None:
     now = 0.0
     bound = Bound(groups_per_batch=2, max_staleness=1, num_groups=20, exact=exact)
 
     @contextmanager
     def opened(folder: str) -> Iterator[Exchange]:
         with closing(Journal(Path(folder) / "queue", segment_bytes=1 << 12, fsync="off")) as journal:
-            limits = {"lease_s": 10.0, "max_frame_bytes": 1 << 20, "segment_bytes": 1 << 12, "fsync": "off"}
-            yield Spoken(bound, journal, clock=lambda: now, **limits).exchange
+            limits = {"lease_s": 10.0, "segment_bytes": 1 << 12, "fsync": "off"}
+            yield InProcessHub(bound, journal, clock=lambda: now, **limits).exchange
 
     with tempfile.TemporaryDirectory() as folder:
         with opened(folder) as exchange:
             credited: list[wire.CreditItem] = []
-            morning = [said(wire.Register(step=0, committed=0, learner="a")), said(WeightSet.of(1, 0, {}).announcement())]
+            morning = [encoded(wire.Register(step=0, committed=0, learner="a")), encoded(WeightSet.of(1, 0, {}).announcement())]
             for identity, event in [*((b"c", frames) for frames in morning), (b"a", "anna serves the newest"), *events]:
                 if isinstance(event, float):
                     now += event
@@ -128,12 +130,12 @@ def test_in_exact_mode_weights_stay_until_the_group_made_by_them_is_durable(
 ) -> None:
     store = WeightStore(tmp_path / "weights")
     with closing(Journal(tmp_path / "queue", segment_bytes=1 << 20, fsync="off")) as journal:
-        hub = Spoken(Bound(1, 1, 9, exact=True), journal, store, fsync="off")
+        hub = InProcessHub(Bound(1, 1, 9, exact=True), journal, store, fsync="off")
         hub.begin()
         hub.exchange.receive(ACTOR, a_put(0, 0, 0))
         hub.turn()
         hub.take(0)
-        hub.hear(LEARNER, wire.Trained(fence=1, step=0))
+        hub.receive(LEARNER, wire.Trained(fence=1, step=0))
         hub.publish(1)
         hub.exchange.receive(ACTOR, a_put(1, 0, 0))  # the last that version 0 makes
         with monkeypatch.context() as patched:

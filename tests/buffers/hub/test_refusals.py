@@ -1,21 +1,21 @@
-"""Everything wrong that a peer can send: it is told which field has which value, it is counted, and the hub goes on."""
+"""Everything wrong that a peer can send: the answer names the field and its value, it is counted, and the hub goes on."""
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
-from async_rlhf.buffers.errors import DeadlineError, WireError
+from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.buffers.queue.bound import Bound
-from async_rlhf.buffers.transport.link import SocketLink
-from tests.buffers.hub.place import DEADLINE_S, Place, a_group, taken
+from async_rlhf.buffers.queue.journal import Journal
+from tests.buffers.hub.in_process import ACTOR, OTHER, InProcessHub
+from tests.buffers.hub.place import a_group
 
 LIMIT = 1 << 20
 HEADER, ARRAYS = packing.pack_group(a_group(0, 0, 0, "ghost"))
@@ -24,10 +24,10 @@ FIELDS = HEADER.model_dump()
 
 def put(arrays: list[bytes] | None = None, **changed: Any) -> wire.Frames:
     """The group the ghost was credited, with something wrong."""
-    return said({"type": "put", "group": FIELDS | changed}, arrays)
+    return encoded({"type": "put", "group": FIELDS | changed}, arrays)
 
 
-def said(message: Any, arrays: list[bytes] | None = None, protocol: Any = wire.PROTOCOL) -> wire.Frames:
+def encoded(message: Any, arrays: list[bytes] | None = None, protocol: Any = wire.PROTOCOL) -> wire.Frames:
     return [msgpack.packb([protocol, 9, message]), *(arrays if arrays is not None else ARRAYS if "group" in message else [])]
 
 
@@ -48,11 +48,11 @@ def nested(depth: int) -> Any:
 
 OLD = {"fence": 1, "step": 0}
 WRONG: dict[str, tuple[wire.Frames, str, str]] = {
-    "another protocol": (said({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side has protocol"),
-    "a protocol of text": (said({"type": "bye"}, protocol="two"), "protocol", "protocol two"),
-    "an unknown type": (said({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol"),
-    "no type": (said({}), "unknown-type", "is no message of this protocol"),
-    "a message for others": (said({"type": "stop", "reason": "x"}), "unknown-type", "'stop' is not for the hub"),
+    "another protocol": (encoded({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side has protocol"),
+    "a protocol of text": (encoded({"type": "bye"}, protocol="two"), "protocol", "protocol two"),
+    "an unknown type": (encoded({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol"),
+    "no type": (encoded({}), "unknown-type", "is no message of this protocol"),
+    "a message for others": (encoded({"type": "stop", "reason": "x"}), "unknown-type", "'stop' is not for the hub"),
     "an empty header": ([b""], "malformed", "no MessagePack"),
     "a header cut short": ([put()[0][:-9], *ARRAYS], "malformed", "no MessagePack"),
     "a header with more behind it": ([put()[0] + b"more", *ARRAYS], "malformed", "no MessagePack"),
@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "an oversized frame": (put([ARRAYS[0], bytes(LIMIT + 1)]), "oversized", f"the largest of {LIMIT + 1} bytes"),
     "an oversized header": ([bytes(LIMIT + 1)], "oversized", "the limits are"),
     "an unknown field": (put(extra=1), "field", "'put.group.extra' = '1'"),
-    "a missing field": (said({"type": "release"}), "field", "'release.numbers'"),
+    "a missing field": (encoded({"type": "release"}), "field", "'release.numbers'"),
     "a field of another type": (put(number="zero"), "field", "'put.group.number' = 'zero'"),
     "a score that is no number": (put(scores={"right": [float("nan"), 1.0]}), "field", "'nan'"),
     "an array cut short": (put([ARRAYS[0], ARRAYS[1][:-4]]), "lengths", "[32, 20] bytes, its header has [32, 24]"),
@@ -110,85 +110,65 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
         "'put.group.num_support.0' = '-3'",
     ),
     "a number of thirty digits": (put(attempt=str(10**29)), "field", "'put.group.attempt' = '1000"),
-    "a number beyond 63 bits": (said({"type": "fetch", "fence": (1 << 64) - 1, "version": 0}), "field", "'fetch.fence' = '184"),
+    "a number beyond 63 bits": (
+        encoded({"type": "fetch", "fence": (1 << 64) - 1, "version": 0}),
+        "field",
+        "'fetch.fence' = '184",
+    ),
     "a version beyond 32 bits": (put(**first("spans", [(1 << 31, 3, None)])), "field", "'put.group.spans.0.0.0' = '2147"),
-    "a whole number as a float": (said({"type": "take", "fence": 2.0, "step": 0}), "field", "'take.fence' = '2.0'"),
-    "a truth value as a number": (said({"type": "take", "fence": True, "step": 0}), "field", "'take.fence' = 'True'"),
-    "a number as a truth value": (said({"type": "fetch", "fence": 2, "version": 0, "maps": 1}), "field", "'fetch.maps' = '1'"),
+    "a whole number as a float": (encoded({"type": "take", "fence": 2.0, "step": 0}), "field", "'take.fence' = '2.0'"),
+    "a truth value as a number": (encoded({"type": "take", "fence": True, "step": 0}), "field", "'take.fence' = 'True'"),
+    "a number as a truth value": (
+        encoded({"type": "fetch", "fence": 2, "version": 0, "maps": 1}),
+        "field",
+        "'fetch.maps' = '1'",
+    ),
     "an absurd score": (put(scores={"right": [1e308, 1.0]}), "field", "'1e+308'"),
     "telemetry of its own": (
-        said({"type": "beat", "capacity": 1, "fence": 2, "version": 0, "telemetry": {"x": 1.0}}),
+        encoded({"type": "beat", "capacity": 1, "fence": 2, "version": 0, "telemetry": {"x": 1.0}}),
         "field",
         "x",
     ),
     "a column nested too deep": (put(columns={"a": nested(400)}), "field", "put.group.columns.a"),
-    "a chunk at the wrong time": (said({"type": "chunk", "fence": 2, "version": 5, "index": 0}), "malformed", "wrong time"),
-    "weights that are gone": (said({"type": "fetch", "fence": 2, "version": 77}), "weights", "version 77 is not here"),
+    "a chunk at the wrong time": (encoded({"type": "chunk", "fence": 2, "version": 5, "index": 0}), "malformed", "wrong time"),
+    "weights that are gone": (encoded({"type": "fetch", "fence": 2, "version": 77}), "weights", "version 77 is not here"),
     "a chunk of them": (
-        said({"type": "fetch_chunk", "fence": 1, "version": 5, "index": 1 << 60}),
+        encoded({"type": "fetch_chunk", "fence": 1, "version": 5, "index": 1 << 60}),
         "weights",
         "version 5 is not here",
     ),
-    "an old learner's take": (said({"type": "take"} | OLD), "fenced", "fence 1 is over"),
-    "an old learner's step": (said({"type": "trained"} | OLD), "fenced", "fence 1 is over"),
-    "an old learner's commit": (said({"type": "commit"} | OLD), "fenced", "fence 1 is over"),
-    "a fence of the future": (said({"type": "take", "fence": 99, "step": 0}), "unregistered", "fence 99"),
-    "a step out of order": (said({"type": "trained", "fence": 2, "step": 5}), "order", "batch 5"),
+    "an old learner's take": (encoded({"type": "take"} | OLD), "fenced", "fence 1 is over"),
+    "an old learner's step": (encoded({"type": "trained"} | OLD), "fenced", "fence 1 is over"),
+    "an old learner's commit": (encoded({"type": "commit"} | OLD), "fenced", "fence 1 is over"),
+    "a fence of the future": (encoded({"type": "take", "fence": 99, "step": 0}), "unregistered", "fence 99"),
+    "a step out of order": (encoded({"type": "trained", "fence": 2, "step": 5}), "order", "batch 5"),
 }
 
 
-class Peer:
-    """Sends any message under its name."""
-
-    def __init__(self, place: Place, name: str) -> None:
-        self.link = SocketLink(place.address, name)
-
-    def say(self, frames: wire.Frames) -> wire.Message:
-        """The answer; what the hub says by itself is not."""
-        assert self.link.send(frames)
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            answer = self.link.receive(1.0)  # nothing, too, when the connection was made
-            if answer is not None:
-                request, message, _ = wire.decode(answer, max_frame_bytes=1 << 30)
-                if request == 9 or isinstance(message, wire.Refused):
-                    return message
-        raise DeadlineError("no answer")
-
-
-class Scene:
-    """A hub, the second of its learners, and a ghost that is known as an actor and was credited group 0."""
-
-    def __init__(self, hub: Place) -> None:
-        hub.learner(publishes=False)
-        self.hub, self.learner, self.ghost = hub, hub.learner(), Peer(hub, "ghost")
-        hello = wire.Hello(actor="ghost", life="1", capacity=1, fence=self.learner.fence, version=0)
-        self.ghost.say(wire.encode(hello, request=9))
-
-    def refusals(self, reason: str) -> int:
-        return int(self.hub.status()["refused"].get(reason, 0))
-
-
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """One for the whole table: whatever was said before, the next is refused as it should be."""
-    with tempfile.TemporaryDirectory(prefix="rlhf-") as short:
-        hub = Place(tmp_path_factory.mktemp("hub"), f"ipc://{short}/hub", Bound(1, 1, 100), max_frame_bytes=LIMIT)
-        hub.begin()
-        made = Scene(hub)
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessHub]:
+    """One for the whole table, with its second learner, and an actor that was credited group 0: whatever was sent before, the
+    next is refused as it should be."""
+    with closing(Journal(tmp_path_factory.mktemp("queue"))) as journal:
+        made = InProcessHub(Bound(1, 1, 100), journal, wanted={"max_frame_bytes": LIMIT})
+        made.register()
+        made.register(learner="another", who=b"d")
+        made.publish(0)
+        made.hello(name="ghost", capacity=1)
         yield made
-        made.ghost.link.close()
-        hub.close()
+
+
+def refusals(hub: InProcessHub, reason: str) -> int:
+    return int(hub.status()["refused"].get(reason, 0))
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_it_is_refused_with_its_reason_counted_and_the_peer_is_told(what: str, scene: Scene) -> None:
+def test_it_is_refused_with_its_reason_and_counted(what: str, hub: InProcessHub) -> None:
     frames, reason, detail = WRONG[what]
-    before = scene.refusals(reason)
-    answer = scene.ghost.say(frames)
-    assert isinstance(answer, wire.Refused), answer
-    assert answer.reason == reason and detail in answer.detail, answer
-    assert scene.refusals(reason) == before + 1
+    before = refusals(hub, reason)
+    (answer,) = hub.receive(ACTOR, frames)
+    assert isinstance(answer, wire.Refused) and answer.reason == reason and detail in answer.detail, answer
+    assert refusals(hub, reason) == before + 1
 
 
 @pytest.mark.parametrize(
@@ -207,38 +187,34 @@ def test_nor_does_a_journal_or_a_learner_read_what_does_not_fit_its_header(what:
 
 PUTS: dict[str, tuple[wire.Frames, str]] = {
     "an unknown group": (put(number=100), "unknown"),
-    "a group of somebody else": (put(number=3), "superseded"),
+    "a group of another actor": (put(number=3), "superseded"),
     "another attempt": (put(attempt=5), "superseded"),
     "a version of the future": (put(spans=[[(9, 3, None)], [(0, 3, None)]]), "future"),
 }
 
 
 @pytest.mark.parametrize("what", PUTS)
-def test_a_put_that_may_not_enter_is_answered_with_why(what: str, scene: Scene) -> None:
+def test_a_put_that_may_not_enter_is_answered_with_why(what: str, hub: InProcessHub) -> None:
     frames, reason = PUTS[what]
-    before = scene.refusals(reason)
-    answer = scene.ghost.say(frames)
+    before = refusals(hub, reason)
+    answer, *_ = hub.receive(ACTOR, frames)
     assert isinstance(answer, wire.Rejected) and answer.reason == reason, answer
-    assert scene.refusals(reason) == before + 1
+    assert refusals(hub, reason) == before + 1
 
 
 @pytest.mark.parametrize(
-    "frames", [put(), said({"type": "beat", "capacity": 1, "fence": 2, "version": 0}), said({"type": "bye"})]
+    "frames", [put(), encoded({"type": "beat", "capacity": 1, "fence": 2, "version": 0}), encoded({"type": "bye"})]
 )
-def test_who_has_not_said_hello_is_no_actor(frames: wire.Frames, scene: Scene) -> None:
-    stranger = Peer(scene.hub, "stranger")
-    answer = stranger.say(frames)
-    stranger.link.close()
+def test_who_has_not_sent_hello_is_no_actor(frames: wire.Frames, hub: InProcessHub) -> None:
+    (answer,) = hub.receive(OTHER, frames)
     assert isinstance(answer, wire.Refused) and answer.reason == "unknown-actor"
 
 
-def test_after_all_that_the_ghost_has_its_lease_and_the_learner_goes_on(scene: Scene) -> None:
-    assert scene.ghost.say(put()) == wire.Ack(groups=[(0, 0)])
-    assert taken(scene.learner, 0) == [0]
+def test_after_all_that_the_ghost_has_its_lease_and_the_learner_goes_on(hub: InProcessHub) -> None:
+    assert wire.Ack(groups=[(0, hub.credits[0].attempt)]) in hub.receive(ACTOR, put(attempt=hub.credits[0].attempt))
     for _ in range(2):  # a replayed request number, and a replayed group
-        assert scene.ghost.say(put()) == wire.Rejected(number=0, attempt=0, reason="duplicate")
-    for _ in range(2):  # said twice, done once
-        scene.learner.trained(0)
-    scene.learner.commit(0)  # answered after both
-    status = scene.hub.status()
-    assert status["step"] == 1 and status["ledger"]["trained"] == 1
+        assert hub.receive(ACTOR, put())[0] == wire.Rejected(number=0, attempt=0, reason="duplicate")
+    hub.receive(b"d", wire.Take(fence=2, step=0))
+    for _ in range(2):  # sent twice, done once
+        hub.receive(b"d", wire.Trained(fence=2, step=0), request=2)
+    assert hub.status()["step"] == 1 and hub.status()["ledger"]["trained"] == 1

@@ -198,20 +198,6 @@ def test_a_flipped_byte_of_what_was_on_disk_is_named_and_not_cut_off(tmp_path: P
             shutil.rmtree(copy)
 
 
-def test_a_flipped_byte_says_which_bytes_are_lost(tmp_path: Path) -> None:
-    with opened(tmp_path, "group") as journal:
-        journal.state(QueueSnapshot())
-        journal.sync()
-        start = segments(tmp_path)[-1].stat().st_size
-        put(journal, 0)
-        end = segments(tmp_path)[-1].stat().st_size - MARK_BYTES
-        journal.put(1, entry(1), payload(1))
-    path = segments(tmp_path)[-1]
-    damaged(path, start + 30)
-    with pytest.raises(DamagedError, match=f"damaged at byte {start}: .* bytes {start} to {end} of {path.stat().st_size}"):
-        Journal(tmp_path)
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(0, 200))
 @settings(max_examples=150, deadline=None)
 def test_pages_of_an_unfinished_round_that_are_missing_anywhere_cost_that_round_alone(lost: list[bool], phase: int) -> None:
@@ -314,16 +300,6 @@ def test_only_segments_with_nothing_live_are_deleted(tmp_path: Path) -> None:
         assert journal.replay.state == QueueSnapshot(committed_step=2)
 
 
-def test_a_journal_does_not_grow_with_the_length_of_a_run(tmp_path: Path) -> None:
-    with opened(tmp_path) as journal:
-        for step in range(100):
-            journal.put(step, entry(step), payload(step))
-            journal.take(step, [step])
-            journal.state(QueueSnapshot(committed_step=step + 1), deletable=[step])
-            journal.sync()
-            assert journal.num_bytes < 4 * SEGMENT_BYTES
-
-
 def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         put_apart(journal, 0, 1, 2)
@@ -351,21 +327,6 @@ def test_a_refused_journal_holds_no_lock(tmp_path: Path) -> None:
     path.write_bytes(whole)  # the operator restored it
     with opened(tmp_path) as journal:
         assert list(journal.replay.entries) == [0, 1]
-
-
-def test_a_full_disk_is_an_error_of_the_journal_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
-    """A limit on file size stands for the full disk: the write fails half way."""
-    journal = Journal(tmp_path)
-    put(journal, 0)
-    with file_size_limit(segments(tmp_path)[-1].stat().st_size + 30):
-        with pytest.raises(JournalError, match="cannot be written"):
-            put(journal, 1, size=1000)
-        with pytest.raises(JournalError, match="cannot be written"):
-            journal.close()
-    with opened(tmp_path) as journal:
-        assert list(journal.replay.entries) == [0]
-        assert journal.read(0) == payload(0)
-        assert journal.replay.torn_bytes > 0
 
 
 def test_groups_that_were_taken_back_are_not_kept_for_the_next_hub(tmp_path: Path) -> None:

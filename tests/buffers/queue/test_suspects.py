@@ -1,4 +1,5 @@
-"""A group that was lost with its actor again and again is tried alone before it is quarantined."""
+"""A group that is lost with its actor again and again is tried alone before it is quarantined, and so is one of a batch that
+ends the learner again and again; an operator takes back what is not trained on yet."""
 
 from __future__ import annotations
 
@@ -55,23 +56,6 @@ def test_only_the_group_that_ends_an_actor_alone_is_quarantined() -> None:
     hub.make(1, name="b")
     assert hub.give() == {"b": [2]}
     assert hub.ledger.closes
-
-
-def test_an_actor_that_tries_a_suspect_is_given_nothing_else_and_others_go_on() -> None:
-    hub = hub_with(max_attempts=2)
-    lose(hub, capacity=1)
-    hub.join("a")
-    hub.join("b")
-    assert hub.give() == {"a": [0], "b": [1, 2, 3, 4, 5, 6, 7]}
-
-
-def test_silence_counts_against_no_group_however_often() -> None:
-    hub = hub_with(max_attempts=2)
-    for _ in range(20):
-        lose(hub, "slow", seen=False)
-    assert not hub.fleet.failures.suspects and hub.num_quarantined == 0 and hub.ledger.failed == 160
-    hub.join("slow")
-    assert hub.credits()["slow"][0].attempt == 20
 
 
 def test_the_end_of_a_silent_actor_counts_once_it_is_seen() -> None:
@@ -174,16 +158,6 @@ def test_a_suspect_is_made_beside_groups_that_only_wait_for_room() -> None:
     assert hub.give() == {"a": [0]}
 
 
-def test_an_actor_that_is_dropped_and_comes_back_is_as_stuck_as_it_was() -> None:
-    hub = hub_with(max_attempts=9)
-    stand_still(hub, *range(8), life="1")
-    hub.fleet.drop("a", "adopted no weights in its time")
-    hub.join("a", life="1")
-    assert hub.credits() == {}
-    hub.join("a", life="2")
-    assert hub.give() == {"a": list(range(8))}
-
-
 def test_the_end_of_an_actor_that_was_dropped_while_it_lived_says_nothing_of_its_groups() -> None:
     hub = hub_with(max_attempts=1)
     hub.join("a", life="1")
@@ -192,3 +166,120 @@ def test_the_end_of_an_actor_that_was_dropped_while_it_lived_says_nothing_of_its
     hub.join("a", life="2")
     hub.fleet.leave("a", "ended")
     assert hub.num_quarantined == 0 and hub.fleet.failures.suspects == frozenset() and hub.ledger.closes
+
+
+# -- batches that end the learner ------------------------------------------------------------------------------------
+
+
+MAX_ATTEMPTS = 3
+
+
+def hub_with_batches(groups_per_batch: int = 3) -> Ready:
+    """Two batches are queued, the first learner has registered."""
+    hub = Ready(Bound(groups_per_batch, max_staleness=2, num_groups=12), max_attempts=MAX_ATTEMPTS)
+    hub.join(capacity=2 * groups_per_batch)
+    hub.make(*hub.give()["anna"])
+    return hub
+
+
+def learner_ends(hub: Ready, step: int = 0) -> None:
+    """Another one registers in its place."""
+    hub.register(hub.fence + 1, step, 0, f"learner {hub.fence + 1}")
+
+
+def learner_ends_with_batch(hub: Ready, times: int) -> None:
+    for _ in range(times):
+        assert hub.take(hub.step) is not None and hub.trial(hub.step) is None
+        learner_ends(hub, hub.step)
+
+
+def test_after_so_many_ends_each_group_is_tried_alone_and_the_guilty_one_is_taken_out() -> None:
+    hub = hub_with_batches()
+    learner_ends_with_batch(hub, MAX_ATTEMPTS)
+    assert hub.take(0) == [0, 1, 2] and hub.trial(0) == 0
+    hub.tried(0, 0, done=True)
+    assert hub.take(0) == [0, 1, 2] and hub.trial(0) == 1
+    learner_ends(hub)
+    assert hub.num_quarantined == 0, "it never had the group"
+    assert hub.take(0) == [0, 1, 2] and hub.trial(0) == 1
+    hub.tried(0, 1, done=False)
+    learner_ends(hub)
+    assert hub.remember().removed == (1,) and hub.num_quarantined == 1 and hub.ledger.closes
+    assert hub.take(0) == [0, 2] and hub.trial(0) == 2, "0 has passed"
+    hub.tried(0, 2, done=True)
+    assert hub.take(0) == [0, 2] and hub.trial(0) is None
+    hub.trained(0)
+    assert hub.take(1) == [3, 4, 5], "the other steps keep their batches"
+    assert "ended the learner alone" in hub.fleet.failures.quarantined[1][1][-1]
+
+
+def test_groups_that_pass_alone_are_never_quarantined_though_the_whole_goes_on_ending_the_learner() -> None:
+    hub = hub_with_batches()
+    learner_ends_with_batch(hub, MAX_ATTEMPTS)
+    hub.take(0)
+    for number in (0, 1, 2):
+        assert hub.trial(0) == number
+        hub.tried(0, number, done=True)
+    learner_ends_with_batch(hub, 5)
+    assert hub.num_quarantined == 0 and hub.take(0) == [0, 1, 2]
+
+
+def test_a_learner_that_comes_back_to_a_restarted_hub_and_one_that_ends_between_batches_count_nothing() -> None:
+    hub = hub_with_batches()
+    for _ in range(2 * MAX_ATTEMPTS):
+        hub.take(0)
+        hub.register(hub.fence + 1, 0, 0, hub.owner)  # the same process again
+        learner_ends(hub)  # without a batch
+    assert hub.take(0) == [0, 1, 2] and hub.trial(0) is None
+
+
+def test_ends_with_another_batch_do_not_add_up() -> None:
+    hub = hub_with_batches()
+    learner_ends_with_batch(hub, MAX_ATTEMPTS - 1)
+    hub.take(0)
+    hub.trained(0)
+    hub.publish(1)
+    learner_ends_with_batch(hub, MAX_ATTEMPTS - 1)
+    assert hub.take(1) == [3, 4, 5] and hub.trial(1) is None
+
+
+def test_a_batch_of_one_bad_group_is_given_empty_and_the_run_goes_on_to_its_end() -> None:
+    hub = hub_with_batches(groups_per_batch=1)
+    learner_ends_with_batch(hub, MAX_ATTEMPTS)
+    hub.take(0)
+    assert hub.trial(0) == 0
+    hub.tried(0, 0, done=False)
+    learner_ends(hub)
+    assert hub.take(0) == [] and hub.trial(0) is None
+    hub.trained(0)
+    assert hub.take(1) == [1] and hub.num_left == 10
+
+
+def test_what_was_taken_out_stays_out_when_the_hub_is_restarted() -> None:
+    hub = hub_with_batches()
+    hub.take(0)
+    learner_ends(hub)
+    with pytest.raises(RefusedError, match="unregistered"):
+        hub.quarantine(1, "an operator said so")
+    hub.publish(0)
+    hub.quarantine(1, "an operator said so")
+    again = Admission(hub.bound, max_attempts=MAX_ATTEMPTS)
+    again.restore(hub.remember(), {number: entry() for number in range(6)})
+    again.assign(0, [0, 1, 2])
+    again.register(hub.fence + 1, 0, 0, "another")
+    assert again.take(0) == [0, 2] and again.num_quarantined == 1 and again.ledger.closes
+
+
+def test_an_operator_takes_back_what_waits_or_is_being_made_and_never_what_the_learner_holds() -> None:
+    hub = hub_with_batches()
+    hub.take(0)
+    hub.publish(0)
+    hub.quarantine(4, "bad")
+    assert hub.give() == {"anna": [6, 7, 8, 9]}
+    hub.quarantine(9, "bad")
+    assert hub.remember().quarantined == (4, 9) and hub.ledger.closes
+    for number in (0, 4, 9, 11, 1 << 40, -1):
+        with pytest.raises(RefusedError, match=r"trained|unknown"):
+            hub.quarantine(number, "bad")
+    with pytest.raises(RefusedError, match="trained"):
+        hub.quarantine(0, "bad", steps_done=1)

@@ -63,8 +63,10 @@ class Fleet(Place):
         hub: WeightsConfig = CHUNKS,
         learner: WeightsConfig = CHUNKS,
         keys: Path | None = None,
+        **config: Any,
     ) -> None:
-        super().__init__(folder, address, Bound(groups_per_batch=1, max_staleness=1, num_groups=1), {"weights": hub}, keys)
+        bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
+        super().__init__(folder, address, bound, {"weights": hub}, keys, **config)
         self.begin()
         self.source = self.keep(LearnerClient(address, timeout_s=DEADLINE_S, weights=learner, connect=self.connect))
 

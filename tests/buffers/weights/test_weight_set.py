@@ -1,7 +1,8 @@
-"""A weight set is whole and what its manifest names, or it does not exist."""
+"""A weight set is whole and what its manifest names, or it does not exist; large ones are verified in turns of bounded time."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -9,13 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import DamagedError, WeightsError
-from async_rlhf.buffers.protocol.manifest import TensorSpec
+from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol.message import TensorSpec
 from async_rlhf.buffers.protocol.wire import Publish
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import weight_set as weights_module
-from async_rlhf.buffers.weights.assembly import Assembly
-from async_rlhf.buffers.weights.shared import HeapMemory, SealedMemory
+from async_rlhf.buffers.weights.assembly import PIECE_BYTES, Assembly
+from async_rlhf.buffers.weights.receiver import TURN_S, WeightReceiver
+from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 
@@ -127,16 +131,11 @@ def test_a_large_set_is_copied_by_several_threads_into_the_same_set(monkeypatch:
         assert Assembly(together.announcement(), given=together.memory).whole() == alone
 
 
-def test_a_set_without_bytes_is_complete_at_once() -> None:
-    empty = WeightSet.of(1, 1, {})
-    assert Assembly(empty.announcement()).whole() == empty
-
-
 def test_a_store_serves_what_it_was_given_until_it_is_dropped() -> None:
     store = WeightStore()
     for version in (1, 2, 3):
         store.add(weights(version, size=8))
-    store.drop_below(2)
+    store.keep(lambda version: version >= 2)
     assert [version in store for version in (1, 2, 3)] == [False, True, True]
     assert store.get(3) == weights(3, size=8)
     with pytest.raises(WeightsError, match=r"version 1 is not here; there are \[2, 3\]"):
@@ -156,11 +155,11 @@ def test_a_store_on_disk_survives_and_forgets_there_too(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
     for version in (1, 2):
         store.add(weights(version))
-    store.drop_below(2)
+    store.keep(lambda version: version >= 2)
     again = WeightStore(tmp_path)
     assert 1 not in again
     assert again.get(2) == weights(2)
-    again.drop_below(3)
+    again.keep(lambda version: version >= 3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,3 +172,49 @@ def test_a_damaged_file_is_named(tmp_path: Path, offset: int) -> None:
     path.write_bytes(data)
     with pytest.raises(DamagedError, match=f"{path} is damaged"):
         WeightStore(tmp_path)
+
+
+WEIGHTS = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4 * PIECE_BYTES,), bytes(4 * PIECE_BYTES))}, make=SealedMemory.make)
+
+
+def fetching(seconds_a_piece: float) -> WeightReceiver:
+    """Wants version 1; every look at its clock takes so long."""
+    passed, requests = itertools.count(step=seconds_a_piece), itertools.count(1)
+    receiver = WeightReceiver(lambda message: next(requests), lambda: next(passed), "ipc://hub", WeightsConfig())
+    receiver.adopt((1, 1))
+    return receiver
+
+
+def test_a_turn_ends_when_its_time_is_over_and_a_fast_machine_needs_few() -> None:
+    def turns(seconds_a_piece: float) -> int:
+        receiver = fetching(seconds_a_piece)
+        receiver.receive(WEIGHTS.manifest().model_copy(update={"place": None}), [])
+        for index in (*range(1, WEIGHTS.num_chunks), 0):  # the first comes last: nothing can be verified before
+            receiver.receive(wire.Chunk(fence=1, version=1, index=index), [bytes(WEIGHTS.chunk(index))])
+        needed = 1
+        while receiver.has_work:
+            receiver.advance()
+            needed += 1
+        taken = receiver.take()
+        assert taken is not None and taken == WEIGHTS and bytes(taken.blob[-4:]) == bytes(4)
+        return needed
+
+    assert turns(seconds_a_piece=2 * TURN_S) == 4
+    assert turns(seconds_a_piece=TURN_S / 2) == 2
+    assert turns(seconds_a_piece=TURN_S / 100) == 1
+
+
+@pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
+def test_a_set_that_is_mapped_is_there_at_once_but_its_announcement_must_fit() -> None:
+    receiver, given = fetching(seconds_a_piece=2 * TURN_S), WEIGHTS.manifest()
+    receiver.receive(given, [])
+    taken = receiver.take()
+    assert not receiver.has_work and taken is not None and taken == WEIGHTS
+    assert taken.memory is not None and taken.memory is not WEIGHTS.memory, "the same bytes, mapped again"
+
+    receiver = fetching(seconds_a_piece=TURN_S)
+    for _ in range(3):  # fetched again each time
+        receiver.receive(given.model_copy(update={"tensors": given.tensors * 2}), [])
+        assert receiver.take() is None
+    with pytest.raises(WeightsError, match=f"tensors need {8 * PIECE_BYTES} bytes, announced {4 * PIECE_BYTES}"):
+        receiver.receive(given.model_copy(update={"tensors": given.tensors * 2}), [])

@@ -1,11 +1,11 @@
-"""A hub with a curriculum: credits name places, batches count when they are durable, and a run ends when all is retired."""
+"""Prompts that come while a hub runs, or that it chooses: credits carry rows or name places; batches count when durable."""
 
 from __future__ import annotations
 
 import errno
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,61 +15,101 @@ from unittest.mock import patch
 import pytest
 
 from async_rlhf.buffers.config import CurriculumConfig
-from async_rlhf.buffers.curriculum.order import Order
+from async_rlhf.buffers.curriculum import Order
 from async_rlhf.buffers.files import Disk
 from async_rlhf.buffers.hub.prompts import Prompts
-from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.record import Score
-from async_rlhf.buffers.spool.deposit import put
+from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES, end, put
 from async_rlhf.buffers.spool.stream import Stream
-from tests.buffers.hub.place import a_group
-from tests.buffers.hub.spoken import ACTOR, LEARNER, Spoken, spool_of
+from tests.buffers.hub.in_process import ACTOR, InProcessHub, spool_of
+
+FED = Bound(groups_per_batch=2, max_staleness=1, num_groups=1 << 62, numbers=0, coming=True)
+
+
+@pytest.fixture
+def fed(tmp_path: Path) -> Iterator[InProcessHub]:
+    """Its actor serves version 0 and its learner waits for the first batch; each row of its spool makes two groups."""
+    with closing(Stream(tmp_path / "own", repeat=2)) as stream, closing(Journal(tmp_path / "queue")) as journal:
+        hub = InProcessHub(FED, journal, prompts=Prompts(spool_of(tmp_path, stream)))
+        hub.begin()
+        hub.take(0)
+        yield hub
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Path:
+    return tmp_path / "spool"
+
+
+def test_a_learner_waits_for_prompts_by_name_until_rows_come_with_the_credits(fed: InProcessHub, spool: Path) -> None:
+    assert fed.status()["lacks_prompts"] and fed.status()["waiting_for"] == "no prompts in the spool: none has come yet"
+    put(spool, [json.dumps({"prompt": str(number), "answer": 3}).encode() for number in range(2)])
+    credits = [item for message in fed.turn() if isinstance(message, wire.Credits) for item in message.credits]
+    assert [(item.number, json.loads(item.row)["prompt"]) for item in credits] == [(0, "0"), (1, "0"), (2, "1"), (3, "1")]
+    assert not fed.status()["lacks_prompts"] and "4 are being made" in fed.status()["waiting_for"]
+    again = fed.hello(holding=[(0, 0)])
+    rows = {item.number: item.row for message in again if isinstance(message, wire.Credits) for item in message.credits}
+    assert rows == {item.number: item.row for item in credits[1:]}, "what is credited again has the same row"
+
+
+def test_large_rows_come_in_several_messages_that_fit_into_their_headers(fed: InProcessHub, spool: Path) -> None:
+    put(spool, [json.dumps({"prompt": "ä" * (MAX_ROW_BYTES // 8)}).encode() for _ in range(6)])
+    credited = [message for message in fed.turn() if isinstance(message, wire.Credits)]
+    assert [item.number for message in credited for item in message.credits] == [0, 1, 2, 3]  # (S + 1) B
+    assert len(credited) > 1
+
+
+def test_a_drain_ends_a_run_that_waits_for_prompts(fed: InProcessHub) -> None:
+    assert [message.reason for message in fed.receive(b"s", wire.Drain()) if isinstance(message, wire.Ended)] == ["drained"]
+
+
+def test_a_spool_that_ends_empty_ends_the_run(fed: InProcessHub, spool: Path) -> None:
+    end(spool)
+    ends = [message.reason for message in fed.turn() if isinstance(message, wire.Ended)]
+    assert ends == ["finished"] and fed.status()["spool"]["ended"] and not fed.status()["lacks_prompts"]
+
+
+def test_with_little_room_no_group_is_begun_and_the_learner_waits_until_there_is_more(fed: InProcessHub, spool: Path) -> None:
+    fed.exchange.little_room = "the disk has 1 MiB left"
+    put(spool, [json.dumps({"prompt": str(number)}).encode() for number in range(2)])
+    assert not any(isinstance(message, wire.Credits) for message in fed.turn())
+    status = fed.status()
+    assert (status["state"], status["waiting_for"]) == ("paused", "the disk has 1 MiB left")
+    assert status["lacks_room"] and not status["lacks_prompts"]
+    fed.exchange.tick()
+    details = [message.detail for message in fed.turn() if isinstance(message, wire.Waiting)]
+    assert details == ["the disk has 1 MiB left"]
+    fed.exchange.little_room = ""
+    assert any(isinstance(message, wire.Credits) for message in fed.turn())
+    assert fed.status()["state"] == "running" and not fed.status()["lacks_room"]
+
 
 BOUND = Bound(groups_per_batch=2, max_staleness=0, num_groups=1 << 62, numbers=0, coming=True)
 
 
-class Chosen(Spoken):
+class Chosen(InProcessHub):
     """A hub of a run with `num_rows` rows, or a spool; its actor and its learner are the test."""
 
     def __init__(self, folder: Path, num_rows: int, *, fed: bool = False, refills: int = 0, **settings: Any) -> None:
         config = CurriculumConfig(reward="right", **settings)
-        self.order, self.journal, spool = Order(folder / "data", config), Journal(folder / "queue"), None
-        if fed:
-            spool = spool_of(folder, Stream(folder / "own"))
+        self.order, self.journal = Order(folder / "data", config), Journal(folder / "queue")
+        spool = spool_of(folder, Stream(folder / "own")) if fed else None
         bound = replace(BOUND, refills=refills, numbers=self.order.num_numbers)
         super().__init__(bound, self.journal, prompts=Prompts(spool, self.order, config, num_rows))
-        self.credits: dict[int, wire.CreditItem] = {}
-        self.ends: list[str] = []
-        self.batches: list[wire.Batch] = []
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> list[Any]:
         super().publish(version)
-        self.hear(ACTOR, wire.Beat(capacity=9, fence=1, version=version))
+        return self.receive(ACTOR, wire.Beat(capacity=9, fence=1, version=version))
 
-    def make(self, number: int, score: float | str, *, constant: bool = False) -> None:
-        group = a_group(number, self.credits[number].attempt, self.exchange._admission.published or 0, "anna")
-        told = Score(failure=score) if isinstance(score, str) else Score(score)
-        group = replace(group, rollouts=tuple(replace(rollout, scores={"right": told}) for rollout in group.rollouts))
-        header, arrays = packing.pack_group(group)
-        self.hear(ACTOR, wire.Put(group=header, constant=constant), arrays)
+    @property
+    def batches(self) -> list[wire.Batch]:
+        return self.sent_of(wire.Batch)
 
-    def train(self, step: int) -> None:
-        self.take(step)
-        self.hear(LEARNER, wire.Trained(fence=1, step=step))
-        self.publish(step + 1)
-
-    def turn(self) -> list[Any]:
-        answers = super().turn()
-        for said in answers:
-            if isinstance(said, wire.Credits):
-                self.credits |= {item.number: item for item in said.credits}
-            elif isinstance(said, wire.Ended):
-                self.ends.append(said.reason)
-            elif isinstance(said, wire.Batch):
-                self.batches.append(said)
-        return answers
+    @property
+    def ends(self) -> list[str]:
+        return [ended.reason for ended in self.sent_of(wire.Ended)]
 
     def places(self) -> dict[int, int | None]:
         return {number: item.place for number, item in self.credits.items()}
@@ -175,7 +215,7 @@ def test_a_filtered_group_is_acknowledged_when_it_is_written_down_also_where_the
         hub.make(0, 1.0, constant=True)
         assert hub.status()["state"] == "disk full"
     hub.exchange.tick()
-    assert any(isinstance(said, wire.Ack) for said in hub.turn())
+    assert any(isinstance(sent, wire.Ack) for sent in hub.turn())
     shutil.copytree(tmp_path / "queue", tmp_path / "as the next hub finds it")
     with closing(Journal(tmp_path / "as the next hub finds it")) as journal:
         assert journal.replay.state.filtered == (0,)
