@@ -27,11 +27,9 @@ class LaunchConfig(Section):
     """Network interface of this machine that the hosts reach (`eth0`), for the hub without an `address` and for the learner's
     ranks, which have no keys: with ranks on other hosts a trusted network must be named. `"none"`: found."""
     address: str = "auto"
-    """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster, else a local Ray."""
+    """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster."""
     nodes: int | None = Field(default=None, ge=1)
     """With `kind = "ray"`: most nodes; more are taken when they join. `"none"`: as many as there are at the start."""
-    start_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds an agent may take to answer."""
     lost_after_s: float = Field(default=30.0, ge=2)
     """Seconds of silence after which a host counts as lost; its agent then ends what it runs."""
 
@@ -66,17 +64,6 @@ class HostConfig(Section):
     """CPUs that `actors.count = "fill"` may fill, and that a `strategy` divides, numbered from 0."""
 
 
-class CpuWeights(Section):
-    """How a `strategy` divides the CPUs of a host: sets with several parts have the sum of their weights."""
-
-    generation: float = Field(default=2.0, gt=0)
-    """Of the actors."""
-    scoring: float = Field(default=1.0, gt=0)
-    """Of the scorer."""
-    learning: float = Field(default=1.0, gt=0)
-    """Of the learner's ranks."""
-
-
 class PlacementConfig(Section):
     """Which process runs where."""
 
@@ -92,9 +79,8 @@ class PlacementConfig(Section):
     scorer."""
     strategy: Literal["flattening", "interleaving", "separation"] | None = None
     """CPUs and devices of generation, scoring and learning. `flattening`: all share all. `interleaving`: the scorer shares the
-    learner's. `separation`: each its own. Threads follow the CPUs. `"none"`: any CPU, devices as `colocate` says."""
-    cpu_weights: CpuWeights = CpuWeights()
-    """With a `strategy`."""
+    learner's. `separation`: each its own. CPUs are divided 2 : 1 : 1, and threads follow them. `"none"`: any CPU, devices as
+    `colocate` says."""
 
     @property
     def colocates(self) -> bool:

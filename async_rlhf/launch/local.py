@@ -10,10 +10,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch import affinity, forked
+from async_rlhf.launch import forked, machine
 from async_rlhf.launch.fork_server import IDLE_S
 from async_rlhf.launch.forked import Child, ForkedProcess
-from async_rlhf.launch.inventory import visible
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.launch.sockets import socket_root
@@ -114,9 +113,9 @@ class LocalLauncher:
         if node.role not in _FORKED or node.threads is not None:
             return None
         held = [] if self._lock is None else [self._lock.descriptor]
-        own = visible(node.devices, os.environ) | environment(3, 4 if held else None)
+        own = machine.visible(node.devices, os.environ) | environment(3, 4 if held else None)
         variables = {**role_variables(), **self._variables, **own}
-        cpus = None if node.cpus is None else affinity.machine_cpus(node.cpus)
+        cpus = None if node.cpus is None else machine.machine_cpus(node.cpus)
         arguments = (node.role, str(run_dir), *node.arguments)
         reads, writes = os.pipe()
         pid = None
@@ -136,11 +135,11 @@ class LocalLauncher:
         variables = {
             **role_variables(),
             **self._variables,
-            **visible(node.devices, os.environ),
-            **affinity.environment(node.threads),
+            **machine.visible(node.devices, os.environ),
+            **machine.with_threads(node.threads),
             **environment(beats, lock),
         }
-        with affinity.held_to(node.cpus):
+        with machine.held_to(node.cpus):
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", _ROLES, node.role, str(run_dir), *node.arguments],
                 stdin=subprocess.PIPE,

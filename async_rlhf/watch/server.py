@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import ctypes
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +47,8 @@ MAX_PATH_BYTES = 2 << 10
 _OPEN = ("/healthz", "/readyz")
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _GRACE_S = 2
-THREADS = 4
-"""That make answers."""
 _MAX_CURVES = 64
-# From glibc's malloc.h.
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-_LARGE_BYTES = 1 << 17
+_MOST_KEPT = 64
 
 
 def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | None = LOCAL) -> Starlette:
@@ -79,7 +72,7 @@ def routes(runs: Runs) -> list[BaseRoute]:
         Route("/api/runs/{name}/completions", answers.completions),
         Route("/metrics", answers.metrics),
         Route("/alerts.yml", lambda request: FileResponse(prometheus.ALERTS, media_type="text/plain; charset=utf-8")),
-        Route("/healthz", lambda request: PlainTextResponse("ok\n")),
+        Route("/healthz", healthy),
         Route("/readyz", answers.ready),
     ]
 
@@ -97,22 +90,9 @@ def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str]
 
 def show(runs: Runs, bound: socket.socket, token: str | None) -> None:
     """Serve the page of these runs, which are read meanwhile, on a listening socket until Ctrl-C."""
-    keep_little()
     with closing(runs):
         runs.start()
         until_interrupted(application(runs, token, (*LOCAL, addresses.shown(bound)[0])), bound)
-
-
-def keep_little() -> None:
-    """From now on all threads share one arena of glibc's allocator, and a large block is given back when it is freed. Before
-    other threads begin; other allocators are left as they are.
-
-    An answer may have megabytes. An arena keeps the most that its thread ever took, and glibc keeps what is freed.
-    """
-    with suppress(OSError, AttributeError):
-        allocator = ctypes.CDLL(None)
-        allocator.mallopt(_M_ARENA_MAX, 1)
-        allocator.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def until_interrupted(app: ASGIApp, bound: socket.socket) -> None:
@@ -125,8 +105,7 @@ def server(app: ASGIApp) -> uvicorn.Server:
     """Serves an application over HTTP on the sockets it is run with; takes no long header and no body worth the name."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        # Answers are made one after the other; each further thread would only keep the memory that its largest one took.
-        to_thread.current_default_thread_limiter().total_tokens = THREADS
+        to_thread.current_default_thread_limiter().total_tokens = 1
         await app(scope, receive, send)
 
     return uvicorn.Server(
@@ -219,72 +198,62 @@ class Guard:
 
 
 class _Answers:
-    """Runs in threads: an answer may wait for a disk. The same answer is made once for all viewers.
-
-    One is made at a time, however many are requested: a whole one takes ten times its size while it is made, and what several
-    threads take at once the process keeps.
-    """
+    """Made in one thread, one after the other: a whole one takes ten times its size while it is made, and what several threads
+    take at once the process keeps. The same answer is made once for all viewers."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._state = lru_cache(maxsize=64)(self._made)
+        self._made: dict[tuple[str, tuple[int, str] | None], bytes] = {}
         self._made_of = 0
-        self._making = threading.Lock()
 
     def page(self, request: Request) -> Response:
         headers = {"cache-control": "no-cache", "content-security-policy": document.policy()}
         return Response(document.page(), media_type="text/html", headers=headers)
 
     def listing(self, request: Request) -> Response:
-        self._runs.names()  # which may wait for hubs
-        with self._making:
-            return _json(as_json(document.listing(self._runs)).encode())
+        return _json(as_json(document.listing(self._runs)).encode())
 
     def state(self, request: Request) -> Response:
         query = request.query_params
         wanted = (_step(query["step"]), query.get("layout", "")[:40]) if "step" in query else None
         name = self._known(request)
         self._runs.touch(name)
-        with self._making:
-            revision = self._runs.revision
-            # what was made of an earlier reading is requested no more, and may be a megabyte each
-            if revision != self._made_of:
-                self._made_of = revision
-                self._state.cache_clear()
-            return _json(self._state(name, wanted, revision))
+        # what was made of an earlier reading is requested no more, and may be a megabyte each
+        if self._runs.revision != self._made_of or len(self._made) >= _MOST_KEPT:
+            self._made_of = self._runs.revision
+            self._made.clear()
+        if (key := (name, wanted)) not in self._made:
+            found = self._runs.state(name)
+            if wanted is not None:
+                found["history"] = self._runs.curves(name, document.METRICS, *wanted)
+            self._made[key] = as_json(found).encode()
+        return _json(self._made[key])
 
     def curves(self, request: Request) -> Response:
         metrics = request.query_params.getlist("metric")[:_MAX_CURVES]
-        name = self._known(request)
-        with self._making:
-            return _json(as_json(self._runs.curves(name, metrics)).encode())
+        return _json(as_json(self._runs.curves(self._known(request), metrics)).encode())
 
     def completions(self, request: Request) -> Response:
-        name = self._known(request)
-        with self._making:
-            return _json(as_json(self._runs.completions(name)).encode())
+        return _json(as_json(self._runs.completions(self._known(request))).encode())
 
     def metrics(self, request: Request) -> Response:
-        self._runs.names()
-        with self._making:
-            text = prometheus.exposition(self._runs)
+        text = prometheus.exposition(self._runs)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def ready(self, request: Request) -> Response:
         ready = bool(self._runs.names())
         return PlainTextResponse("ready\n" if ready else "no run has been read yet\n", 200 if ready else 503)
 
-    def _made(self, name: str, wanted: tuple[int, str] | None, revision: int) -> bytes:
-        found = self._runs.state(name)
-        if wanted is not None:
-            found["history"] = self._runs.curves(name, document.METRICS, *wanted)
-        return as_json(found).encode()
-
     def _known(self, request: Request) -> str:
         name: str = request.path_params["name"]
         if name not in self._runs.names():
             raise HTTPException(404, "no such run")
         return name
+
+
+async def healthy(request: Request) -> Response:
+    """While the process lives, whatever answer is being made."""
+    return PlainTextResponse("ok\n")
 
 
 def _step(text: str) -> int:

@@ -15,25 +15,15 @@ from rich.console import Console
 from async_rlhf.run.display.console import Display, beginning, line, sample_line
 from async_rlhf.run.display.notebook import NotebookDisplay
 
-RECORD = {
-    **dict.fromkeys(("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor"), 0),
-}
-SAMPLE = {
-    "step": 3,
-    "prompt": "Spell steel",
-    "rollouts": [{"text": "leets", "scores": {"exact": 1.0, "judge": "timed out"}}],
-}
+RECORD = dict.fromkeys(("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor"), 0)
+ROLLOUTS = [{"text": "leets", "scores": {"exact": 1.0, "judge": "timed out"}}]
+SAMPLE = {"step": 3, "prompt": "Spell steel", "rollouts": ROLLOUTS}
 
 
 @pytest.fixture
 def printed() -> tuple[Display, Callable[[], list[str]]]:
     file = io.StringIO()
     return Display(Console(file=file, soft_wrap=True)), lambda: file.getvalue().splitlines()
-
-
-def test_the_line_of_a_step_says_when_scores_failed() -> None:
-    assert "failed" not in line(RECORD) and "failed" not in line({**RECORD, "rewards/failed_ratio": 0.0})
-    assert line({**RECORD, "rewards/failed_ratio": 0.25}).endswith("failed scores: 25.0%")
 
 
 def test_before_the_first_step_each_thing_that_is_waited_for_is_printed_once(printed: Any) -> None:
@@ -51,7 +41,9 @@ def test_before_the_first_step_each_thing_that_is_waited_for_is_printed_once(pri
     assert beginning(generating, 16)[1] == "3 of 16 groups are ready, 13 in work"
 
 
-def test_a_step_says_how_long_the_rest_will_take_at_the_pace_so_far(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_says_how_long_the_rest_will_take_and_when_scores_failed(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "failed" not in line(RECORD) and "failed" not in line({**RECORD, "rewards/failed_ratio": 0.0})
+    assert line({**RECORD, "rewards/failed_ratio": 0.25}).endswith("failed scores: 25.0%")
     display, lines = printed
     clock = iter([0.0, 20.0, 40.0])
     monkeypatch.setattr("async_rlhf.run.display.console.time.monotonic", lambda: next(clock))

@@ -43,36 +43,25 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Config, tmp_path: Path) -> None:
-    run = RunDir.create(config, load_rows(config.data))
-    there = tmp_path / "there" / "actor-0"
+    run, there = RunDir.create(config, load_rows(config.data)), tmp_path / "there" / "actor-0"
     given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there), {})
-    Start(life=1, name="actor-0", role="actor", arguments=[], files=dict.fromkeys(given.files, "0" * 32),
+    Start(life=1, name="actor-0", role="actor", arguments=(), files=dict.fromkeys(given.files, "0" * 32),
           inline=dict(given.inline), returns=list(given.returns))  # fmt: skip
-    assert {name for name in given.files if name.endswith(".py")} == {
-        f"rewards/0/{name}.py" for name in ("judge", "near", "far")
-    }
-    for name, path in given.files.items():
-        (there / name).parent.mkdir(parents=True, exist_ok=True)
-        (there / name).write_bytes(path.read_bytes())
-    for name, data in given.inline.items():
+    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far")}
+    assert {name for name in given.files if name.endswith(".py")} == own
+    for name, data in ({name: path.read_bytes() for name, path in given.files.items()} | dict(given.inline)).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(data)
         (there / name).chmod(0o600)
     # Nothing of here is left: the config there names only files that are there.
-    (tmp_path / "judge.py").unlink()
+    (tmp_path / "judge.py").rename(tmp_path / "judge.away")
     (tmp_path / "near.py").unlink()
     its = RunDir.existing(there).config()
     assert its.model == f"{there}/model" and its.rewards.functions[0] == f"own={there}/rewards/0/judge.py:judge"
-    assert (
-        keys.load_peer(Path(its.security.keys or "")).secret.decode()
-        == (
-            config.security.directory / "for-actor-0" / "peer.secret"  # type: ignore[operator]
-        )
-        .read_text()
-        .strip()
-    )
+    secret = (tmp_path / "keys" / "for-actor-0" / "peer.secret").read_text().strip()
+    assert keys.load_peer(Path(its.security.keys or "")).secret.decode() == secret
     assert "hub.secret" not in {Path(name).name for name in (*given.inline, *given.files)}
-    (tmp_path / "judge.py").write_text((there / "rewards/0/judge.py").read_text())
+    (tmp_path / "judge.away").rename(tmp_path / "judge.py")
     assert shared(its, RunData(there, its.data)) == shared(config, RunData(run.path, config.data))
     run.retire()
 
@@ -85,9 +74,8 @@ def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config:
     own = {"backend": "deepspeed", "deepspeed_config": str(tmp_path / "zero.json")}
     config = override(config, {"loss.kind": f"{tmp_path}/own.py:plain", "learner": own})
     given = pack(config, rank_node(1, "10.0.0.1:2222", tmp_path / "log"), "/own/rank", {})
-    assert {name for name in given.files if not name.startswith("model/")} == {
-        "loss/0/own.py", "loss/0/far.py", "loss/0/near.py", "deepspeed/zero.json",
-    }  # fmt: skip
+    files = {"loss/0/own.py", "loss/0/far.py", "loss/0/near.py", "deepspeed/zero.json"}
+    assert {name for name in given.files if not name.startswith("model/")} == files
     assert given.files["model/model.safetensors"] and list(given.inline) == ["config.toml"]
     its = tomllib.loads(given.inline["config.toml"].decode())
     assert (its["model"], its["loss"]["kind"]) == ("/own/rank/model", "/own/rank/loss/0/own.py:plain")
@@ -95,56 +83,39 @@ def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config:
     assert given.returns == {"logs/learner-rank-1.log": tmp_path / "log"}
 
 
-def test_a_model_that_a_host_has_is_named_and_not_sent(config: Config, tmp_path: Path) -> None:
+def test_a_model_that_a_host_has_is_named_and_not_sent(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = actor_node(config.address, 0, tmp_path / "log")
     (tmp_path / "runs/run/data").mkdir(parents=True)
-    mapped = config.model_copy(
-        update={"launch": config.launch.model_copy(update={"paths": {str(tmp_path): "/there", "/": "/x"}})}
-    )
-    (place,) = places(mapped)
-    assert (place.there, place.required) == ("/there/model", True) and "model.safetensors" in place.names
-    given = pack(mapped, node, "/own/actor-0", {place: place.there})
-    assert 'model = "/there/model"' in given.inline["config.toml"].decode()
-    assert not any(name.startswith("model/") for name in given.files)
-    (place,) = places(config)
-    assert (place.there, place.required) == (config.model, False)
+    paths = {str(tmp_path): "/there", "/": "/x"}
+    mapped = config.model_copy(update={"launch": config.launch.model_copy(update={"paths": paths})})
+    for of, place_there, required in ((mapped, "/there/model", True), (config, config.model, False)):
+        (place,) = places(of)
+        assert (place.there, place.required) == (place_there, required) and "model.safetensors" in place.names
+        given = pack(of, node, "/own/actor-0", {place: place.there})
+        assert f'model = "{place_there}"' in given.inline["config.toml"].decode()
+        assert not any(name.startswith("model/") for name in given.files)
     assert "model/model.safetensors" in pack(config, node, "/own/actor-0", {}).files
-
-
-def test_a_snapshot_of_the_hub_is_looked_for_in_the_host_s_own_cache(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "HF_HUB_CACHE", str(tmp_path))
-    (tmp_path / "runs/run/data").mkdir(parents=True)
+    monkeypatch.setattr(staging, "HF_HUB_CACHE", str(tmp_path))  # a snapshot is looked for in the host's own cache
     (place,) = places(config)
     assert (place.there, place.required) == ("{hub}/model", False)
-    given = pack(config, actor_node(config.address, 0, tmp_path / "log"), "/own/actor-0", {place: "/its/hub/model"})
-    assert 'model = "/its/hub/model"' in given.inline["config.toml"].decode()
+    assert 'model = "/its/hub/model"' in pack(config, node, "/own", {place: "/its/hub/model"}).inline["config.toml"].decode()
 
 
 def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(config: Config, tmp_path: Path) -> None:
     run = RunDir.create(config.model_copy(update={"address": "tcp://10.0.0.1:5555"}), load_rows(config.data))
-    own, log = "/own/it", tmp_path / "log"
     keys.add(config.security.directory or tmp_path, ["relay-1:relay"], link.new_pair)
-    given = {
-        node.role: pack(run.config(), node, own, {})
-        for node in (
-            relay_node("relay-1", "tcp://10.0.0.1:5555", "ipc://{sockets}/relay", log),
-            scorer_node("scorer-1", "ipc://{sockets}/scorer", log),
-            actor_node("ipc://{sockets}/relay", 7, log, "ipc://{sockets}/scorer"),
-        )
-    }
+    relay, scorer, log = "ipc://{sockets}/relay", "ipc://{sockets}/scorer", tmp_path / "log"
+    nodes = relay_node("relay-1", "tcp://10.0.0.1:5555", relay, log), scorer_node("scorer-1", scorer, log)
+    given = {each.role: pack(run.config(), each, "/own/it", {}) for each in (*nodes, actor_node(relay, 7, log, scorer))}
     run.retire()
-    assert {role: set(given.inline) for role, given in given.items()} == {
-        "relay": {"config.toml", "keys/hub.public", "keys/peer.secret"},
-        "scorer": {"config.toml"},
-        "actor": {"config.toml"},
-    }
-    assert {role: {name.partition("/")[0] for name in given.files} for role, given in given.items()} == {
-        "relay": set(),
-        "scorer": {"rewards", "model"},
-        "actor": {"rewards", "model", "data"},
-    }
+    own_keys = {"keys/hub.public", "keys/peer.secret"}
+    for role, inline, folders in (
+        ("relay", {"config.toml", *own_keys}, set()),
+        ("scorer", {"config.toml"}, {"rewards", "model"}),
+        ("actor", {"config.toml"}, {"rewards", "model", "data"}),
+    ):
+        assert set(given[role].inline) == inline
+        assert {name.partition("/")[0] for name in given[role].files} == folders
     assert 'keys = "none"' in given["actor"].inline["config.toml"].decode()
     assert 'keys = "/own/it/keys"' in given["relay"].inline["config.toml"].decode()
 

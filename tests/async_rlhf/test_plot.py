@@ -37,6 +37,10 @@ def test_runs_have_colours_and_measures_have_line_styles() -> None:
     colours = {line.get_color() for line in panels["Staleness [steps]"].get_lines()}
     assert len(colours) == 2
     assert len({axes.get_xlim() for axes in figure.axes}) == 1, "all panels have the same steps"
+    few = picture([Curves(name, steps()[:3], []) for name in ("one", "same")]).axes
+    assert all(len(axes.get_xticks()) > 2 and all(tick == int(tick) for tick in axes.get_xticks()) for axes in few)
+    below, above = next(axes for axes in few if axes.get_title() == "Training reward").get_lines()
+    assert below.get_linewidth() > above.get_linewidth() > 1, "runs that coincide both show"
 
 
 def test_of_several_rewards_each_is_drawn_and_what_is_solved_only_where_one_says_so() -> None:
@@ -49,15 +53,6 @@ def test_of_several_rewards_each_is_drawn_and_what_is_solved_only_where_one_says
     assert [text.get_text() for text in each.get_legend().get_texts()] == names and len(each.get_lines()) == 16
     alone = {axes.get_title() for axes in picture([Curves("one", steps(), [line])]).axes}
     assert {"Held-out prompts, reward", "Held-out rewards, each"} <= alone
-
-
-def test_steps_are_whole_and_of_runs_that_coincide_each_shows() -> None:
-    figure = picture([Curves(name, steps()[:3], []) for name in ("one", "same")])
-    for axes in figure.axes:
-        ticks = axes.get_xticks()
-        assert len(ticks) > 2 and all(tick == int(tick) for tick in ticks)
-    below, above = next(axes for axes in figure.axes if axes.get_title() == "Training reward").get_lines()
-    assert below.get_linewidth() > above.get_linewidth() > 1
 
 
 def test_a_long_run_is_drawn_from_steps_at_even_distances(
@@ -76,17 +71,10 @@ def test_a_long_run_is_drawn_from_steps_at_even_distances(
     assert (tmp_path / "long.svg").exists()
 
 
-def test_a_panel_with_one_of_its_measures_names_it() -> None:
-    figure = picture([Curves("one", steps(**{"kl/behaviour": 0.1}), [])])
+def test_a_panel_with_one_of_its_measures_names_it_and_a_title_stands_in_the_place_of_the_names() -> None:
+    figure = picture([Curves("one", steps(**{"kl/behaviour": 0.1}), [])], "Run one")
     assert "KL divergence, to the sampling policy" in [axes.get_title() for axes in figure.axes]
-
-
-def test_a_title_stands_in_the_place_of_the_names() -> None:
-    figure = picture([Curves("one", steps(), [])], "Run one")
     assert figure.get_suptitle() == "Run one" and not figure.legends
-
-
-def test_only_finite_numbers_are_points() -> None:
     records = [{"step": 1, "x": 2}, {"step": 2, "x": None}, {"step": 3, "x": float("inf")}, {"x": 1}, {"step": 5}]
     assert list(points(records, "x")) == [(1, 2.0)]
 

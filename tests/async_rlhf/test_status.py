@@ -6,7 +6,7 @@ import io
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,12 @@ def sockets() -> Iterator[Path]:
         yield directory
 
 
-def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: Callable[..., Any], sockets: Path) -> None:
-    run = RunDir.create(small())
+@pytest.fixture
+def run(small: Any) -> RunDir:
+    return RunDir.create(small())
+
+
+def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(run: RunDir, sockets: Path) -> None:
     run.announce(sockets)
 
     def ends() -> None:
@@ -46,10 +50,9 @@ def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: C
 
 
 def test_a_run_whose_hub_has_ended_is_ending_while_its_last_checkpoint_is_evaluated(
-    small: Callable[..., Any], sockets: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("async_rlhf.inspect.status._PATIENCE_S", 0.05)
-    run = RunDir.create(small())
     run.announce(sockets)
     run.ledger.write_text('{"state": "drained"}')
     begun = run.lock_file.stat().st_mtime_ns
@@ -60,10 +63,10 @@ def test_a_run_whose_hub_has_ended_is_ending_while_its_last_checkpoint_is_evalua
     run.retire()
 
 
-def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
+def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(run: RunDir) -> None:
     actor = {"version": 1, "groups": 0, "silent_s": 0.0}
     run.ledger.write_text(json.dumps({"waiting_for": "prompts", "actors": {"actor-0": actor}}))
+    assert "actor-0: version 1, 0 groups, last message 0.0 s ago" in lines(run, read(run))
     run.retire()
     assert lines(run, read(run)) == [
         f"{run.path}: stopped, step 0 of 4",
@@ -72,20 +75,16 @@ def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(small: Callabl
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_is_watched_until_it_ends(small: Callable[..., Any], terminal: bool) -> None:
-    run, shown = RunDir.create(small()), io.StringIO()
+def test_a_run_is_watched_until_it_ends(run: RunDir, terminal: bool) -> None:
+    shown = io.StringIO()
     looks = iter([lambda: None, lambda: run.metrics.write_text('{"step": 1}\n'), run.retire])
     watch(run, Console(file=shown, force_terminal=terminal, width=200), sleep=lambda seconds: next(looks)())
-    heads = [text for text in shown.getvalue().splitlines() if "step " in text and " of 4" in text]
+    heads = [text.rsplit(": ")[-1] for text in shown.getvalue().splitlines() if "step " in text and " of 4" in text]
     assert "stopped, step 1 of 4" in heads[-1] and not run.is_alive()
-    if not terminal:
-        assert [head.rsplit(": ")[-1] for head in heads] == [
-            "starting, step 0 of 4", "starting, step 1 of 4", "stopped, step 1 of 4",
-        ]  # fmt: skip
+    assert terminal or heads == ["starting, step 0 of 4", "starting, step 1 of 4", "stopped, step 1 of 4"]
 
 
-def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
+def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(run: RunDir) -> None:
     for role in ("actor", "hub", "actor"):
         run.count_restart(role)
     assert "started again: actor 2, hub 1" in lines(run, read(run))
@@ -96,8 +95,7 @@ def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(small: Callable
     assert read(run)["restarts"] == {"hub": 1}
 
 
-def test_of_many_evaluations_the_first_the_best_and_the_newest_are_shown(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
+def test_of_many_evaluations_and_changes_those_that_count_are_shown(run: RunDir) -> None:
     made = {"label": "step", "accuracy": 0.0, "num_prompts": 8, "failed": 0}
     rewards = [0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6]
     records = [{**made, "step": i, "mean_reward": reward} for i, reward in enumerate(rewards, 1)]
@@ -105,10 +103,6 @@ def test_of_many_evaluations_the_first_the_best_and_the_newest_are_shown(small: 
     told = lines(run, read(run))[-6:]
     assert [text.split(":")[0].rsplit(" ", 1)[-1] for text in told[:-1]] == ["1", "3", "5", "6", "7"]
     assert told[1].endswith("(best)") and told[-1] == "2 more evaluations"
-
-
-def test_of_many_changes_the_newest_are_shown_and_a_ledger_that_is_given_is_read_on(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
     ledger = Ledger(run.path)
 
     def change(numbers: range) -> list[str]:

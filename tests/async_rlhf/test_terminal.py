@@ -6,7 +6,6 @@ import io
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,19 +108,3 @@ def read_until(descriptor: int, text: bytes) -> None:
 def leading(program: str) -> str:
     """As a shell starts it: the terminal of its input is that of its session."""
     return f"import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{program}"
-
-
-def test_without_that_the_end_of_the_terminal_is_the_end(tmp_path: Path) -> None:
-    """What is tested above is something. Tests that `nohup` started inherit that SIGHUP is ignored."""
-    master, slave = pty.openpty()
-    as_usual = "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-    program = leading(f"{as_usual}print('it has begun', flush=True)\ntime.sleep(600)")
-    started = subprocess.Popen([sys.executable, "-c", program], stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
-    try:
-        os.close(slave)
-        read_until(master, b"it has begun")
-        os.close(master)
-        assert started.wait(60) == -signal.SIGHUP
-    finally:
-        started.kill()
-        started.wait()

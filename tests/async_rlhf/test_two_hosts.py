@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,33 @@ def on_b(training: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
     return found
 
 
+@contextmanager
+def training(hosts: TwoHosts, arguments: list[str], output: Path) -> Iterator[tuple[subprocess.Popen[bytes], RunDir]]:
+    """A run that is started on A; drained at the end of the block, when its books must close."""
+    words = hosts.command(hosts.a, [sys.executable, "-m", "async_rlhf", *arguments])
+    with output.open("w") as file:
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+    try:
+        begun = wait_for(lambda: next(iter((output.parent / "runs").glob("*/run.json")), None), "the run")
+        run = RunDir(begun.parent)
+        yield process, run
+        assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
+        assert process.wait(timeout=300) == 0, output.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    metrics, ledger = run.read_metrics(), run.read_ledger()["ledger"]
+    assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
+    assert ledger["closes"] and ledger["trained"] == len(metrics) * run.config().groups_per_batch
+    assert ledger["quarantined"] == 0 and max(record["staleness/violations"] for record in metrics) == 0
+
+
+def steps_on(run: RunDir, count: int, what: str) -> None:
+    """Wait for so many more steps."""
+    step = len(run.read_metrics())
+    wait_for(lambda: len(run.read_metrics()) >= step + count, what)
+
+
 def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(
     hosts: TwoHosts, small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -81,16 +108,10 @@ def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(
         "placement.hosts": [{"cpus": 3}, {"name": "b", "cpus": 2}], "max_steps": 100_000,
         "queue.lease_s": 6 * SHORT_S, "checkpoint.save_every": 1000,
     }  # fmt: skip
-    arguments = [sys.executable, "-m", "async_rlhf", *small_arguments(**overrides)]
-    with (tmp_path / "output").open("w") as output:
-        training = subprocess.Popen(
-            hosts.command(hosts.a, arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        run = RunDir(wait_for(lambda: next(iter((tmp_path / "runs").glob("*/run.json")), None), "the run").parent)
+    with training(hosts, small_arguments(**overrides), tmp_path / "output") as (process, run):
         wait_for(lambda: all(found := far(run, "groups")) and found, "groups on the other host")
         assert times_relayed(run) == 1
-        before = on_b(training)
+        before = on_b(process)
         assert {"agent", "actor-1", "actor-2", "relay-1"} <= before.keys()
 
         hosts.cut()
@@ -100,8 +121,7 @@ def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(
 
         hosts.cut()
         wait_for(lambda: not any(far(run, "groups")), "the end of their leases")
-        step = len(run.read_metrics())
-        wait_for(lambda: len(run.read_metrics()) > step + 1, "steps without the other host")
+        steps_on(run, 2, "steps without the other host")
         hosts.heal()
         wait_for(lambda: all(found := far(run, "groups")) and found, "new groups on the other host")
 
@@ -110,30 +130,20 @@ def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(
         wait_for(lambda: is_heard(run) and all(far(run, "groups")), "groups through it")
 
         hosts.fill_disk(tmp_path / "b")
-        step = len(run.read_metrics())
-        wait_for(lambda: len(run.read_metrics()) > step + 1 and is_heard(run), "steps with a full disk")
-        now = on_b(training)
+        steps_on(run, 2, "steps with a full disk")
+        wait_for(lambda: is_heard(run), "the other host's voice")
+        now = on_b(process)
         assert all(now[name] == before[name] for name in ("agent", "actor-1", "actor-2")), "they are the same processes"
         assert now["relay-1"] != before["relay-1"]
 
         before["agent"].kill()
         wait_for(lambda: not any(far(run, "groups")), "its groups for others")
-        assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
-        assert training.wait(timeout=300) == 0, (tmp_path / "output").read_text()
-    finally:
-        training.kill()
-        training.wait()
-    ledger = run.read_ledger()["ledger"]
-    metrics = run.read_metrics()
-    assert ledger["closes"] and ledger["quarantined"] == 0
-    assert ledger["trained"] == len(metrics) * run.config().groups_per_batch
-    assert max(record["staleness/violations"] for record in metrics) == 0
 
 
 def test_a_learner_whose_second_host_dies_names_it_and_goes_on_from_its_checkpoint_when_it_is_back(
     hosts: TwoHosts, small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    down = tmp_path / "down"
+    down, output = tmp_path / "down", tmp_path / "output"
     script = f'test -e {down} && echo "no route to B" >&2 && exit 1; exec "$@"'
     agent = hosts.command_from_another(hosts.b, [sys.executable, "-m", "async_rlhf.launch.agent"])
     overrides = {
@@ -142,17 +152,10 @@ def test_a_learner_whose_second_host_dies_names_it_and_goes_on_from_its_checkpoi
         "placement.hosts": [{"cpus": 4}, {"name": B}], "placement.learner_hosts": ["", B], "learner.ranks": 2,
         "actors.count": 1, "actors.restart_backoff_s": 0.2, "max_steps": 100_000,
     }  # fmt: skip
-    output = tmp_path / "output"
-    with output.open("w") as file:
-        training = subprocess.Popen(
-            hosts.command(hosts.a, [sys.executable, "-m", "async_rlhf", *small_arguments(**overrides)]),
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-        )  # fmt: skip
-    try:
-        run = RunDir(wait_for(lambda: next(iter((tmp_path / "runs").glob("*/run.json")), None), "the run").parent)
+    with training(hosts, small_arguments(**overrides), output) as (process, run):
         wait_for(lambda: run.latest.exists() and len(run.read_metrics()) > 2, "a checkpoint and a step after it")
         down.touch()
-        for each in psutil.Process(training.pid).children(recursive=True):
+        for each in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # what those that are killed had started ends too
                 if "async_rlhf.launch.agent" in each.cmdline() or role_of(each.cmdline()) == "learner_rank":
                     each.kill()
@@ -160,14 +163,6 @@ def test_a_learner_whose_second_host_dies_names_it_and_goes_on_from_its_checkpoi
         wait_for(lambda: f"{lost} 1: no route to B" in output.read_text(), "another start on the host that is down")
         assert f"{lost} -9: no output" in output.read_text()
         down.unlink()
-        step = len(run.read_metrics())
-        wait_for(lambda: len(run.read_metrics()) > step + 2, "steps with both hosts")
-        assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
-        assert training.wait(timeout=300) == 0, output.read_text()
-    finally:
-        training.kill()
-        training.wait()
-    metrics = run.read_metrics()
+        steps_on(run, 3, "steps with both hosts")
     assert "over ea" in run.log("learner").read_text() and "over eb" in run.log("learner-rank-1").read_text()
-    assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
-    assert run.read_ledger()["ledger"]["closes"] and "starting it again" not in output.read_text()
+    assert "starting it again" not in output.read_text()

@@ -149,6 +149,8 @@ def test_a_resumed_finished_run_is_evaluated_no_more_and_shows_its_sampled_group
     assert code == 0 and output.count("prompt:") == 2, output
     assert "4 more groups: --limit 6 shows all" in output and "the groups in rollouts.jsonl are shown" in output
     assert invoke("rollouts", "show", str(watched.run.path), "--step", "99")[0] == 3
+    code, output = invoke("rollouts", "replay", str(watched.run.path), "--name", "again")
+    assert code == 3 and "queue.keep_rollouts = true" in output and not (watched.run.path.parent / "again").exists(), output
 
 
 def test_the_run_is_drawn(watched: Watched) -> None:

@@ -28,7 +28,8 @@ from async_rlhf.watch.beside import beside
 from async_rlhf.watch.intake import intake
 from tests.conftest import wait_for
 
-HALF = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+HALF = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+WHOLE = HALF + b"\r\n"
 HALF_BODY = b"POST /rows HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
 
 
@@ -52,31 +53,22 @@ def strangers(port: int, count: int, sent: bytes = HALF) -> Iterator[list[socket
 def has_ended(stranger: socket.socket) -> bool:
     stranger.setblocking(False)
     try:
-        return stranger.recv(1) == b""
+        while stranger.recv(1 << 16):  # an answer to what was whole
+            pass
+        return True
     except BlockingIOError:
         return False
     except ConnectionError:
         return True
 
 
-@pytest.mark.parametrize("sent", [b"", b"G", HALF, HALF_BODY])
+@pytest.mark.parametrize("sent", [b"", b"G", HALF, HALF_BODY, WHOLE + HALF])
 def test_a_request_that_does_not_become_whole_ends_at_its_deadline(site: Site, sent: bytes) -> None:
     soon = {h11.IDLE: 0.2, h11.SEND_BODY: 0.3}
-    with patch.dict(connections._DEADLINES_S, soon), patch.object(connections, "_LOOK_S", 0.05), ExitStack() as held:
-        waiting = held.enter_context(strangers(site.port, 3, sent))
-        wait_for(lambda: all(map(has_ended, waiting)), "the strangers to be left")
-        held.close()
+    with patch.dict(connections._DEADLINES_S, soon), patch.object(connections, "_LOOK_S", 0.05):
+        with strangers(site.port, 3, sent) as waiting:
+            wait_for(lambda: all(map(has_ended, waiting)), "the strangers to be left")
         assert site.get("/healthz").status == 200
-
-
-def test_a_second_request_of_a_connection_has_a_deadline_of_its_own(site: Site) -> None:
-    soon = patch.dict(connections._DEADLINES_S, {h11.IDLE: 0.2})
-    client = http.client.HTTPConnection("127.0.0.1", site.port, timeout=60)
-    with soon, patch.object(connections, "_LOOK_S", 0.05), closing(client):
-        client.request("GET", "/healthz")
-        assert client.getresponse().read() == b"ok\n"
-        client.sock.sendall(HALF)
-        wait_for(partial(has_ended, client.sock), "the second request to be left")
 
 
 def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest(site: Site) -> None:
@@ -89,11 +81,8 @@ def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest(sit
         assert not any(map(has_ended, waiting[1:]))
 
 
-@pytest.mark.parametrize(("count", "limit"), [(60, 64), (2000, 1024)])
-def test_two_thousand_slow_clients_take_no_more_than_a_share_of_the_descriptors(count: int, limit: int, tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = min(count, hard - 200)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 200), hard))
+def test_slow_clients_take_no_more_than_a_share_of_the_descriptors(tmp_path: Path) -> None:
+    count, limit = 150, 128
     (token := tmp_path / "token").write_text("x" * 32)
     token.chmod(0o600)
     command = ["spool", "listen", str(tmp_path), "--address", "127.0.0.1:0", "--token-file", str(token)]
@@ -108,17 +97,6 @@ def test_two_thousand_slow_clients_take_no_more_than_a_share_of_the_descriptors(
                 assert len(os.listdir(f"/proc/{process.pid}/fd")) < limit // 2 + 20
         process.send_signal(signal.SIGINT)
         assert said.read() == ""  # type: ignore[union-attr]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-BESIDE = """
-import os, sys
-from pathlib import Path
-from async_rlhf.watch.beside import beside
-with beside(Path(sys.argv[1]), "127.0.0.1:0", None, lambda text: print(text, flush=True)):
-    print(os.getpid(), flush=True)
-    sys.stdin.read()
-"""
 
 
 def served(url: str) -> list[str] | None:
@@ -150,13 +128,10 @@ def test_the_page_beside_a_daemon_shows_runs_that_come_later_and_has_a_process_o
 
 
 def test_the_page_ends_with_a_daemon_that_is_killed(tmp_path: Path) -> None:
-    daemon = subprocess.Popen(
-        [sys.executable, "-c", BESIDE, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with daemon:
+    command = [sys.executable, "-m", "async_rlhf", "queue", "serve", str(tmp_path / "queue"), "--address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
         assert daemon.stdout is not None
         url = daemon.stdout.readline().split()[-1]
-        daemon.stdout.readline()
         assert served(url) == []
         daemon.kill()
     wait_for(lambda: served(url) is None, "the page to end")

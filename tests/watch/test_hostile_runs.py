@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import made_run
+from typer.testing import CliRunner
 
-from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.inspect.status import lines, read
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.cli.commands import app
+from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.watch.document import METRICS, listing, page, snapshot
 from async_rlhf.watch.prometheus import exposition
 from async_rlhf.watch.runs import Runs, as_json
@@ -28,7 +30,7 @@ LEAVES = [
 ]  # fmt: skip
 NAMES = [
     "config.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "events.jsonl", "changes.jsonl", "quarantine.jsonl",
-    "spans/actor-0.jsonl", "ledger.json", "restarts.json", "placement.json", "manifest.json",
+    "spans/actor-0.jsonl", "ledger.json", "restarts.json", "placement.json", "manifest.json", "run.json", "lock",
 ]  # fmt: skip
 
 
@@ -42,11 +44,24 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (pattern / "events.jsonl").write_text('{"time": 1.0, "event": "best", "run_dir": "x", "text": "better"}\n')
     (pattern / "placement.json").write_text('{"slots": {}}')
     (pattern / "manifest.json").write_text('{"format": 1}')
+    (pattern / "run.json").write_text('{"sockets": "/nowhere"}')
     return directory
 
 
+def quiet(run: Path, *verbs: str) -> dict[str, str]:
+    """What each command says of a run, which ends in order and speaks to no terminal."""
+    said = {}
+    for verb in verbs:
+        result = CliRunner().invoke(app, [*verb.split(), str(run)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        assert result.exit_code in (0, 3, 8), (verb, result.exit_code, result.output)
+        assert all(line.isprintable() for line in result.output.split("\n")) and "Traceback" not in result.output
+        said[verb] = result.output
+    return said
+
+
 def seen(runs: Path, bad: str) -> None:
-    """Every answer of the page, a saved one, and `status` of the bad run."""
+    """Every answer of the page, a saved one, and what commands say of the bad run, also while it lives."""
     found = Runs(runs)
     assert set(found.names()) == {"good", bad}
     for name in found.names():
@@ -57,26 +72,34 @@ def seen(runs: Path, bad: str) -> None:
     assert listed["good"]["step"] == 4 and bad in listed
     assert b'async_rlhf_steps_total{run="good"} 4.0' in exposition(found)
     page(snapshot(found)).encode()
+    quiet(runs / bad, "status", "stop", "rollouts show")
+    if not (runs / bad / "lock").exists():
+        lock = RunLock.take(runs / bad / "lock")
+        quiet(runs / bad, "status")
+        lock.release()
+
+
+@contextmanager
+def bad_run(watched: Path, name: str = "bad") -> Iterator[Path]:
+    """Beside the good one, until the end of the block; then everything that is shown is looked at."""
+    bad = shutil.copytree(watched / "pattern", watched / "runs" / name)
     try:
-        run = RunDir.existing(runs / bad)
-        "\n".join(lines(run, read(run)))
-    except AsyncRLHFError as error:
-        assert str(error)
+        yield bad
+        seen(watched / "runs", name)
+    finally:
+        shutil.rmtree(bad)
 
 
 @given(st.sampled_from(NAMES), st.integers(0, 1 << 32), st.integers(1, 3))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_value_in_a_file_of_one_run_blinds_the_page(watched: Path, name: str, seed: int, blows: int) -> None:
     chance = random.Random(seed)
-    bad = shutil.copytree(watched / "pattern", watched / "runs" / "bad")
-    try:
+    with bad_run(watched) as bad:
+        (bad / "lock").write_text('{"host": "x", "pid": 7}') if name == "lock" else None
         text = (bad / name).read_text()
         for _ in range(blows):
             text = spoilt(text, chance, chance.choice(LEAVES))
         (bad / name).write_text(text)
-        seen(watched / "runs", "bad")
-    finally:
-        shutil.rmtree(bad)
 
 
 def spoilt(text: str, chance: random.Random, leaf: str) -> str:
@@ -96,7 +119,7 @@ def spoilt(text: str, chance: random.Random, leaf: str) -> str:
     try:
         value = json.loads(lines[number])
         assert isinstance(value, dict | list)
-    except (ValueError, AssertionError):
+    except (ValueError, AssertionError, RecursionError):
         return "\n".join([*lines[:number], leaf, *lines[number:]])
     at, mark = value, "the leaf"
     while True:  # down to some value
@@ -112,36 +135,31 @@ def spoilt(text: str, chance: random.Random, leaf: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", ["config.toml", *NAMES[1:], "checkpoints/latest/model/tokenizer.json"])
+@pytest.mark.parametrize("name", [*NAMES, "checkpoints/latest/model/tokenizer.json", "queue/00000001.log"])
 @pytest.mark.parametrize("kind", ["pipe", "directory", "bytes"])
 def test_what_is_no_file_is_marked_and_waited_for_by_nothing(watched: Path, name: str, kind: str) -> None:
-    bad = shutil.copytree(watched / "pattern", watched / "runs" / "bad")
-    try:
+    with bad_run(watched) as bad:
         path = bad / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         {"pipe": os.mkfifo, "directory": Path.mkdir, "bytes": lambda path: path.write_bytes(b"\xff\xfe\0" * 50)}[kind](path)
-        seen(watched / "runs", "bad")
-    finally:
-        shutil.rmtree(bad)
 
 
 @pytest.mark.parametrize("name", ['"><img src=x onerror=alert(1)>{}\\', "a b", "é😀", "..a", "%2e", "run=1,b"])
 def test_any_name_of_a_run_is_shown(watched: Path, name: str) -> None:
-    bad = shutil.copytree(watched / "pattern", watched / "runs" / name)
-    try:
-        seen(watched / "runs", name)
-    finally:
-        shutil.rmtree(bad)
+    with bad_run(watched, name):
+        pass
 
 
-def test_an_integer_of_5000_digits_marks_its_run_and_names_the_key(watched: Path) -> None:
-    bad = shutil.copytree(watched / "pattern", watched / "runs" / "bad")
-    try:
-        (bad / "config.toml").write_text(f"max_steps = {'9' * 5000}\n")
-        seen(watched / "runs", "bad")
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("= no toml", "config.toml is damaged: "),
+        (f"max_steps = {'9' * 5000}\n", "config.toml is damaged: max_steps (line 1): numbers are integers from"),
+    ],
+)
+def test_a_damaged_configuration_marks_its_run_and_names_the_place(watched: Path, content: str, problem: str) -> None:
+    with bad_run(watched) as bad:
+        (bad / "config.toml").write_text(content)
         summary = Runs(watched / "runs").summaries()["bad"]
-        assert summary["state"] == "cannot be read"
-        assert summary["problems"][0].startswith("config.toml is damaged: max_steps (line 1): numbers are integers from")
-    finally:
-        shutil.rmtree(bad)
+        assert summary["state"] == "cannot be read" and summary["problems"][0].startswith(problem)

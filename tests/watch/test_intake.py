@@ -49,27 +49,58 @@ def rows(spool: Path) -> list[object]:
     return [json.loads(line) for file in sorted(spool.glob("*.jsonl")) for line in file.read_bytes().splitlines()]
 
 
+ROW, SENT = b'{"prompt": "a"}', {"origin": "http://127.0.0.1:PORT", "sec-fetch-site": "same-origin"}
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+ELSEWHERE: list[dict[str, str]] = [
+    {"origin": "https://evil.example", "sec-fetch-site": "cross-site", "content-type": "text/plain;charset=UTF-8"},
+    {"origin": "null", "content-type": "text/plain"},
+    {"origin": "http://127.0.0.1:1"},
+    {"sec-fetch-site": "same-site"},
+    {"sec-fetch-site": "cross-site"},
+]
+
+
 def test_rows_that_are_posted_are_in_the_spool_when_the_answer_comes(site: Site, spool: Path) -> None:
     sent = [{"prompt": "a", "answer": 1}, {"prompt": "b\u2028", "answer": 2}]
     body = "\n".join(json.dumps(row, ensure_ascii=False) for row in sent).encode()
     answer = site.get("/rows", method="POST", body=body)
     assert (answer.status, json.loads(answer.text)) == (200, {"rows": 2, "bytes": len(body) + 1})
     assert rows(spool) == sent
+    for headers in ({}, SENT, {"sec-fetch-site": "none"}):
+        own = {name: value.replace("PORT", str(site.port)) for name, value in headers.items()}
+        assert site.get("/rows", own, "POST", ROW).status == 200
+    assert len(rows(spool)) == 5
 
 
-def test_of_rows_with_one_that_is_none_nothing_is_put_and_the_line_is_named(site: Site, spool: Path) -> None:
-    answer = site.get("/rows", method="POST", body=b'{"prompt": "a"}\n{"prompt": ')
-    assert answer.status == 400 and "line 2 is not JSON" in answer.text and "Nothing was put" in answer.text
-    assert not list(spool.iterdir())
+@pytest.mark.parametrize(
+    ("status", "headers", "body"),
+    [
+        (400, {}, b'{"prompt": "a"}\n{"prompt": '),
+        (413, {"content-length": str(MAX_BODY_BYTES + 1)}, None),
+        (400, {"content-length": "1e3"}, None),
+        (411, {"transfer-encoding": "chunked"}, None),
+        (421, {"host": "elsewhere.example"}, ROW),
+        *((403, headers, ROW) for headers in ELSEWHERE),
+    ],
+)
+def test_of_what_may_not_be_sent_nothing_is_put(
+    site: Site, closed_site: Site, spool: Path, status: int, headers: dict[str, str], body: bytes | None
+) -> None:
+    answer = site.get("/rows", headers, "POST", body)
+    assert answer.status == status
+    if not headers:
+        assert "line 2 is not JSON" in answer.text and "Nothing was put" in answer.text
+    if status == 403:  # not even with the token
+        assert closed_site.get("/rows", {**headers, **BEARER}, "POST", body).status == 403
+    assert site.get("/rows").status == 405 and site.get("/").status == 404 and not list(spool.iterdir())
 
 
-def test_a_spool_that_has_ended_takes_nothing_and_does_not_tell_where_it_lies(site: Site, spool: Path) -> None:
-    end(spool)
-    answer = site.get("/rows", method="POST", body=b'{"prompt": "a"}')
-    assert answer.status == 400 and "'prompts' has ended" in answer.text and str(spool) not in answer.text
+def test_without_the_token_nothing_is_taken(closed_site: Site, spool: Path) -> None:
+    assert closed_site.get("/rows", method="POST", body=ROW).status == 401 and not list(spool.iterdir())
+    assert closed_site.get("/rows", BEARER, "POST", ROW).status == 200 and rows(spool) == [{"prompt": "a"}]
 
 
-def test_a_full_disk_takes_nothing_and_the_same_can_be_sent_again(
+def test_a_full_disk_or_a_spool_that_has_ended_takes_nothing_and_does_not_tell_where_it_lies(
     site: Site, spool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(file: object) -> None:
@@ -77,53 +108,13 @@ def test_a_full_disk_takes_nothing_and_the_same_can_be_sent_again(
 
     with monkeypatch.context() as full:
         full.setattr(DISK, "sync", refuse)
-        answer = site.get("/rows", method="POST", body=b'{"prompt": "a"}')
+        answer = site.get("/rows", method="POST", body=ROW)
     assert answer.status == 503 and "No space left on device; nothing was put into it" in answer.text
     assert str(spool) not in answer.text and not list(spool.iterdir())
-    assert site.get("/rows", method="POST", body=b'{"prompt": "a"}').status == 200 and len(rows(spool)) == 1
-
-
-def test_what_is_too_long_or_of_no_said_length_is_refused_before_it_is_read(site: Site, spool: Path) -> None:
-    assert site.get("/rows", {"content-length": str(MAX_BODY_BYTES + 1)}, "POST").status == 413
-    assert site.get("/rows", {"content-length": "1e3"}, "POST").status in (400, 413)
-    assert site.get("/rows", {"transfer-encoding": "chunked"}, "POST").status == 411
-    assert site.get("/rows").status == 405 and site.get("/").status == 404 and site.get("/healthz").status == 200
-    assert not list(spool.iterdir())
-
-
-def test_without_the_token_or_from_a_site_of_another_name_nothing_is_taken(closed_site: Site, site: Site, spool: Path) -> None:
-    body = b'{"prompt": "a"}'
-    assert closed_site.get("/rows", method="POST", body=body).status == 401
-    assert site.get("/rows", {"host": "elsewhere.example"}, "POST", body).status == 421
-    assert not list(spool.iterdir())
-    assert closed_site.get("/rows", {"authorization": f"Bearer {TOKEN}"}, "POST", body).status == 200
-    assert rows(spool) == [{"prompt": "a"}]
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"origin": "https://evil.example", "sec-fetch-site": "cross-site", "content-type": "text/plain;charset=UTF-8"},
-        {"origin": "null", "content-type": "text/plain"},
-        {"origin": "http://127.0.0.1:1"},
-        {"sec-fetch-site": "same-site"},
-        {"sec-fetch-site": "cross-site"},
-    ],
-)
-def test_a_page_of_another_site_can_send_nothing_not_even_with_the_token(
-    site: Site, closed_site: Site, spool: Path, headers: dict[str, str]
-) -> None:
-    body = b'{"prompt": "a"}'
-    assert site.get("/rows", headers, "POST", body).status == 403
-    assert closed_site.get("/rows", {**headers, "authorization": f"Bearer {TOKEN}"}, "POST", body).status == 403
-    assert not list(spool.iterdir())
-
-
-def test_a_page_of_its_own_and_programs_may_send(site: Site, spool: Path) -> None:
-    body, own = b'{"prompt": "a"}', {"origin": f"http://127.0.0.1:{site.port}", "sec-fetch-site": "same-origin"}
-    for headers in ({}, own, {"sec-fetch-site": "none"}):
-        assert site.get("/rows", headers, "POST", body).status == 200
-    assert len(rows(spool)) == 3
+    assert site.get("/rows", method="POST", body=ROW).status == 200 and len(rows(spool)) == 1
+    end(spool)
+    answer = site.get("/rows", method="POST", body=ROW)
+    assert answer.status == 400 and "'prompts' has ended" in answer.text and str(spool) not in answer.text
 
 
 def test_the_command_takes_rows_at_a_socket_that_this_user_alone_can_open(spool: Path) -> None:

@@ -78,22 +78,17 @@ def test_every_metric_of_an_alert_rule_is_in_the_endpoint_s_output(tmp_path: Pat
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 10
 
 
-def test_a_broken_run_and_one_without_a_step_are_scraped_with_what_they_have(tmp_path: Path) -> None:
+def test_broken_runs_and_one_without_a_step_are_scraped_with_what_they_have(tmp_path: Path) -> None:
     broken_run(tmp_path / "broken")
     made_run(tmp_path / "empty", 0)
-    found = samples(Runs(tmp_path))
-    assert found["async_rlhf_problems", "broken"] > 0 and found["async_rlhf_problems", "empty"] == 0
-    assert ("async_rlhf_reward", "empty") not in found and found["async_rlhf_steps_total", "empty"] == 0
-    assert found["async_rlhf_runs",] == 2
-
-
-def test_names_that_a_file_invents_stay_inside_their_label(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 3)
     status = json.loads((run / "ledger.json").read_text())
     status["actors"] = {'evil"} 1\nasync_rlhf_up{run="x': {"version": 1, "groups": 1, "silent_s": 0.0}}
     (run / "ledger.json").write_text(json.dumps(status))
     write_lines(run / "metrics.jsonl", [{"step": 4, "reward": "much", "step_time": 1e999}])
-    found = samples(Runs(run))
+    found = samples(Runs(tmp_path))
+    assert found["async_rlhf_problems", "broken"] > 0 and found["async_rlhf_problems", "empty"] == 0
+    assert ("async_rlhf_reward", "empty") not in found and found["async_rlhf_steps_total", "empty"] == 0
     assert found["async_rlhf_actor_version", 'evil"} 1\nasync_rlhf_up{run="x', "run"] == 1
-    assert [key for key in found if key[0] == "async_rlhf_up"] == [("async_rlhf_up", "run")]
-    assert ("async_rlhf_reward", "run") not in found
+    assert {key[1:] for key in found if key[0] == "async_rlhf_up"} == {("broken",), ("empty",), ("run",)}
+    assert ("async_rlhf_reward", "run") not in found and found["async_rlhf_runs",] == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,13 +70,10 @@ def test_the_metrics_of_a_long_run_are_read_at_even_distances(tmp_path: Path, mo
     assert reading.history.last_step == 3001
 
 
-def test_a_run_without_a_step_has_nothing_to_draw_and_no_problem(tmp_path: Path) -> None:
-    reading = read(made_run(tmp_path / "run", 0))
-    assert reading.history.metrics == [] and reading.timeline()["lanes"] == [] and reading.problems == []
-    assert reading.completions() == [] and reading.events([]) == []
-
-
-def test_of_a_damaged_run_what_can_be_read_is_shown(tmp_path: Path) -> None:
+def test_of_a_damaged_run_what_can_be_read_is_shown_and_of_an_empty_one_nothing(tmp_path: Path) -> None:
+    empty = read(made_run(tmp_path / "empty", 0))
+    assert empty.history.metrics == [] and empty.timeline()["lanes"] == [] and empty.problems == []
+    assert empty.completions() == [] and empty.events([]) == []
     reading = read(broken_run(tmp_path / "run"))
     assert steps(reading) == [step for step in range(1, 31) if step not in (11, 12)]
     assert reading.problems == [
@@ -86,13 +82,6 @@ def test_of_a_damaged_run_what_can_be_read_is_shown(tmp_path: Path) -> None:
     ]
     assert reading.completions()[0]["prompt"] == HOSTILE
     assert [event["text"] for event in reading.events([])] == [f"a {HOSTILE}"]
-
-
-def test_a_file_that_is_no_regular_one_is_named(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", 2)
-    (run / "changes.jsonl").unlink()
-    os.mkfifo(run / "changes.jsonl")
-    assert any("changes.jsonl is no regular file" in problem for problem in read(run).problems)
 
 
 def test_changes_evaluations_and_refused_steps_stand_in_one_list(tmp_path: Path) -> None:
@@ -132,14 +121,9 @@ def test_what_is_no_line_of_a_file_of_events_spoils_no_other() -> None:
     assert len(found) == 15 and all(event["step"] is None and isinstance(event["text"], str) for event in found)
 
 
-def test_the_text_of_a_completion_is_divided_where_the_version_changed() -> None:
+def test_the_text_of_a_completion_is_divided_where_the_version_changed_or_stays_whole() -> None:
     decode = decoder(TOKENIZER, 0.0)
-    tokens = [24, 17, 17, 32, 31, 1]
-    assert pieces("leets", tokens, [[7, 3], [8, 3]], decode) == [(7, "lee"), (8, "ts")]
-
-
-def test_a_text_whose_parts_do_not_add_up_stays_whole() -> None:
-    decode = decoder(TOKENIZER, 0.0)
+    assert pieces("leets", [24, 17, 17, 32, 31, 1], [[7, 3], [8, 3]], decode) == [(7, "lee"), (8, "ts")]
     assert pieces("other", [24, 17, 17], [[7, 1], [8, 2]], decode) == [(8, "other")]
     assert pieces("leets", [24, 17, 10**9], [[7, 1], [8, 2]], decode) == [(8, "leets")]
     assert pieces("leets", [24, 17, 17], [[7, 1], [8, 2]], None) == [(8, "leets")]
