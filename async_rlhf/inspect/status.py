@@ -6,10 +6,8 @@ living run of this user has made are connected to.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -22,8 +20,8 @@ from rich.text import Text
 
 from async_rlhf.actors.scoring.remote_executor import server_state
 from async_rlhf.buffers.clients.control import control
-from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
-from async_rlhf.buffers.transport.link import Connect, connector
+from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
+from async_rlhf.buffers.transport.link import connector
 from async_rlhf.launch.placement import as_ranges
 from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
@@ -93,8 +91,8 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
     alive, scorer = run.is_alive(), {}
     if (sockets := tried(run.sockets, None)) is not None:
         try:
-            connect = connector(config.security.directory)
-            hub = _checked(_within(lambda: _ask(hub_address(sockets), connect)), "the hub's answer")
+            with control(hub_address(sockets), _PATIENCE_S, connector(config.security.directory)) as asked:
+                hub = _checked(asked.status(), "the hub's answer")
         except AsyncRLHFError as error:
             is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # what is left is evaluated
             hub["state"] = "ending" if is_over else f"the hub does not answer: {error}"
@@ -238,11 +236,6 @@ def _evaluations(records: Sequence[dict[str, Any]]) -> list[str]:
     return words + others
 
 
-def _ask(address: str, connect: Connect) -> dict[str, Any]:
-    with control(address, timeout_s=_PATIENCE_S, connect=connect) as hub:
-        return hub.status()
-
-
 def _sentence(record: dict[str, Any], words: Callable[[dict[str, Any]], str]) -> str:
     try:
         return words(record)
@@ -285,23 +278,6 @@ def _is_newer(path: Path, other: Path) -> bool:
     with suppress(OSError):
         return path.stat().st_mtime_ns > other.stat().st_mtime_ns
     return False
-
-
-def _within(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer; DeadlineError after twice the patience, whatever the other side sends meanwhile."""
-    answer: Future[dict[str, Any]] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="status", daemon=True).start()
-    try:
-        return answer.result(2 * _PATIENCE_S)
-    except TimeoutError:
-        raise DeadlineError(f"no status within {2 * _PATIENCE_S:.0f} s") from None
 
 
 def _scorer(address: str) -> dict[str, Any]:

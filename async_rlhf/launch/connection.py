@@ -70,12 +70,11 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Files of one folder, by their names in it. there: where the host may have the same (`orders.Look`); required: it must."""
+    """Files of one folder, by their names in it. there: where the host may have the same (`orders.Look`)."""
 
     here: Path
     names: tuple[str, ...]
     there: str
-    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,8 +227,6 @@ class Connection:
         for place in self._places:
             self._say(orders.Look(path=place.there, files={name: known_digest(place.here / name) for name in place.names}))
             looked = self._answer(orders.Looked)  # it reads gigabytes, and beats
-            if looked.problem and place.required:
-                raise FileNotFoundError(f"{looked.problem} (launch.paths names it for {place.here})")
             if not looked.problem:
                 self._found[place] = looked.path
 

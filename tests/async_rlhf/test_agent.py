@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgpack
@@ -24,7 +20,7 @@ from async_rlhf.launch.agent import Agent, serve
 from async_rlhf.launch.connection import Connection, Place, nothing
 from async_rlhf.launch.depot import Depot
 from async_rlhf.launch.exit_codes import HOST_LOST
-from async_rlhf.launch.hosts import Pipe
+from async_rlhf.launch.hosts import CommandChannel, CommandHosts, Pipe
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.orders import EVENTS, ORDERS, Look, Missing, Open, Piece, Start, Want
 from async_rlhf.launch.program import Node
@@ -37,43 +33,32 @@ def opening(directory: Path, lost_after_s: float = 60.0) -> Open:
 
 
 class Spoken:
-    """An agent's process, and the supervisor's end of its pipes."""
+    """An agent's process, and the supervisor's end of its channel."""
 
     def __init__(self, directory: Path, lost_after_s: float) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "async_rlhf.launch.agent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.pipe = Pipe(os.dup(self.process.stdout.fileno()), os.dup(self.process.stdin.fileno()))
-        self.process.stdin = self.process.stdin.close()
+        self.channel = CommandChannel([sys.executable, "-m", "async_rlhf.launch.agent"])
+        self.process = self.channel._process
         self.say(opening(directory, lost_after_s))
         self.opened = self.hear(orders.Opened)
 
     def say(self, order: orders.Order) -> None:
-        self.pipe.send(ORDERS.pack(order))
+        self.channel.send(ORDERS.pack(order))
 
     def hear(self, kind: type[Any]) -> Any:
         """The next event of this kind."""
-        found = wait_for(lambda: self._of(kind), kind.__name__)
-        assert isinstance(found, kind)
-        return found
 
-    def finish(self) -> tuple[int, str]:
-        """Exit code and what it said on standard error."""
-        said = self.process.communicate(timeout=300)[1].decode()
-        return self.process.returncode, said
+        def look() -> Any:
+            frame = self.channel.receive(0.1)
+            found = None if frame is None else EVENTS.unpack(frame)
+            return found if isinstance(found, kind) else None
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=300)
+        return wait_for(look, kind.__name__)
 
-    def _of(self, kind: type[Any]) -> Any:
-        frame = self.pipe.receive(0.1)
-        found = None if frame is None else EVENTS.unpack(frame)
-        return found if isinstance(found, kind) else None
+    def end(self) -> str:
+        """How it ended, and what it said last."""
+        with pytest.raises(ConnectionAbortedError) as raised:
+            wait_for(lambda: self.channel.receive(0.1) and None, "its end")
+        return str(raised.value)
 
 
 @pytest.fixture
@@ -86,7 +71,7 @@ def agent(tmp_path: Path) -> Iterator[Callable[..., Spoken]]:
 
     yield start
     for each in started:
-        each.close()
+        each.channel.close()
 
 
 def a_hub_without_a_run(life: int, **inline: bytes) -> Start:
@@ -128,9 +113,8 @@ def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
     assert b"is no run directory" in spoken.hear(orders.Wrote).data
     ended = spoken.hear(orders.Ended)
     assert (ended.life, ended.code) == (7, 3) and "is no run directory" in ended.words
-    assert spoken.pipe.end(1.0)
-    code, said = spoken.finish()
-    assert code == 0 and "ends with its supervisor" in said
+    assert spoken.channel._pipe.end(1.0)
+    assert "ended with code 0: the agent ends with its supervisor" in spoken.end()
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["contents"]
 
 
@@ -155,46 +139,18 @@ def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_
 
 
 def test_an_agent_that_hears_nothing_ends(agent: Callable[..., Spoken]) -> None:
-    code, said = agent(lost_after_s=5.0).finish()
-    assert code == 0 and "no order for" in said
-
-
-class Reading:
-    """A channel and its only host: an agent that has read what it was to look at when it has heard twice of its supervisor."""
-
-    names = present = addresses = ("far",)
-    here = "near"
-
-    def __init__(self) -> None:
-        self._events: SimpleQueue[bytes] = SimpleQueue()
-        self.num_heard = 0
-
-    def connect(self, name: str) -> Reading:
-        return self
-
-    def send(self, frame: bytes) -> None:
-        if isinstance(order := ORDERS.unpack(frame), Open):
-            here = version("async-rlhf")
-            has = orders.Machine(devices=0, device_memory=None, device_name="", cpus=1, memory=None)
-            self._events.put(EVENTS.pack(orders.Opened(version=here, host="far", directory="/own", has=has)))
-        elif isinstance(order, orders.Alive):
-            self.num_heard += 1
-            if self.num_heard == 2:
-                self._events.put(EVENTS.pack(orders.Looked(path="/its", problem="")))
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        with suppress(Empty):
-            return self._events.get(timeout=timeout_s)
-        return None
-
-    def close(self) -> None: ...
+    said = agent(lost_after_s=5.0).end()
+    assert "ended with code 0" in said and "no order for" in said
 
 
 def test_an_agent_hears_of_its_supervisor_while_it_reads_for_long(tmp_path: Path) -> None:
+    """For longer than after which it would end by itself."""
+    slow = "depot.Depot.problem = lambda *_: time.sleep(8) or 'changed'"
+    program = f"import time; from async_rlhf.launch import agent, depot; {slow}; agent.main()"
     (tmp_path / "rows").write_bytes(b"rows")
-    channel, place = Reading(), Place(tmp_path, ("rows",), "/its")
-    connection = Connection("far", channel, opening(tmp_path), [place], nothing)
-    assert connection.ready.wait(60) and not connection.lost and channel.num_heard >= 2
+    hosts, place = CommandHosts(("far",), [sys.executable, "-c", program]), Place(tmp_path, ("rows",), "/its")
+    connection = Connection("far", hosts, opening(tmp_path, 4.0), [place], nothing)
+    assert connection.ready.wait(120) and not connection.lost
     connection.close()
 
 

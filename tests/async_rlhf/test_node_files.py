@@ -86,18 +86,15 @@ def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config:
 def test_a_model_that_a_host_has_is_named_and_not_sent(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = actor_node(config.address, 0, tmp_path / "log")
     (tmp_path / "runs/run/data").mkdir(parents=True)
-    paths = {str(tmp_path): "/there", "/": "/x"}
-    mapped = config.model_copy(update={"launch": config.launch.model_copy(update={"paths": paths})})
-    for of, place_there, required in ((mapped, "/there/model", True), (config, config.model, False)):
-        (place,) = places(of)
-        assert (place.there, place.required) == (place_there, required) and "model.safetensors" in place.names
-        given = pack(of, node, "/own/actor-0", {place: place.there})
-        assert f'model = "{place_there}"' in given.inline["config.toml"].decode()
-        assert not any(name.startswith("model/") for name in given.files)
+    (place,) = places(config)
+    assert place.there == config.model and "model.safetensors" in place.names
+    given = pack(config, node, "/own/actor-0", {place: "/there/model"})
+    assert 'model = "/there/model"' in given.inline["config.toml"].decode()
+    assert not any(name.startswith("model/") for name in given.files)
     assert "model/model.safetensors" in pack(config, node, "/own/actor-0", {}).files
     monkeypatch.setattr(staging, "HF_HUB_CACHE", str(tmp_path))  # a snapshot is looked for in the host's own cache
     (place,) = places(config)
-    assert (place.there, place.required) == ("{hub}/model", False)
+    assert place.there == "{hub}/model"
     assert 'model = "/its/hub/model"' in pack(config, node, "/own", {place: "/its/hub/model"}).inline["config.toml"].decode()
 
 
@@ -139,7 +136,6 @@ def test_settings_that_cannot_be_are_refused(small: Any, overrides: dict[str, An
     ("overrides", "message"),
     [
         ({"launch.hosts": ["no.such.host.invalid"]}, "'no.such.host.invalid' cannot be reached.*choose launch.interface"),
-        ({"launch.paths": {"/nowhere": "/x"}, "launch.hosts": ["localhost"]}, "'/nowhere' is no folder of what hosts need"),
         ({"launch.interface": "eth99"}, "launch.interface = 'eth99': there is none"),
         ({"address": "tcp://*:5555", "security.keys": "keys"}, "hosts need one they can connect to"),
         (

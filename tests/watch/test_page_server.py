@@ -129,17 +129,28 @@ def test_a_command_whose_page_can_be_neither_written_nor_served_begins_nothing(m
 
 
 @pytest.mark.parametrize("later", ["runs/new", "runs"])
-def test_a_page_that_is_opened_before_the_first_run_fills_when_it_begins(tmp_path: Path, later: str) -> None:
+def test_a_page_that_is_opened_before_the_first_run_fills_when_it_begins_and_forgets_it_when_it_is_removed(
+    tmp_path: Path, later: str
+) -> None:
     """later: the directory of the run that begins below, or at, the watched one."""
     time = [0.0]
-    with serving(Runs(tmp_path / "runs", clock=lambda: time[0], may_be_empty=True)) as site:
+    with serving(runs := Runs(tmp_path / "runs", clock=lambda: time[0], may_be_empty=True)) as site:
         assert json.loads(site.get("/api/runs").text) == {"one": False, "more": 0, "runs": []}
         assert [site.get(path).status for path in ("/", "/metrics", "/healthz", "/readyz")] == [200, 200, 200, 503]
-        made_run(tmp_path / later, 2)
+        run = made_run(tmp_path / later, 2)
         time[0] += 3
         found = json.loads(site.get("/api/runs").text)
         assert [run["step"] for run in found["runs"]] == [2] and found["one"] == (later == "runs")
-        assert site.get("/readyz").status == 200
+        assert site.get("/readyz").status == 200 and runs.state(run.name)["summary"]["step"] == 2
+        write_lines(run / "metrics.jsonl", records(3, begin=3))
+        assert runs.state(run.name)["summary"]["step"] == 2
+        time[0] += 3
+        assert runs.state(run.name)["summary"]["step"] == 3
+        run.rename(tmp_path / "moved")
+        time[0] += 3
+        assert runs.names() == []
+        with pytest.raises(KeyError):
+            runs.state(run.name)
 
 
 def test_the_command_serves_also_before_the_first_run_until_it_is_interrupted_and_imports_no_torch(tmp_path: Path) -> None:
@@ -213,22 +224,6 @@ def test_a_saved_page_has_the_runs_inside_and_no_text_of_theirs_as_markup(made: 
     assert set(data["saved"]["states"]) == {"first", "second", "broken"}
     assert data["saved"]["states"]["broken"]["completions"][0]["prompt"] == HOSTILE
     assert "connect-src 'none'" in text
-
-
-def test_a_run_that_is_removed_while_it_is_watched_is_gone_from_the_list(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", 3)
-    time = [0.0]
-    runs = Runs(tmp_path, clock=lambda: time[0])
-    assert runs.names() == ["run"] and runs.state("run")["summary"]["step"] == 3
-    write_lines(run / "metrics.jsonl", records(4, begin=4))
-    assert runs.state("run")["summary"]["step"] == 3
-    time[0] += 3
-    assert runs.state("run")["summary"]["step"] == 4
-    run.rename(tmp_path.parent / f"{tmp_path.name}-moved")
-    time[0] += 3
-    assert runs.names() == []
-    with pytest.raises(KeyError):
-        runs.state("run")
 
 
 def test_many_viewers_share_one_reading_and_one_thread_and_nothing_of_an_earlier_one_is_kept(

@@ -31,7 +31,8 @@ def test_a_scrape_has_the_newest_step_the_ledger_and_the_actors(tmp_path: Path) 
     assert found["async_rlhf_staleness_bound_steps", "run"] == 1
     restarts = {role: found["async_rlhf_restarts_total", role, "run"] for role in ("actor", "hub", "learner", "scorer")}
     assert restarts == {"actor": 3, "hub": 0, "learner": 0, "scorer": 1}
-    assert ("async_rlhf_mismatch_nats", "run") not in found  # null in the newest step
+    assert found["async_rlhf_step", "staleness/violations", "run"] == 0
+    assert ("async_rlhf_step", "mismatch/abs_log_ratio", "run") not in found  # null in the newest step
     assert (found["async_rlhf_spool_rows_total", "run"], found["async_rlhf_spool_rejected_lines_total", "run"]) == (160, 2)
     waits = ("spool_problem", "waits_for_prompts", "waits_for_room")
     assert [found[f"async_rlhf_{name}", "run"] for name in waits] == [0, 0, 0]
@@ -57,9 +58,13 @@ def test_of_several_rewards_none_of_which_is_named_there_is_no_held_out_accuracy
         (made_run(tmp_path / name, 3) / "evaluations.jsonl").write_text(json.dumps({**line, **more}) + "\n")
     runs = Runs(tmp_path)
     found = samples(runs)
-    assert found["async_rlhf_evaluation_reward", "unnamed"] == found["async_rlhf_evaluation_reward", "named"] == 1.5
-    assert ("async_rlhf_evaluation_accuracy_ratio", "unnamed") not in found
-    assert found["async_rlhf_evaluation_accuracy_ratio", "named"] == 1.0
+    assert (
+        found["async_rlhf_evaluation", "mean_reward", "unnamed"]
+        == found["async_rlhf_evaluation", "mean_reward", "named"]
+        == 1.5
+    )
+    assert ("async_rlhf_evaluation", "accuracy", "unnamed") not in found
+    assert found["async_rlhf_evaluation", "accuracy", "named"] == 1.0
     [shown] = runs.state("unnamed")["summary"]["evaluations"]
     assert shown["accuracy"] is None and shown["rewards"] == {"exact": 0.0, "brief": 1.5}, "what the page draws"
 
@@ -73,6 +78,8 @@ def test_every_metric_of_an_alert_rule_is_in_the_endpoint_s_output(tmp_path: Pat
     (group,) = yaml.safe_load(rules)["groups"]
     for rule in group["rules"]:
         used = re.findall(r"async_rlhf_\w+", rule["expr"])
+        chosen = [name for each in re.findall(r'metric=~?"(.*?)"', rule["expr"]) for name in each.split("|")]
+        assert all(f'metric="{name}"' in scraped.text for name in chosen), chosen
         assert used and set(used) <= names, f"{rule['alert']} uses {used}"
         assert rule["labels"]["severity"] in {"critical", "warning", "info"} and rule["annotations"]["summary"]
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 10
@@ -88,7 +95,7 @@ def test_broken_runs_and_one_without_a_step_are_scraped_with_what_they_have(tmp_
     write_lines(run / "metrics.jsonl", [{"step": 4, "reward": "much", "step_time": 1e999}])
     found = samples(Runs(tmp_path))
     assert found["async_rlhf_problems", "broken"] > 0 and found["async_rlhf_problems", "empty"] == 0
-    assert ("async_rlhf_reward", "empty") not in found and found["async_rlhf_steps_total", "empty"] == 0
+    assert ("async_rlhf_step", "reward", "empty") not in found and found["async_rlhf_steps_total", "empty"] == 0
     assert found["async_rlhf_actor_version", 'evil"} 1\nasync_rlhf_up{run="x', "run"] == 1
     assert {key[1:] for key in found if key[0] == "async_rlhf_up"} == {("broken",), ("empty",), ("run",)}
-    assert ("async_rlhf_reward", "run") not in found and found["async_rlhf_runs",] == 3
+    assert ("async_rlhf_step", "reward", "run") not in found and found["async_rlhf_runs",] == 3
