@@ -1,4 +1,5 @@
-"""Whatever stands in the files of one run, the page shows the others, and marks that one."""
+"""Whatever stands in the files of a run, the page shows the others and marks that one; commands name it in a clear line, wait
+for nothing without end, and signal no process."""
 
 from __future__ import annotations
 
@@ -6,19 +7,25 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import made_run
 from typer.testing import CliRunner
 
 from async_rlhf.cli.commands import app
+from async_rlhf.inspect import status
 from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.launch.sockets import hub_address, socket_directory
+from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.document import METRICS, listing, page, snapshot
 from async_rlhf.watch.prometheus import exposition
 from async_rlhf.watch.runs import Runs, as_json
@@ -48,16 +55,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def quiet(run: Path, *verbs: str) -> dict[str, str]:
-    """What each command says of a run, which ends in order and speaks to no terminal."""
-    said = {}
-    for verb in verbs:
-        result = CliRunner().invoke(app, [*verb.split(), str(run)])
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        assert result.exit_code in (0, 3, 8), (verb, result.exit_code, result.output)
-        assert all(line.isprintable() for line in result.output.split("\n")) and "Traceback" not in result.output
-        said[verb] = result.output
-    return said
+def said(run: Path | RunDir, verb: str) -> str:
+    """What a command says of a run, which ends in order and speaks to no terminal."""
+    path = run if isinstance(run, Path) else run.path
+    result = CliRunner().invoke(app, [*verb.split(), str(path)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code in (0, 3, 8), (verb, result.exit_code, result.output)
+    assert all(line.isprintable() for line in result.output.split("\n")) and "Traceback" not in result.output
+    return result.output
 
 
 def seen(runs: Path, bad: str) -> None:
@@ -72,11 +77,11 @@ def seen(runs: Path, bad: str) -> None:
     assert listed["good"]["step"] == 4 and bad in listed
     assert b'async_rlhf_steps_total{run="good"} 4.0' in exposition(found)
     page(snapshot(found)).encode()
-    quiet(runs / bad, "status", "stop", "rollouts show")
+    for verb in ("status", "stop", "rollouts show"):
+        said(runs / bad, verb)
     if not (runs / bad / "lock").exists():
-        lock = RunLock.take(runs / bad / "lock")
-        quiet(runs / bad, "status")
-        lock.release()
+        with held(runs / bad):
+            said(runs / bad, "status")
 
 
 @contextmanager
@@ -163,3 +168,105 @@ def test_a_damaged_configuration_marks_its_run_and_names_the_place(watched: Path
         (bad / "config.toml").write_text(content)
         summary = Runs(watched / "runs").summaries()["bad"]
         assert summary["state"] == "cannot be read" and summary["problems"][0].startswith(problem)
+
+
+GOOD = {"step": 1, "reward": 0.5, "staleness/mean": 0, "staleness/max": 0, "tokens_per_second": 1, "idle/learner": 0}
+LEDGER = {"state": "running", "ledger": {"credited": 1, "trained": 1, "closes": True}}
+
+
+@pytest.fixture
+def run(small: Callable[..., Any]) -> RunDir:
+    made = RunDir.create(small())
+    made.retire()
+    made.ledger.write_text(json.dumps(LEDGER))
+    made.metrics.write_text(json.dumps(GOOD) + "\n")
+    return made
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """The run lives, by its lock."""
+    lock = RunLock.take(run / "lock")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.toml", "= \x1b[2J", "config.toml is damaged"),
+        ("config.toml", b"\xff\xd8\xff", "config.toml cannot be read"),
+        ("config.toml", 'model = "\\u001b[2J"\nmax_steps = 0', "max_steps = 0"),
+        ("config.toml", None, "config.toml is no regular file"),
+        ("metrics.jsonl", b"\0" * 100 + b"\n", "metrics.jsonl: 1 of its last 1 lines"),
+        ("metrics.jsonl", '{"step": "many"}\n', "metrics.jsonl: 1 of its last 1 lines"),
+        ("metrics.jsonl", '{"step": 3}\n', "a record that cannot be shown (KeyError: 'reward')"),
+        ("metrics.jsonl", json.dumps({**GOOD, "reward": "\x1b[2J"}) + "\n", "cannot be shown (ValueError"),
+        ("ledger.json", '{"ledger": {"credited": "\x1b[2J"}}', "ledger.json"),
+        ("ledger.json", '{"actors": []}', "ledger.json: actors: Input should be a valid dictionary"),
+        ("evaluations.jsonl", '{"num": 1}\n', "evaluations.jsonl: 1 of its last 1 lines"),
+        ("evaluations.jsonl", '{"label": "start"}\n', "cannot be shown (KeyError: 'num_prompts')"),
+    ],
+)
+def test_what_is_spoilt_is_named_in_one_line(name: str, content: str | bytes | None, message: str, run: RunDir) -> None:
+    path = run.path / name
+    path.unlink(missing_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    [line] = [line for line in said(run, "status").split("\n") if message in line]
+    assert "\x1b" not in line
+
+
+def test_stop_signals_no_process_that_a_file_names(run: RunDir) -> None:
+    (run.path / "run.json").write_text(json.dumps({"pid": os.getpid(), "created": 0, "address": "ipc://x", "scorer": ""}))
+    run.lock_file.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
+    assert "is not running" in said(run, "stop")
+    with held(run.path):
+        run.lock_file.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
+        assert "no supervisor that can be seen from here" in said(run, "stop")
+        run.lock_file.write_text(json.dumps({"host": "\x1b[2J", "pid": 7}))
+        assert "running on another host (process 7 on host \\x1b[2J)" in said(run, "stop")
+
+
+def test_no_address_of_a_file_is_dialled(run: RunDir, socket_dir: Path) -> None:
+    """A socket that is not in a private directory of this user's runs, and one of a run that does not live."""
+    (socket_dir / "async-rlhf-open").mkdir(mode=0o755)
+    for directory in (socket_dir, socket_dir / "async-rlhf-open"):
+        (run.path / "run.json").write_text(json.dumps({"sockets": str(directory)}))
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as hub:
+            hub.bind(hub_address(directory))
+            assert "is no socket directory" not in said(run, "status"), "nothing lives: it is not even looked at"
+            with held(run.path):
+                assert "is no socket directory of a run of this user" in said(run, "status")
+            assert not hub.poll(100)
+
+
+@pytest.mark.parametrize("answer", [None, [], [b""], [b"\x80"], [b"\xff" * 9, b"x"]])
+def test_a_hub_that_answers_nonsense_or_nothing_is_not_waited_for(
+    answer: list[bytes] | None, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_PATIENCE_S", 0.5)
+    with socket_directory() as directory, zmq.Context() as context, context.socket(zmq.ROUTER) as hub:
+        hub.bind(hub_address(directory))
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                if hub.poll(50):
+                    peer, *_ = hub.recv_multipart()
+                    if answer is not None:
+                        hub.send_multipart([peer, *answer])
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            run.announce(directory)
+            with held(run.path):
+                assert "the hub does not answer" in said(run, "status")
+        finally:
+            over.set()
+            serving.join(30)
