@@ -31,17 +31,12 @@ class LaunchConfig(Section):
     lost_after_s: float = Field(default=30.0, ge=2)
     """Seconds of silence after which a host counts as lost; its agent then ends what it runs."""
 
-    @field_validator("command")
-    @classmethod
-    def _names_a_program(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        if not command or not command[0]:
-            raise ValueError("it names no program")
-        return command
-
     @model_validator(mode="after")
     def _of_its_kind(self) -> LaunchConfig:
         if self.kind == "hosts" and not self.hosts:
             raise ValueError('kind = "hosts" needs launch.hosts, for example ["gpu1", "gpu2"]')
+        if not self.command or not self.command[0]:
+            raise ValueError("command = []: it names no program")
         if len(set(self.hosts)) < len(self.hosts) or not all(self.hosts):
             raise ValueError(f"hosts = {list(self.hosts)}: each once, none empty; several actors of one host are actors.count")
         if bad := [host for host in self.hosts if host.startswith("-")]:

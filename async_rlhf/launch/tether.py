@@ -23,9 +23,9 @@ _BEAT_S = 1.0
 BEAT, PROGRESS, PERCENT = b".", b"+", b"%"
 
 
-def environment(beats: int, lock: int | None) -> dict[str, str]:
+def environment(beats: int, lock: int = -1) -> dict[str, str]:
     """What the launcher adds to a role's environment: the descriptors that it inherits."""
-    return {_VARIABLE: f"{beats} {-1 if lock is None else lock}"}
+    return {_VARIABLE: f"{beats} {lock}"}
 
 
 class Tether:

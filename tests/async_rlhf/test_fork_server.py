@@ -131,7 +131,7 @@ def test_a_fork_ends_by_a_signal_an_error_or_its_closed_input_and_holds_a_lock_a
 
 
 def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "_servers", [])
+    monkeypatch.setattr(forked, "_server", None)
 
     def fork() -> Forked:
         made: list[Forked] = []
@@ -143,9 +143,10 @@ def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: p
         assert forked.fork(["numpy"], VARIABLES, ask)
         return made[0]
 
-    first, (server,) = fork(), list(forked._servers)
+    first, server = fork(), forked._server
+    assert server is not None
     server.process.kill()
-    second, (other,) = fork(), list(forked._servers)
+    second, other = fork(), forked._server
     assert other is not server and first.process.poll() is None
     assert forked.warm(["numpy"], {**VARIABLES, "CUDA_VISIBLE_DEVICES": "3"}) is other
     assert forked.warm(["numpy"], {**VARIABLES, "OMP_NUM_THREADS": "7"}) is not other, "a library has read it by now"
@@ -182,7 +183,7 @@ def test_a_server_that_hangs_or_cannot_import_is_an_error_with_a_name(
     with pytest.raises(OSError, match="the fork server has not answered for 600 s"):
         server.fork("no:matter", [], VARIABLES, [0, 1, 2])
     assert not server.is_there
-    monkeypatch.setattr(forked, "_servers", [])
+    monkeypatch.setattr(forked, "_server", None)
     with pytest.raises(OSError, match="the fork server ends while it begins"):
         forked.fork(["no_such_module"], VARIABLES, lambda each: each.fork("no:matter", [], VARIABLES, [0, 1, 2]))
     forked._close()
@@ -202,13 +203,13 @@ def test_servers_end_with_the_command_that_uses_them(
 
 def test_a_server_serves_only_the_process_it_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of the program around has none yet, and what a shell passes on is another's; "off" means none at all."""
-    monkeypatch.setattr(forked, "_servers", ["the parent's"])
+    monkeypatch.setattr(forked, "_server", "the parent's")
     told, tell = os.pipe()
     if not (child := os.fork()):
-        os.write(tell, str(len(forked._servers)).encode())
+        os.write(tell, str(forked._server).encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(told, 9) == b"0" and len(forked._servers) == 1
+    assert os.read(told, 9) == b"None" and forked._server is not None
     os.close(told)
     os.close(tell)
     monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", f"{os.getppid()} 3 4 digest")

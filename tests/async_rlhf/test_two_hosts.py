@@ -21,7 +21,7 @@ from async_rlhf.cli.commands import app
 from async_rlhf.launch.program import role_of
 from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf import two_hosts
-from tests.async_rlhf.test_hosts import times_relayed
+from tests.async_rlhf.test_hosts import assert_nothing_lost, times_relayed
 from tests.async_rlhf.two_hosts import AHEAD_S, A, B, TwoHosts, clock_ahead
 from tests.conftest import wait_for
 
@@ -83,10 +83,7 @@ def training(hosts: TwoHosts, arguments: list[str], output: Path) -> Iterator[tu
     finally:
         process.kill()
         process.wait()
-    metrics, ledger = run.read_metrics(), run.read_ledger()["ledger"]
-    assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
-    assert ledger["closes"] and ledger["trained"] == len(metrics) * run.config().groups_per_batch
-    assert ledger["quarantined"] == 0 and max(record["staleness/violations"] for record in metrics) == 0
+    assert_nothing_lost(run)
 
 
 def steps_on(run: RunDir, count: int, what: str) -> None:
