@@ -106,8 +106,8 @@ class LocalLauncher:
             ours.callback(os.close, beats)
             held = [] if self._lock is None else [self._lock.descriptor]
             try:
-                child = self._forked(node, arguments, variables, log.fileno(), [beats, *held])
-                child = child or self._begun(node, arguments, variables, log.fileno(), [beats, *held])
+                given = (node, arguments, variables, log.fileno(), [beats, *held])
+                child = self._forked(*given) or self._begun(*given)
             except (OSError, ConfigError):
                 os.close(hears)
                 raise

@@ -22,20 +22,55 @@ MAX_STEP = 10**9
 _MAX_AGES = 33
 """Ages of tokens that are distinguished in a bucket; all older ones count as the oldest."""
 _COUNT, _SUM, _LOW, _HIGH = range(4)
-_NOTHING = np.array([[0.0], [0.0], [math.inf], [-math.inf]])
+_NOTHING = np.array([0.0, 0.0, math.inf, -math.inf]).reshape(4, 1, 1)
+
+
+class _Table:
+    """Curves by name: an array [4, curves, buckets] of the count, sum, smallest and largest value in each bucket."""
+
+    def __init__(self, max_buckets: int, max_curves: int) -> None:
+        self._max = max_curves
+        self.rows: dict[Any, int] = {}
+        self.cells = np.tile(_NOTHING, (1, 0, max_buckets))
+
+    def add(self, bucket: int, values: Mapping[Any, float]) -> None:
+        for name in values:
+            if name not in self.rows and len(self.rows) < self._max:
+                self.rows[name] = len(self.rows)
+        if (more := len(self.rows) - self.cells.shape[1]) > 0:
+            self.cells = np.concatenate([self.cells, np.tile(_NOTHING, (1, more, self.cells.shape[2]))], axis=1)
+        kept = {self.rows[name]: value for name, value in values.items() if name in self.rows}
+        rows, new = list(kept), np.fromiter(kept.values(), float, len(kept))
+        self.cells[_COUNT, rows, bucket] += 1
+        self.cells[_SUM, rows, bucket] += new
+        self.cells[_LOW, rows, bucket] = np.minimum(self.cells[_LOW, rows, bucket], new)
+        self.cells[_HIGH, rows, bucket] = np.maximum(self.cells[_HIGH, rows, bucket], new)
+
+    def halve(self, odd: int) -> None:
+        """Each two neighbours become one. odd: 1 where the first bucket is the second of its pair."""
+        _, curves, buckets = self.cells.shape
+        empty = np.tile(_NOTHING, (1, curves, 2))
+        pairs = np.concatenate([empty[:, :, :odd], self.cells, empty[:, :, odd:]], axis=2)
+        one, other = pairs[:, :, 0:-1:2], pairs[:, :, 1::2]
+        merged = np.stack([*(one[:2] + other[:2]), np.minimum(one[2], other[2]), np.maximum(one[3], other[3])])
+        self.cells = np.tile(_NOTHING, (1, curves, buckets))
+        self.cells[:, :, : merged.shape[2]] = merged
+
+    def cut(self, bucket: int) -> None:
+        """Forget this bucket and all behind it."""
+        self.cells[:, :, bucket:] = _NOTHING
 
 
 class History:
     """The curves of every metric of a run, and its tokens by age. Steps rise; one that does not takes back those from it on.
 
-    max_buckets: the most points a curve has. width: steps in a bucket, a power of two. A curve is an array [4, max_buckets] of
-    the count, sum, smallest and largest value in each bucket from that of the first step on.
+    max_buckets: the most points a curve has. width: steps in a bucket, a power of two. The first bucket is that of the first
+    step.
     """
 
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
         self._max = max_buckets
-        self._curves: dict[str, NDArray[np.float64]] = {}
-        self._ages: dict[int, NDArray[np.float64]] = {}
+        self._curves, self._ages = _Table(max_buckets, MAX_METRICS), _Table(max_buckets, _MAX_AGES)
         self._cuts = 0
         self._first_step = MAX_STEP
         self.width = 1
@@ -43,86 +78,67 @@ class History:
 
     @property
     def metrics(self) -> list[str]:
-        return list(self._curves)
+        return list(self._curves.rows)
 
     @property
     def layout(self) -> str:
         """Changes whenever buckets that were given out are no longer true; else only the last one changes, or new ones come."""
         return f"{self.width}.{self._cuts}"
 
-    @property
-    def _first(self) -> int:
-        return self._first_step // self.width
-
     def add(self, step: int, values: Mapping[str, float], ages: Mapping[int, int] | None = None) -> None:
         """values: finite numbers by metric. ages: tokens of the step by their staleness."""
         if step <= self.last_step:
-            self._cut(step)
+            # a learner that goes on from a checkpoint makes these steps again; earlier ones of the same bucket go too
+            self._cuts += 1
+            for table in (self._curves, self._ages):
+                table.cut(max(0, self._bucket(step)))
+            self._first_step = min(step, self._first_step)
         self.last_step = step
         self._first_step = step if self._first_step == MAX_STEP else self._first_step
-        while step // self.width - self._first >= self._max:
-            self._halve()
-        for name, value in values.items():
-            if name in self._curves or len(self._curves) < MAX_METRICS:
-                self._put(self._curves.setdefault(name, self._empty), step, value)
+        while self._bucket(step) >= self._max:
+            odd = self._first_step // self.width % 2
+            self.width *= 2
+            for table in (self._curves, self._ages):
+                table.halve(odd)
+        self._curves.add(self._bucket(step), values)
+        counts: dict[int, int] = {}
         for age, tokens in (ages or {}).items():
-            self._put(self._ages.setdefault(min(max(age, 0), _MAX_AGES - 1), self._empty), step, tokens)
+            age = min(max(age, 0), _MAX_AGES - 1)
+            counts[age] = counts.get(age, 0) + tokens
+        self._ages.add(self._bucket(step), counts)
 
     def after(self, metrics: Iterable[str], step: int = 0, layout: str = "") -> dict[str, Any]:
         """Ready for JSON: what has changed for a reader that knows the buckets of this layout up to this step; or all of it.
 
         metrics: whose curves are given. from: the first step that is given; what the reader has from there on is replaced.
         """
-        begin = step // self.width if layout == self.layout else 0
-        cut = max(0, begin - self._first)
-        tokens = {age: curve[_SUM, cut:] for age, curve in self._ages.items()}
-        there: list[int] = np.flatnonzero(sum(tokens.values())).tolist() if tokens else []
+        begin = step // self.width * self.width if layout == self.layout else 0
+        cut = max(0, self._bucket(begin))
+        ages = self._ages.cells[_SUM, :, cut:]
+        there = np.flatnonzero(ages.any(axis=0))
         return {
             "layout": self.layout,
             "width": self.width,
-            "from": begin * self.width,
+            "from": begin,
             "last": self.last_step,
-            "curves": {name: self._plain(self._curves[name], cut) for name in metrics if name in self._curves},
+            "curves": {name: self._plain(self._curves.rows[name], cut) for name in metrics if name in self._curves.rows},
             "ages": {
-                "step": [(self._first + cut + at) * self.width for at in there],
-                "tokens": [{age: int(counts[at]) for age, counts in sorted(tokens.items()) if counts[at]} for at in there],
+                "step": self._steps(cut + there),
+                "tokens": [{age: int(ages[row, at]) for age, row in self._ages.rows.items() if ages[row, at]} for at in there],
             },
         }
 
-    @property
-    def _empty(self) -> NDArray[np.float64]:
-        return np.repeat(_NOTHING, self._max, axis=1)
+    def _bucket(self, step: int) -> int:
+        return step // self.width - self._first_step // self.width
 
-    def _put(self, curve: NDArray[np.float64], step: int, value: float) -> None:
-        bucket = curve[:, step // self.width - self._first]
-        bucket[_COUNT] += 1
-        bucket[_SUM] += value
-        bucket[_LOW] = min(bucket[_LOW], value)
-        bucket[_HIGH] = max(bucket[_HIGH], value)
+    def _steps(self, buckets: NDArray[np.int64]) -> list[int]:
+        found: list[int] = ((self._first_step // self.width + buckets) * self.width).tolist()
+        return found
 
-    def _plain(self, curve: NDArray[np.float64], cut: int) -> dict[str, list[float]]:
-        there = cut + np.flatnonzero(curve[_COUNT, cut:])
-        count, total, low, high = curve[:, there]
-        steps = (self._first + there) * self.width
-        return {"step": steps.tolist(), "mean": (total / count).tolist(), "min": low.tolist(), "max": high.tolist()}
-
-    def _halve(self) -> None:
-        odd = self._first % 2  # the first bucket is then the second of its pair
-        self.width *= 2
-        for curves in (self._curves, self._ages):
-            for curve in curves.values():
-                pairs = np.hstack([np.repeat(_NOTHING, odd, axis=1), curve, np.repeat(_NOTHING, 2 - odd, axis=1)])
-                one, other = pairs[:, 0:-1:2], pairs[:, 1::2]
-                merged = np.vstack([one[:2] + other[:2], np.minimum(one[2], other[2]), np.maximum(one[3], other[3])])
-                curve[:] = _NOTHING
-                curve[:, : min(self._max, merged.shape[1])] = merged[:, : self._max]
-
-    def _cut(self, step: int) -> None:
-        """A learner that goes on from a checkpoint makes these steps again; earlier ones of the same bucket go too."""
-        self._cuts += 1
-        for curve in (*self._curves.values(), *self._ages.values()):
-            curve[:, max(0, step // self.width - self._first) :] = _NOTHING
-        self._first_step = min(step, self._first_step)
+    def _plain(self, row: int, cut: int) -> dict[str, list[Any]]:
+        there = cut + np.flatnonzero(self._curves.cells[_COUNT, row, cut:])
+        count, total, low, high = self._curves.cells[:, row, there]
+        return {"step": self._steps(there), "mean": (total / count).tolist(), "min": low.tolist(), "max": high.tolist()}
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
