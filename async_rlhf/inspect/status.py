@@ -91,8 +91,8 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
     alive, scorer = run.is_alive(), {}
     if (sockets := tried(run.sockets, None)) is not None:
         try:
-            with control(hub_address(sockets), _PATIENCE_S, connector(config.security.directory)) as asked:
-                hub = _checked(asked.status(), "the hub's answer")
+            with control(hub_address(sockets), _PATIENCE_S, connector(config.security.directory)) as client:
+                hub = _checked(client.status(), "the hub's answer")
         except AsyncRLHFError as error:
             is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # what is left is evaluated
             hub["state"] = "ending" if is_over else f"the hub does not answer: {error}"

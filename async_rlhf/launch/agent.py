@@ -157,9 +157,9 @@ class Agent:
             returns = [directory / name for name in message.returns]
             for path in returns:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            told = {name: getattr(message, name) for name in orders.OF_NODE}
+            fields = {name: getattr(message, name) for name in orders.OF_NODE}
             arguments = tuple(each.replace(str(ON_HOST), str(depot.sockets)) for each in message.arguments)
-            process = self._launcher.start(directory, Node(**told | {"arguments": arguments, "log": returns[0]}))
+            process = self._launcher.start(directory, Node(**fields | {"arguments": arguments, "log": returns[0]}))
         except OSError as error:
             return orders.Ended(life=message.life, code=FAILED, words=f"it cannot be started: {error}")
         except ConfigError as error:  # another host with fewer devices has come in the place of one
@@ -177,7 +177,7 @@ def serve(agent: Agent, pipe: Pipe) -> NoReturn:
 
     Silence is counted in looks, not by a clock: an agent that was frozen does not take its own absence for the supervisor's.
     """
-    silent_s, said_at, lost_after_s = 0.0, time.monotonic(), _FIRST_ORDER_S
+    silent_s, sent_at, lost_after_s = 0.0, time.monotonic(), _FIRST_ORDER_S
     while silent_s < lost_after_s:
         events: list[orders.Event] = []
         if (frame := pipe.receive(_LOOK_S)) is not None:
@@ -187,11 +187,11 @@ def serve(agent: Agent, pipe: Pipe) -> NoReturn:
         else:
             silent_s += _LOOK_S
         events += agent.look()
-        if not events and time.monotonic() - said_at >= _ALIVE_S:
+        if not events and time.monotonic() - sent_at >= _ALIVE_S:
             events.append(orders.Alive())
         for event in events:
             pipe.send(orders.EVENTS.pack(event))
-            said_at = time.monotonic()
+            sent_at = time.monotonic()
     raise ConnectionAbortedError(f"no order for {lost_after_s:.0f} s")
 
 

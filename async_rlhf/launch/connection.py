@@ -130,7 +130,7 @@ class RemoteProcess:
 
     # By the connection's threads:
 
-    def hears(self, words: bytes) -> None:
+    def beaten(self, words: bytes) -> None:
         self._words.put(words)
 
     def ends(self, code: int, words: str) -> None:
@@ -197,12 +197,12 @@ class Connection:
                 try:
                     wanted = self._orders.get(timeout=_ALIVE_S)
                 except Empty:
-                    self._say(orders.Alive())
+                    self._send(orders.Alive())
                     continue
                 if isinstance(wanted, RemoteProcess):
                     self._start(wanted)
                 elif wanted is not None:
-                    self._say(wanted)
+                    self._send(wanted)
         except (OSError, WireError, ValueError) as error:
             self._lose(str(error))
         finally:
@@ -218,14 +218,14 @@ class Connection:
             return
         self._receiver = threading.Thread(target=self._receive_all, args=(channel,), name=f"from-{self._name}", daemon=True)
         self._receiver.start()
-        self._say(self._opening)
+        self._send(self._opening)
         opened = self._answer(orders.Opened, START_S)
         if (ours := version("async-rlhf")) != opened.version:
             raise ConnectionRefusedError(f"async-rlhf {opened.version} is installed there, and {ours} here; install the same")
         self._directory = opened.directory
         self.host = Host(self._name, **opened.has.model_dump(), own=opened.host == self._hosts.here)
         for place in self._places:
-            self._say(orders.Look(path=place.there, files={name: known_digest(place.here / name) for name in place.names}))
+            self._send(orders.Look(path=place.there, files={name: known_digest(place.here / name) for name in place.names}))
             looked = self._answer(orders.Looked)  # it reads gigabytes, and beats
             if not looked.problem:
                 self._found[place] = looked.path
@@ -242,7 +242,7 @@ class Connection:
             del self._processes[process.life]
             process.ends(FAILED, f"what it needs cannot be read here: {error}")
             return
-        self._say(orders.Want(digests=sorted(set(digests.values()))))
+        self._send(orders.Want(digests=sorted(set(digests.values()))))
         missing = set(self._answer(orders.Missing).digests)
         for name, path in given.files.items():
             if digests[name] in missing:
@@ -251,7 +251,7 @@ class Connection:
         process.returns = list(given.returns.values())
         fields: dict[str, Any] = {name: getattr(node, name) for name in orders.OF_NODE}
         fields |= {"files": digests, "inline": dict(given.inline), "returns": list(given.returns)}
-        self._say(orders.Start(life=process.life, **fields))
+        self._send(orders.Start(life=process.life, **fields))
 
     def _send_file(self, name: str, path: Path) -> None:
         left = path.stat().st_size
@@ -259,11 +259,11 @@ class Connection:
             while True:
                 data = file.read(orders.PIECE_BYTES)
                 left -= len(data)
-                self._say(orders.Piece(digest=name, data=data, last=left <= 0))
+                self._send(orders.Piece(digest=name, data=data, last=left <= 0))
                 if left <= 0 or not data:
                     return
 
-    def _say(self, message: orders.Order) -> None:
+    def _send(self, message: orders.Order) -> None:
         assert self._channel is not None
         self._channel.send(orders.ORDERS.pack(message))
 
@@ -279,7 +279,7 @@ class Connection:
             except Empty:
                 if timeout_s is not None:
                     raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-                self._say(orders.Alive())
+                self._send(orders.Alive())
         if found is None:
             raise ConnectionAbortedError(self.lost)
         if not isinstance(found, kind):
@@ -306,14 +306,14 @@ class Connection:
     def _handle(self, found: orders.Event) -> None:
         for waiting in list(self._processes.values()):
             if not waiting.pid:
-                waiting.hears(BEAT)
+                waiting.beaten(BEAT)
         if isinstance(found, orders.Opened | orders.Looked | orders.Missing):
             self._answers.put(found)
         elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
             if isinstance(found, orders.Started):
                 process.pid = found.pid
             elif isinstance(found, orders.Beats):
-                process.hears(found.words)
+                process.beaten(found.words)
             elif isinstance(found, orders.Wrote):
                 process.wrote(found.number, found.data)
             else:

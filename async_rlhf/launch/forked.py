@@ -157,7 +157,7 @@ class ForkServer:
 
 
 _server: ForkServer | None = None
-_asking = threading.RLock()
+_lock = threading.RLock()
 
 
 @atexit.register
@@ -170,8 +170,8 @@ def _close() -> None:
 
 def _forget() -> None:
     """In a process that the program around has forked: the server is its parent's."""
-    global _server, _asking
-    _server, _asking = None, threading.RLock()
+    global _server, _lock
+    _server, _lock = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -186,7 +186,7 @@ def warm(preload: Sequence[str], variables: Mapping[str, str], idle_s: float = I
     if sys.platform != "linux" or os.environ.get(INHERITED) == "off":
         return None
     global _server
-    with _asking:
+    with _lock:
         _server = ForkServer.inherited() or _server
         if _server is not None and not (_server.is_there and _server.variables == digest(variables)):
             _close()
@@ -194,17 +194,17 @@ def warm(preload: Sequence[str], variables: Mapping[str, str], idle_s: float = I
         return _server
 
 
-def fork(preload: Sequence[str], variables: Mapping[str, str], ask: Callable[[ForkServer], int]) -> int | None:
+def fork(preload: Sequence[str], variables: Mapping[str, str], request: Callable[[ForkServer], int]) -> int | None:
     """What a server with these variables is asked for, also where it has just ended; None where there can be none.
 
     Raises OSError.
     """
-    with _asking:
+    with _lock:
         for last in (False, True):
             if (server := warm(preload, variables)) is None:
                 return None
             try:
-                return ask(server)
+                return request(server)
             except ConnectionError as error:
                 server.close()
                 if last:

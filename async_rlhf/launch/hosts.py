@@ -145,8 +145,8 @@ class CommandChannel:
         except subprocess.TimeoutExpired:
             return ConnectionAbortedError(f"{self._program} has closed its output")
         lines = [line for line in self._words.decode(errors="replace").splitlines() if line.strip()]
-        said = next((line for line in reversed(lines) if line.startswith("fatal: ")), lines[-1] if lines else "no output")
-        plain = "".join(each if each.isprintable() else "?" for each in said[:500])  # it comes from elsewhere
+        last = next((line for line in reversed(lines) if line.startswith("fatal: ")), lines[-1] if lines else "no output")
+        plain = "".join(each if each.isprintable() else "?" for each in last[:500])  # it comes from elsewhere
         return ConnectionAbortedError(f"its command ({self._program}) ended with code {code}: {plain}")
 
     def _listen(self) -> None:

@@ -102,16 +102,16 @@ class LocalLauncher:
         variables = {**role_variables(), **self._variables, **seen}
         with node.log.open("ab") as log, ExitStack() as ours:
             begin = log.tell()  # before the child shares, and moves, this file's position
-            hears, beats = os.pipe()
+            reads, beats = os.pipe()
             ours.callback(os.close, beats)
             held = [] if self._lock is None else [self._lock.descriptor]
             try:
                 given = (node, arguments, variables, log.fileno(), [beats, *held])
                 child = self._forked(*given) or self._begun(*given)
             except (OSError, ConfigError):
-                os.close(hears)
+                os.close(reads)
                 raise
-            return LocalProcess(child, hears, node.log, begin)
+            return LocalProcess(child, reads, node.log, begin)
 
     def _forked(
         self, node: Node, arguments: list[str], variables: dict[str, str], log: int, passed: list[int]

@@ -139,7 +139,7 @@ class RayChannel:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._frames: list[bytes] = []
-        self._asked: Any = None
+        self._pending: Any = None
 
     def send(self, frame: bytes) -> None:
         try:
@@ -149,14 +149,14 @@ class RayChannel:
 
     def receive(self, timeout_s: float) -> bytes | None:
         if not self._frames:
-            self._asked = self._asked or self._actor.receive.remote()
+            self._pending = self._pending or self._actor.receive.remote()
             try:
-                self._frames = ray.get(self._asked, timeout=timeout_s + _EVENTS_S)
+                self._frames = ray.get(self._pending, timeout=timeout_s + _EVENTS_S)
             except GetTimeoutError:
                 return None
             except RayError as error:
                 raise ConnectionAbortedError(first_line(error)) from error
-            self._asked = None
+            self._pending = None
         return self._frames.pop(0) if self._frames else None
 
     def close(self) -> None:
