@@ -35,7 +35,7 @@ class Connections:
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """Those of them that are not there yet."""
+        """Hosts that are not there yet."""
         return tuple(name for name in self._hosts.names if name not in self._connections)
 
     def inventory(self) -> Inventory:

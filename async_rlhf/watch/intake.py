@@ -24,7 +24,7 @@ from starlette.routing import Route
 from async_rlhf.buffers.errors import ConfigError, SpoolError
 from async_rlhf.buffers.spool.deposit import check_open, put
 from async_rlhf.watch import address as addresses
-from async_rlhf.watch.server import LOCAL, Guard, healthy, until_interrupted
+from async_rlhf.watch.http import LOCAL, Guard, healthy, until_interrupted
 
 DEFAULT = "127.0.0.1:8266"
 SOCKET = ".listen"

@@ -30,7 +30,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import DISK
 from async_rlhf.buffers.spool.deposit import end
 from async_rlhf.cli.commands import app
-from async_rlhf.watch import connections
+from async_rlhf.watch import http as served_over
 from async_rlhf.watch.beside import beside
 from async_rlhf.watch.intake import MAX_BODY_BYTES, SOCKET, intake, listen
 from tests.conftest import wait_for
@@ -195,7 +195,7 @@ def has_ended(stranger: socket.socket) -> bool:
 @pytest.mark.parametrize("sent", [b"", b"G", HALF, HALF_BODY, WHOLE + HALF])
 def test_a_request_that_does_not_become_whole_ends_at_its_deadline(site: Site, sent: bytes) -> None:
     soon = {h11.IDLE: 0.2, h11.SEND_BODY: 0.3}
-    with patch.dict(connections._DEADLINES_S, soon), patch.object(connections, "_LOOK_S", 0.05):
+    with patch.dict(served_over._DEADLINES_S, soon), patch.object(served_over, "_LOOK_S", 0.05):
         with strangers(site.port, 3, sent) as waiting:
             wait_for(lambda: all(map(has_ended, waiting)), "the strangers to be left")
         assert site.get("/healthz").status == 200
@@ -203,7 +203,7 @@ def test_a_request_that_does_not_become_whole_ends_at_its_deadline(site: Site, s
 
 def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longest(site: Site) -> None:
     honest = http.client.HTTPConnection("127.0.0.1", site.port, timeout=60)
-    with patch.object(connections, "_MOST", 4), strangers(site.port, 4) as waiting, closing(honest):
+    with patch.object(served_over, "_MOST", 4), strangers(site.port, 4) as waiting, closing(honest):
         for _ in range(3):
             honest.request("GET", "/healthz")
             assert honest.getresponse().read() == b"ok\n"

@@ -25,8 +25,9 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.watch import address
+from async_rlhf.watch.http import MAX_HEADER_BYTES, MAX_PATH_BYTES
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.server import MAX_HEADER_BYTES, MAX_PATH_BYTES, _Answers, save
+from async_rlhf.watch.server import _Answers, save
 
 TOKEN = "0123456789abcdef-secret"
 
