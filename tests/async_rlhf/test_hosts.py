@@ -3,6 +3,7 @@ process there is given, and which address it is told."""
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 import sys
@@ -38,7 +39,6 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_agreement import machine
 from tests.async_rlhf.test_supervisor import Heard
-from tests.async_rlhf.two_hosts import AHEAD_S, clock_ahead
 from tests.conftest import has_ended
 
 AGENT = (sys.executable, "-m", "async_rlhf.launch.agent")
@@ -64,6 +64,16 @@ sys.exit(agent.main())
 ANOTHER_VERSION = (
     "import sys; from async_rlhf.launch import agent; agent.version = lambda name: '0.0.1'; sys.exit(agent.main())"
 )
+
+
+AHEAD_S = 300.0
+
+
+def clock_ahead(folder: Path, seconds: float) -> str:
+    """A value of PYTHONPATH with which the clock of a Python process, and of all that it starts, is so far ahead."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(f"import time\n_time = time.time\ntime.time = lambda: _time() + {seconds}\n")
+    return ":".join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture

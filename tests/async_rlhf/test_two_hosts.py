@@ -1,13 +1,18 @@
 """Runs on two hosts. B has a relay and a clock five minutes ahead: its cable is pulled for a moment and for long, its relay
 dies, its disk is full, it dies. And B has a learner rank, and dies and comes back.
+
+They are on one machine: network namespaces on a bridge in a third, whose cable to B can be pulled. B has a file system of its
+own for its files, of a few MiB. Needs user namespaces, `ip`, `unshare` and `nsenter`; no rights.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,12 +25,80 @@ from async_rlhf.buffers.transport import keys, link
 from async_rlhf.cli.commands import app
 from async_rlhf.launch.program import role_of
 from async_rlhf.run.run_dir import RunDir
-from tests.async_rlhf import two_hosts
-from tests.async_rlhf.test_hosts import assert_nothing_lost, times_relayed
-from tests.async_rlhf.two_hosts import AHEAD_S, A, B, TwoHosts, clock_ahead
+from tests.async_rlhf.test_hosts import AHEAD_S, assert_nothing_lost, clock_ahead, times_relayed
 from tests.conftest import wait_for
 
-OBSTACLE = two_hosts.obstacle()
+A, B = "10.77.0.1", "10.77.0.2"
+
+
+def obstacle() -> str | None:
+    """Why there can be no namespaces here."""
+    if missing := [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]:
+        return f"{missing[0]} is not installed"
+    tried = subprocess.run(
+        ["unshare", "-rnm", "ip", "link", "add", "br0", "type", "bridge"], capture_output=True, text=True, check=False
+    )
+    return f"network namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+class TwoHosts:
+    """Made at once; `b_files` is B's own disk."""
+
+    def __init__(self, b_files: Path, size: str) -> None:
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self._bridge = self._hold(["unshare", "-rnm"])
+        self._run(self._bridge, "ip link add br0 type bridge && ip link set br0 up")
+        self.a, self.b = (self._attach(name, address) for name, address in (("a", A), ("b", B)))
+        self._run(self.b, f"mount -t tmpfs -o size={size} none {b_files}")
+
+    def command(self, host: int, words: Sequence[str]) -> list[str]:
+        """These words, to be run on a host."""
+        return ["nsenter", "-t", str(host), "-U", "-n", "-m", "--preserve-credentials", f"--wd={os.getcwd()}", "--", *words]
+
+    def command_from_another(self, host: int, words: Sequence[str]) -> list[str]:
+        """These words, to be run on a host by a process of another: it has the rights already."""
+        return ["nsenter", "-t", str(host), "-n", "-m", f"--wd={os.getcwd()}", "--", *words]
+
+    def cut(self) -> None:
+        """B's cable is out: both ends see a link that is up, and nothing arrives."""
+        self._run(self._bridge, "ip link set pb nomaster")
+
+    def heal(self) -> None:
+        self._run(self._bridge, "ip link set pb master br0")
+
+    def fill_disk(self, b_files: Path) -> None:
+        """B's disk takes no further byte."""
+        self._run(self.b, f"dd if=/dev/zero of={b_files}/filler bs=4k 2>/dev/null || true")
+
+    def close(self) -> None:
+        for holder in reversed(self._holders):
+            holder.kill()
+            holder.wait()
+
+    def _attach(self, name: str, address: str) -> int:
+        host = self._hold([*self.command(self._bridge, ["unshare", "-nm"])])
+        self._run(
+            self._bridge,
+            f"ip link add p{name} type veth peer name e{name} && ip link set e{name} netns {host}"
+            f" && ip link set p{name} master br0 && ip link set p{name} up",
+        )
+        self._run(host, f"ip link set lo up && ip addr add {address}/24 dev e{name} && ip link set e{name} up")
+        return host
+
+    def _hold(self, enter: list[str]) -> int:
+        """A process that keeps new namespaces; they exist when it has become `sleep`."""
+        holder = subprocess.Popen([*enter, "sleep", "infinity"], stdin=subprocess.DEVNULL)
+        self._holders.append(holder)
+        command = Path(f"/proc/{holder.pid}/comm")
+        wait_for(lambda: command.read_text().strip() == "sleep", "a network namespace")
+        return holder.pid
+
+    def _run(self, host: int, script: str) -> None:
+        done = subprocess.run(self.command(host, ["sh", "-c", script]), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{script}: {done.stderr}"
+
+
+OBSTACLE = obstacle()
 pytestmark = [pytest.mark.rest, pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))]
 PORT = 5555  # of a network that nobody else is in
 SHORT_S = 3.0
