@@ -375,5 +375,3 @@ class ActorsConfig(Section):
     """Actor processes, 1 to 1024; `"fill"`: as many as fit on the devices (on CPUs: beside the hub and the learner)."""
     queued_groups: int = Field(default=8, ge=0)
     """Groups an actor requests beyond what its slots hold, so that a freed slot is refilled at once."""
-    restart_backoff_s: float = Field(default=0.5, ge=0)
-    """First pause before a dead actor is started again; doubles up to 30 s."""

@@ -341,7 +341,7 @@ def _resolved(
         if environment is not None:
             changed["environment.function"], own_environment = target_of(environment)
         if data is not None:
-            changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}, "data.split": "none"}
+            changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}}
         loaded = load(config, changed)
         rows = rows_of(loaded, data, resume)
         columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])

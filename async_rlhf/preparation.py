@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,12 @@ def prepare(
     on_step: Callable[[dict[str, Any]], object] | None = None,
     max_deaths: int = MAX_DEATHS,
     inventory: Inventory | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[Supervisor, RunDir]:
     """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`.
 
-    rows: of `rows_of`, where they are loaded already. inventory: the hosts, where they are known already. Raises ConfigError,
-    DamagedError.
+    rows: of `rows_of`, where they are loaded already. inventory: the hosts, where they are known already. variables: further
+    ones of its processes on this machine. Raises ConfigError, DamagedError.
     """
     config, prepared = _checked(config, rows or rows_of(config, None, resume))
     config = as_rewards_want(config)
@@ -86,6 +87,7 @@ def prepare(
         if connections is not None:
             connections.close()
         raise
+    directory.variables.update(variables or {})
     if progress is not None:
         for remark in (*prepared.remarks, *of_hosts):
             progress.event(remark)
@@ -188,10 +190,10 @@ def _is_finished(config: Config) -> bool:
 def evaluate(config: Config, model: str | Path, progress: Progress | None = None) -> dict[str, Any]:
     """Evaluate a model directory (or GGUF file) on a configuration's held-out prompts or `evaluation.source`, without a run.
 
-    Returns what a line of `evaluations.jsonl` has. Raises ConfigError before any process starts, AsyncRLHFError when it fails.
+    Returns what a line of `evaluations.jsonl` has. Raises ConfigError before the model is loaded, and what ends an evaluation.
     """
     config, prepared = _checked(override(config, {"model": str(model)}), None)
-    return evaluate_alone(as_rewards_want(config), config.model, prepared, (progress or Progress()).evaluating)
+    return evaluate_alone(as_rewards_want(config), prepared, (progress or Progress()).evaluating)
 
 
 def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:

@@ -32,8 +32,6 @@ class Source(Section):
 
     source: str
     """As `data.source`."""
-    split: str | None = None
-    """Of a saved directory with several."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the reasoning-gym task (`min_word_len = 3`)."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -60,10 +58,11 @@ class DataConfig(Source):
     """Where prompts come from: `source`, or several `[[data.sources]]`."""
 
     source: str = ""
-    """`reasoning_gym:<task>`; a `.jsonl`, `.json`, `.csv` or `.parquet` file, or a directory saved by Hugging Face `datasets`;
-    `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: files that arrive during the run. Empty: `sources`."""
+    """`reasoning_gym:<task>`; a `.jsonl`, `.json`, `.csv` or `.parquet` file, or a directory saved by Hugging Face `datasets`
+    (of several splits `DIR/SPLIT`); `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: files that arrive during the
+    run. Empty: `sources`."""
     sources: tuple[MixedSource, ...] = ()
-    """Several, each with its own `source`, `split`, `options`, `columns` and `size`, a `name` and a `weight`."""
+    """Several, each with its own `source`, `options`, `columns` and `size`, a `name` and a `weight`."""
     template: str = "{prompt}"
     """Text given to the model; `{prompt}` and any other column may appear."""
     chat: bool = False

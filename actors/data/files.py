@@ -27,22 +27,18 @@ _LONGEST_CELL = 1 << 30
 _WRITTEN_AS_TEXT = (datetime.date, datetime.time, decimal.Decimal)
 
 
-def read_file(source: str, split: str | None) -> Iterator[Located]:
-    """The rows of a file, by its suffix, or of a directory.
-
-    split: of a directory that holds several. Raises ConfigError for what cannot be read, or a package that is missing.
-    """
+def read_file(source: str) -> Iterator[Located]:
+    """The rows of a file, by its suffix, or of a directory. Raises ConfigError for what cannot be read, or a package that is
+    missing."""
     path = Path(source)
     is_dataset = path.is_dir()
-    if split is not None and not is_dataset:
-        raise ConfigError(f"data.split = {split!r} is for directories that datasets has saved; {source} is none: leave it out")
     if not is_dataset and path.suffix.lower() not in _READERS:
         raise ConfigError(
             f"data.source {source!r} is of no known kind; give {', '.join(_READERS)}, a directory saved by datasets, "
             "reasoning_gym:<task>, or spool:DIR for prompts that come while the run goes on, also over HTTP (spool listen)"
         )
     try:
-        yield from _dataset(path, split) if is_dataset else _READERS[path.suffix.lower()](path)
+        yield from _dataset(path) if is_dataset else _READERS[path.suffix.lower()](path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
             f"data.source {source!r} cannot be read: {error}; give a file ({', '.join(_READERS)}), a directory saved by "
@@ -126,7 +122,7 @@ def _parquet(path: Path) -> Iterator[Located]:
     return plain((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _dataset(path: Path, split: str | None) -> Iterator[Located]:
+def _dataset(path: Path) -> Iterator[Located]:
     if not (path / "dataset_dict.json").is_file() and not (path / "state.json").is_file():
         raise ConfigError(f"data.source {str(path)!r} is a directory that save_to_disk did not make; name a file in it instead")
     check_installed("datasets", "data.source", str(path), "data", "a .jsonl or .csv file")
@@ -134,15 +130,10 @@ def _dataset(path: Path, split: str | None) -> Iterator[Located]:
 
     found = datasets.load_from_disk(str(path))
     if isinstance(found, datasets.DatasetDict):
-        choices = ", ".join(found)
-        if split is None and len(found) > 1:
-            raise ConfigError(f"data.source {str(path)!r} holds {choices}; choose one with data.split")
-        chosen = next(iter(found), "") if split is None else split
-        if chosen not in found:
-            raise ConfigError(f"data.split = {split!r} is not in {path}, which holds {choices or 'nothing'}")
-        found = found[chosen]
-    elif split is not None:
-        raise ConfigError(f"data.split = {split!r}: {path} holds one data set without splits; leave data.split out")
+        if len(found) != 1:
+            choices = ", ".join(f"{path}/{split}" for split in found)
+            raise ConfigError(f"data.source {str(path)!r} holds several data sets, or none; choose one: {choices}")
+        (found,) = found.values()
     return plain((f"{path}, row {number}", row) for number, row in enumerate(found.to_list(), 1))
 
 

@@ -100,7 +100,7 @@ def _sources(config: DataConfig) -> Sequence[Source]:
     unweighted = [source.label for source in config.sources if source.weight is None]
     if 0 < len(unweighted) < len(names):
         raise ConfigError(f"data.sources: {unweighted[0]!r} has no weight and others have; give all of them one, or none")
-    for name in ("options", "columns", "split"):
+    for name in ("options", "columns"):
         if getattr(config, name):
             raise ConfigError(f"data.{name} is of one source; with data.sources write it into each of them")
     return config.sources
@@ -114,8 +114,8 @@ def _check_spool(config: DataConfig) -> None:
             f"data.held_out = {config.held_out} of {config.source!r}: its rows come while the run goes on, and evaluations "
             "begin before. Leave it out, and name prompts to evaluate on: evaluation.source"
         )
-    if given := [name for name in ("options", "split") if getattr(config, name)]:
-        raise ConfigError(f"data.{given[0]} is not for {config.source!r}, which holds files of one row a line; leave it out")
+    if config.options:
+        raise ConfigError(f"data.options is not for {config.source!r}, which holds files of one row a line; leave it out")
 
 
 def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tuple[list[Row], list[Row]]:
@@ -140,7 +140,7 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
 
 def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:
     if source.source != CALLER_ROWS:
-        return read_file(source.source, source.split)
+        return read_file(source.source)
     if given is None:
         raise ConfigError(
             f"data.source = {CALLER_ROWS!r} stands for rows that are given in Python, train(..., data=rows), and none are; "

@@ -32,8 +32,6 @@ def task_rows(source: Source, held_out: int, held_out_seed: int) -> tuple[list[R
     """
     if source.columns:
         raise ConfigError(f"data.columns renames columns of a file; {source.source} has prompt, answer and entry")
-    if source.split is not None:
-        raise ConfigError(f"data.split = {source.split!r} is for data sets on disk; {source.source} has none: leave it out")
     seed = source.options.get("seed", TRAINING_SEED)
     if type(seed) is not int:
         raise ConfigError(f"data.options.seed must be a whole number, got {seed!r}")

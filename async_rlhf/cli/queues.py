@@ -33,15 +33,14 @@ def queue_serve(
     ] = None,
     token_file: TokenFile = None,
     print_unit: Annotated[bool, typer.Option("--print-unit", help="Print a unit of systemd for this, and end.")] = False,
-    print_container: Annotated[bool, typer.Option("--print-container", help="Print a container file, and end.")] = False,
 ) -> None:
     """Run what is submitted to DIR, first in, first out. Ctrl-C drains what runs; the next start goes on with it."""
-    if print_unit or print_container:
-        from async_rlhf.serve.deployment import container, unit
+    if print_unit:
+        from async_rlhf.serve.daemon import unit
 
         shown = [] if address is None else ["--address", address]
         shown += [] if token_file is None else ["--token-file", str(token_file.absolute())]
-        typer.echo(unit(directory, at_once, shown) if print_unit else container(at_once), nl=False)
+        typer.echo(unit(directory, at_once, shown), nl=False)
         return
     from async_rlhf.serve.daemon import Daemon
     from async_rlhf.serve.queue_dir import QueueDir

@@ -30,9 +30,6 @@ HOST_LOST = 9
 """Of a role whose host cannot be reached: nothing is known of its end, and it does not count as a death."""
 INTERRUPTED = 130
 
-# Starting the process again would end the same way.
-FATAL = {CONFIGURATION, STALLED, REWARDS_FAILED, REFUSED_TO_TRAIN, DAMAGED}
-
 
 class StalledError(AsyncRLHFError):
     """No step was finished for too long; the message is the stall report."""
@@ -48,6 +45,16 @@ class RefusedToTrainError(AsyncRLHFError):
 
 class InterruptedRunError(AsyncRLHFError):
     """The run was forced to end before it had drained; `--resume` continues it."""
+
+
+FATAL: dict[int, type[AsyncRLHFError]] = {
+    CONFIGURATION: ConfigError,
+    STALLED: StalledError,
+    REWARDS_FAILED: RewardError,
+    REFUSED_TO_TRAIN: RefusedToTrainError,
+    DAMAGED: DamagedError,
+}
+"""By code, what a run ends by whose process has ended so: starting that again would end the same way."""
 
 
 def exit_code(error: BaseException) -> int:

@@ -28,7 +28,7 @@ from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardCo
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
 from async_rlhf.run.config_checks import check
-from async_rlhf.run.config_keys import explain
+from async_rlhf.run.config_keys import explain, known
 from async_rlhf.run.published_model import fetched, is_name
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
@@ -189,6 +189,8 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
         )
     path = shipped.configuration_file(source)
     values = read_toml(path, "configuration", shipped.by_name(shipped.configurations()))
+    if (path.parent / "manifest.json").exists():  # it is a run's
+        values = known(values, Config)
     _prepare(values, path.resolve().parent)
     return _overridden(values, overrides or {})
 

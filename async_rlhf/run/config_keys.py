@@ -6,13 +6,15 @@ Called by the configuration's loading for its messages, and by `cli.reference` f
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+_log = logging.getLogger(__name__)
 NAME = "NAME"
 """Stands in a key where the user chooses the name (`scoring.stages.NAME.timeout_s`)."""
 
@@ -135,6 +137,23 @@ def masked(key: str, value: Any, config: type[BaseModel]) -> Any:
 
 def _is_secret(annotation: Any) -> bool:
     return annotation is SecretStr or any(map(_is_secret, get_args(annotation)))
+
+
+def known(values: dict[str, Any], config: type[BaseModel]) -> dict[str, Any]:
+    """The values of a run that an earlier version may have begun, without the keys that are none any more: constants have taken
+    their places. They are logged."""
+    try:
+        config.model_validate(values)
+    except ValidationError as error:
+        gone = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
+        for place in gone:
+            section: Any = values
+            for part in place[:-1]:
+                section = section[part]
+            del section[place[-1]]
+        if gone:
+            _log.warning("settings that are none any more: %s", ", ".join(".".join(map(str, place)) for place in gone))
+    return values
 
 
 def explain(problem: Mapping[str, Any], config: type[BaseModel]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
@@ -69,34 +68,28 @@ def ask(run: RunDir, values: Mapping[str, Any]) -> Change | None:
             f"{str(run.path)!r} has ended for good ({end.reason}): no step follows that could change. Give it more first: "
             "--resume --set max_steps=N"
         )
-    ledger = Ledger(run.path)
-    while True:
-        history = ledger.read()
-        asked = _request(run, changed(before, history.asked()), given, history.last_number + 1)
-        if asked is None:
-            return None
-        try:
-            found = ledger.append(partial(_unless_it_grew, history, asked))
-        except OSError as error:
-            raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
-        for change in found.changes:
-            if (change.number, change.asked_at) == (asked.number, asked.time):
-                return change
+    asked: list[Asked] = []
+
+    def decide(history: History) -> list[Asked]:
+        asked.extend(_request(run, changed(before, history.asked()), given, history.last_number + 1))
+        return asked
+
+    try:
+        found = Ledger(run.path).append(decide)
+    except OSError as error:
+        raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
+    return next((change for change in found.changes if asked and change.number == asked[0].number), None)
 
 
-def _unless_it_grew(known: History, line: Line, found: History) -> list[Line]:
-    return [line] if found == known else []
-
-
-def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int) -> Asked | None:
-    """The line that asks a run of this configuration for these values; None where it has them. Raises ConfigError."""
+def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int) -> list[Asked]:
+    """The line that asks a run of this configuration for these values; none where it has them. Raises ConfigError."""
     new = override(config, given)
     if any(key.startswith(_WEIGHTS) for key in given):
         new.rewards.composition.check(score_names(new, environment_spec(new)))
     _check_evaluation(run, config, new)
     pairs = {key: (_value(config, key), _value(new, key)) for key in given}
     values = {key: (old, value) for key, (old, value) in pairs.items() if old != value}
-    return Asked(number=number, values=values) if values else None
+    return [Asked(number=number, values=values)] if values else []
 
 
 def undo(run: RunDir, after: int) -> None:

@@ -105,10 +105,9 @@ class RunData:
             found.update(b"\0" + ((self._directory / name).read_bytes() if self.is_kept else _written(rows)))
         return found.hexdigest()
 
-    def keep(self, rows: Rows, dropped: int, made: list[Path]) -> None:
-        """Write them. dropped: how many are left out. made: gets what was made. Raises OSError."""
+    def keep(self, rows: Rows, dropped: int) -> None:
+        """Write them. dropped: how many are left out. Raises OSError."""
         self._directory.mkdir(exist_ok=True)
-        made += [self._directory, *(self._directory / name for name in (*_FILES, _SUMMARY))]
         for name, each in zip(_FILES, rows, strict=True):
             write_whole(self._directory / name, _written(each))
         counts = {"training": len(rows[0]), "held_out": len(rows[1]), "dropped": dropped}

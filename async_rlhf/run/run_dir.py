@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
@@ -42,6 +42,7 @@ from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
 from async_rlhf.run.config import Config, differences, dump, validated
+from async_rlhf.run.config_keys import known
 from async_rlhf.run.manifest import manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
@@ -74,13 +75,6 @@ _MAY_CHANGE = (
         )
     ),
 )  # fmt: skip
-
-
-class _Live(BaseModel):
-    """What `run.json` holds of a live run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    sockets: str = Field(min_length=1, max_length=LONGEST)
 
 
 class End(BaseModel):
@@ -130,25 +124,19 @@ class RunDir:
         run = cls(config.run_dir)
         run._make_room(overwrite)
         run._check_new()
-        made: list[Path] = []
+        made = cls(run.path.with_name(f".{run.path.name}.new-{os.getpid()}"))  # it gets its name when it is whole
         try:
-            for directory in (*reversed(run.path.parents), run.path, run.path / "logs"):
-                if not directory.exists():
-                    directory.mkdir(exist_ok=True)
-                    made.append(directory)
-            made.append(run.lock_file)
-            run.lock = RunLock.take(run.lock_file)
-            run._check_new()
-            made += [run._manifest, run._config]
+            (made.path / "logs").mkdir(parents=True)
+            run.lock = RunLock.take(made.lock_file)
             if rows is not None:
-                RunData(run.path, config.data).keep(rows, dropped, made)
-            write_whole(run._manifest, json.dumps(manifest(config), indent=1) + "\n")
-            keep_config(config, run._config)  # the last: what has it is a run
+                RunData(made.path, config.data).keep(rows, dropped)
+            write_whole(made._manifest, json.dumps(manifest(config), indent=1) + "\n")
+            keep_config(config, made._config)
+            made.path.rename(run.path)
         except OSError as error:
             run._release()
-            for path in reversed(made):
-                with suppress(OSError):
-                    path.rmdir() if path.is_dir() else path.unlink()
+            shutil.rmtree(made.path, ignore_errors=True)
+            run._check_new()  # another was quicker
             raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
         return run
 
@@ -191,12 +179,12 @@ class RunDir:
         return self._config.exists()
 
     def config(self) -> Config:
-        """Raises ConfigError, or DamagedError when the file is no TOML."""
+        """As it was written, without the keys that are none any more. Raises ConfigError, DamagedError for what is no TOML."""
         try:
             values = toml_table(read_small(self._config))
         except ValueError as error:
             raise DamagedError(f"{self._config} is damaged: {error}") from error
-        return validated(values)
+        return validated(known(values, Config))
 
     def check_same(self, config: Config) -> None:
         """Raises ConfigError when a run of this configuration would be another run than the one that is here."""
@@ -216,7 +204,7 @@ class RunDir:
 
     def announce(self, sockets: Path) -> None:
         """Say in which private directory the live run's hub listens, and its scorer. Raises OSError."""
-        write_whole(self._run, _Live(sockets=str(sockets)).model_dump_json(indent=1) + "\n")
+        write_whole(self._run, json.dumps({"sockets": str(sockets)}, indent=1) + "\n")
 
     def keep_placement(self, placement: Placement) -> None:
         """For readers. Raises OSError."""
@@ -320,12 +308,10 @@ class RunDir:
         return found
 
     def _announced(self) -> Path | None:
-        try:
-            return Path(_Live.model_validate_json(read_small(self._run)).sockets)
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise DamagedError(f"{self._run} is damaged: {error.errors()[0]['msg']}") from error
+        found = read_object(self._run).get("sockets")
+        if found is not None and not (isinstance(found, str) and 0 < len(found) <= LONGEST):
+            raise DamagedError(f"{self._run} is damaged: it names no directory of sockets")
+        return None if found is None else Path(found)
 
     def _make_room(self, overwrite: bool) -> None:
         """Remove the run that is here, if it may be."""

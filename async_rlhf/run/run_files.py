@@ -161,17 +161,12 @@ class Tail:
         from where they begin, so a line may be lost. Raises DamagedError when the file is no regular one.
         """
         with suppress(FileNotFoundError), open_regular(self._path, _GROWING_BYTES) as file:
-            size = os.fstat(file.fileno()).st_size
-            begin = max(0, size - _MAX_LINE_BYTES)
+            begin = max(0, os.fstat(file.fileno()).st_size - _SKIPPED_BYTES)
             file.seek(begin)
-            data = file.read(size - begin)
-            whole = data[: data.rfind(b"\n") + 1]
-            first = max(whole.rfind(b"\n", 0, max(0, len(whole) - _SKIPPED_BYTES)) + 1, whole.find(b"\n") + 1 if begin else 0)
-            offset = begin + first
-            self._read.append((offset, offset, xxhash.xxh3_64_intdigest(b"")))
-            for line in io.BytesIO(whole[first:]):
-                self._read.append((offset, offset + len(line), xxhash.xxh3_64_intdigest(line)))
-                offset += len(line)
+            begin += len(file.readline(_MAX_LINE_BYTES)) if begin else 0
+            self._read.append((begin, begin, xxhash.xxh3_64_intdigest(b"")))
+        for _ in self.rest():
+            pass
 
     def read(self) -> list[dict[str, Any]]:
         """Raises DamagedError when the file is no regular one."""

@@ -48,14 +48,6 @@ def environment_spec(config: Config, columns: AbstractSet[str] | None = None) ->
     return spec
 
 
-def evaluated(config: Config) -> Config:
-    """As evaluations have it: with their variables of the chat template, and none of their prompts left out."""
-    if (own := config.evaluation.chat_template_kwargs) is None:
-        return config
-    changed = {"chat_template_kwargs": own, "on_overlong": "error"}
-    return config.model_copy(update={"data": config.data.model_copy(update=changed)})
-
-
 def score_names(config: Config, environment: EnvironmentSpec | Play | None) -> tuple[str, ...]:
     """Of all that make the reward. environment: the run's, where it has one."""
     return (*(spec.name for spec in reward_specs(config)), *([environment.name] if environment is not None else []))

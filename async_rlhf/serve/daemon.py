@@ -10,12 +10,16 @@ run         it is started again with --resume, unless an error of its own ended 
 daemon      its runs go on; the next daemon sees them by their locks, and starts those that are gone with --resume
 machine     the same: nothing that holds a lock is left, so all that ran is started again
 
+A run that was killed, or could not begin, and is given up cannot call its hooks itself: the daemon does, without waiting for
+them while it goes on; where it ends, for `hooks.timeout_s` at most.
+
 A run is `python -m async_rlhf train CONFIG`, as by hand. Its process inherits the lock of its entry, and keeps it until it has
 ended: so none is started twice, from its first moment on, when it does not hold the lock of its run directory yet.
 """
 
 from __future__ import annotations
 
+import getpass
 import math
 import os
 import sys
@@ -31,14 +35,16 @@ from async_rlhf.launch.exit_codes import ending
 from async_rlhf.launch.forked import Child
 from async_rlhf.launch.local import begin, warm
 from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.run.config import load
 from async_rlhf.run.display.terminal import on_signals
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
-from async_rlhf.serve.notices import Notices
+from async_rlhf.run.supervision.hooks import Hooks
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Ended, Entry, Seen, plan
 
 _LOOK_S = 1.0
+_DRAIN_S = 900  # for a run to finish what has begun and write a checkpoint; then it is killed, and resumed later
 _LAST_BYTES = 1 << 14
 _FATAL = "error: "  # what the command line begins a reason with
 
@@ -52,7 +58,7 @@ class Daemon:
 
     def __init__(self, queue: QueueDir, *, at_once: int = 1, say: Callable[[str], object]) -> None:
         self._queue, self._at_once, self._say = queue, at_once, say
-        self._notices = Notices(queue)
+        self._hooks: list[Hooks] = []
         self._children: dict[int, Child] = {}
         self._signals = 0
         self._last_error = ""
@@ -70,7 +76,12 @@ class Daemon:
                     time.sleep(_LOOK_S)
             finally:
                 lock.release()
-                self._notices.close()
+                self.close()
+
+    def close(self) -> None:
+        """Hooks that have begun end within their time-out; the others are dropped."""
+        for hooks in self._hooks:
+            hooks.close()
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -102,9 +113,9 @@ class Daemon:
                     self._children.pop(entry.number, None)
             if entry.state != old.state or entry.number in made.start:
                 self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
-            if entry.state == "failed" != old.state and (problem := self._notices.failed(entry)):
-                self._say(problem)
-        for failure in self._notices.failures():
+            if entry.state == "failed" != old.state:
+                self._call_hooks(entry)
+        for failure in (failure for hooks in self._hooks for failure in hooks.failures()):
             self._say(failure)
         for entry in made.entries:
             if entry.number in made.drain or (self._signals > 1 and entry.is_active):
@@ -120,6 +131,21 @@ class Daemon:
         if ended is None and code is not None and code > 0:  # it was refused before it had begun
             ended = Ended(failed=_failure_message(self._queue.folder(entry) / "log") or ending(code, ""))
         return Seen(alive=False, ended=ended, steps=self._queue.steps(entry))
+
+    def _call_hooks(self, entry: Entry) -> None:
+        """Of a run that has failed, unless it has recorded its end itself."""
+        folder, run = self._queue.folder(entry), self._queue.run(entry)
+        try:
+            if self._queue.ended(entry) is not None:
+                return
+            config = load(folder / "config.toml")
+        except (AsyncRLHFError, OSError) as error:
+            self._say(f"{entry.name} has failed, and its hooks cannot run: {error}")
+            return
+        hooks = Hooks(config.hooks, run.path, folder / "hooks.log")
+        text = f"the run could not go on by itself: {entry.reason}"
+        hooks.deliver({"time": time.time(), "event": "failed", "run_dir": str(run.path), "text": text})
+        self._hooks.append(hooks)
 
     def _started(self, entry: Entry) -> Entry:
         """It is written down as running before it runs: who is killed in between leaves a run that is started again."""
@@ -159,3 +185,44 @@ def _failure_message(log: Path) -> str:
         lines = file.read(_LAST_BYTES).decode(errors="replace").splitlines()
     newest = [line for line in reversed(lines) if line.strip()] or [""]
     return printable(next((line for line in newest if line.startswith(_FATAL)), newest[0]).removeprefix(_FATAL))
+
+
+def unit(directory: Path, at_once: int, options: Sequence[str] = ()) -> str:
+    """A unit of systemd for a daemon of this directory, run by this user with this Python; text only, nothing is installed.
+    options: of `queue serve`, beside these.
+
+    Only the daemon is signalled, for it drains its runs; what is left after that is killed. A process of a run that the
+    kernel kills for want of memory is for the run to start again, not for systemd.
+    """
+    command = (sys.executable, "-m", "async_rlhf", "queue", "serve", str(directory.absolute()))
+    words = [*command, "--at-once", str(at_once), *options]
+    return f"""\
+[Unit]
+Description=async-rlhf, the queue of runs in {_literal(str(directory.absolute()))}
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+Type=exec
+User={getpass.getuser()}
+ExecStart={" ".join(map(_quoted, words))}
+KillMode=mixed
+TimeoutStopSec={_DRAIN_S}
+OOMPolicy=continue
+Restart=on-failure
+RestartSec=5
+RestartPreventExitStatus=2 3
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def _quoted(word: str) -> str:
+    """A word of a command line of systemd."""
+    text = _literal(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return f'"{text}"' if set(text) & set(" \t'\"\\;") or not text else text
+
+
+def _literal(text: str) -> str:
+    return text.replace("%", "%%")

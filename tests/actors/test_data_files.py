@@ -45,7 +45,7 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], object]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name, ROWS)
-    assert [row for _, row in read_file(str(tmp_path / name), None)] == ROWS
+    assert [row for _, row in read_file(str(tmp_path / name))] == ROWS
 
 
 def test_a_csv_file_gives_text_in_its_columns_however_long_and_quoted(tmp_path: Path) -> None:
@@ -65,16 +65,9 @@ def test_one_split_of_a_saved_directory_is_chosen(tmp_path: Path) -> None:
     splits = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in ("train", "test")}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
     both = str(tmp_path / "both")
-    assert load_rows(DataConfig(source=both, split="test"))[0] == [Row("test", {})]
-    with pytest.raises(ConfigError, match=r"holds train, test; choose one with data\.split"):
+    assert load_rows(DataConfig(source=f"{both}/test"))[0] == [Row("test", {})]
+    with pytest.raises(ConfigError, match=r"holds several data sets, or none; choose one: .*/both/train, .*/both/test"):
         load_rows(DataConfig(source=both))
-    with pytest.raises(ConfigError, match=r"data\.split = 'dev' is not in .*both, which holds train, test"):
-        load_rows(DataConfig(source=both, split="dev"))
-    with pytest.raises(ConfigError, match=r"train holds one data set without splits|one data set without splits"):
-        load_rows(DataConfig(source=f"{both}/train", split="train"))
-    jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}])
-    with pytest.raises(ConfigError, match=r"data\.split = 'train' is for directories"):
-        load_rows(DataConfig(source=str(tmp_path / "rows.jsonl"), split="train"))
 
 
 def test_values_that_json_has_no_form_for_become_text_or_are_refused_by_name() -> None:
@@ -127,7 +120,7 @@ def test_a_number_that_no_64_bits_hold_is_named_by_its_column(number: str, tmp_p
     for name, content in (("rows.jsonl", row), ("rows.json", f"[{row}]")):
         (tmp_path / name).write_text(content)
         with pytest.raises(ConfigError, match=r"answer\[1\]: numbers are integers from .*or floats up to"):
-            list(read_file(str(tmp_path / name), None))
+            list(read_file(str(tmp_path / name)))
 
 
 def test_such_a_number_in_rows_of_a_program_is_named_too() -> None:

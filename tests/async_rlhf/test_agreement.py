@@ -79,23 +79,17 @@ def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
         (rewrite("config.toml", "target = 3", "target = 4"), "rewards"),
         (rewrite("config.toml", "max_completion_length = 7", "max_completion_length = 8"), "generation"),
         (rewrite("config.toml", "max_steps = 2", "max_steps = 2\nseed = 5"), "generation"),
+        (rewrite("config.toml", "batch_size = 8", "batch_size = 16\nlearning_rate = 0.5"), None),
     ],
 )
 def test_another_content_is_another_digest_under_its_own_name(
-    tmp_path: Path, change: Callable[[Path], object], name: str
+    tmp_path: Path, change: Callable[[Path], object], name: str | None
 ) -> None:
     folder = machine(tmp_path / "here")
     before = agreed(folder)
     change(folder)
     after = agreed(folder)
-    assert {each for each in before if before[each] != after[each]} == {name}
-
-
-def test_what_does_not_decide_about_a_group_is_not_shared(tmp_path: Path) -> None:
-    folder = machine(tmp_path / "here")
-    before = agreed(folder)
-    rewrite("config.toml", "batch_size = 8", "batch_size = 16\nlearning_rate = 0.5")(folder)
-    assert agreed(folder) == before
+    assert {each for each in before if before[each] != after[each]} == ({name} if name else set())
 
 
 def test_the_schema_is_what_the_configuration_and_the_model_say(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-CASES = {
+FILE = {"data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
+# Settings, and what is said of them; {tmp} is a folder with an empty file and a reward.
+CASES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"queue.max_stalenes": 1}, "unknown key 'queue.max_stalenes': did you mean 'queue.max_staleness'"),
     "unknown section": ({"que.max_staleness": 1}, "unknown key 'que': did you mean 'queue'"),
     "wrong type": ({"learner.batch_size": "many"}, "learner.batch_size = 'many': Input should be a valid integer"),
@@ -65,6 +67,18 @@ CASES = {
         "'guessing' may take 400 s a step.*without progress for 300 s.*progress_timeout_s above it",
     ),
     "name with a slash": ({"name": "a/b"}, "name = 'a/b'"),
+    "no model": ({"model": "{tmp}/nowhere"}, "is no directory"),
+    "a directory that is no model": ({"model": "{tmp}"}, "is no Hugging Face model: it needs config.json and .*safetensors"),
+    "empty data": (FILE | {"data.source": "{tmp}/empty.jsonl"}, "empty.jsonl"),
+    "no data": (FILE | {"data.source": "{tmp}/none.jsonl"}, "none.jsonl"),
+    "a column that is not there": ({"rewards.functions": ["{tmp}/mine.py:mine"]}, "solution.*answer"),
+    "a file for a directory": ({"output_dir": "{tmp}/empty.jsonl"}, "cannot be written"),
+    "options without a source": (
+        {"evaluation.options": {"min_word_len": 3}},
+        "options is about evaluation.source, and there is",
+    ),
+    "nothing to evaluate on": ({"evaluation.every": 5, "data.held_out": 0}, "evaluation.every = 5 with data.held_out = 0"),
+    "patience that counts nothing": ({"evaluation.patience": 2}, "patience = 2 counts evaluations .* set every"),
 }
 
 
@@ -72,9 +86,12 @@ CASES = {
 def test_a_wrong_setting_is_refused_with_the_nearest_valid_one(
     case: str, small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "mine.py").write_text("def mine(completion, solution):\n    return 1.0\n")
     overrides, message = CASES[case]
     base = {"learner.batch_size": 128, "generation.group_size": 8}
-    code, output = invoke(*small_arguments(**{**base, **overrides}))
+    given = [each.replace("{tmp}", str(tmp_path)) for each in small_arguments(**{**base, **overrides})]
+    code, output = invoke(*given)
     assert code == 3, output
     assert output.startswith("error: ") and len(output.strip().splitlines()) == 1, output
     assert re.search(message, output), output
@@ -91,39 +108,15 @@ def test_an_uncorrected_asynchronous_run_is_refused_unless_asked_for(tmp_path: P
     assert load(QUICK, {"loss.is_cap": "none", "loss.allow_uncorrected": True}).queue.max_staleness == 1
 
 
-def test_a_missing_file_a_directory_that_is_no_model_and_an_empty_data_set(
-    small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    code, output = invoke("train", str(tmp_path / "nowhere.toml"))
-    assert code == 3 and re.search(
-        "nowhere.toml' does not exist; shipped ones go by their names, .*: ablation, chaos, chat", output
-    )
-    code, output = invoke("train", "qick")
-    assert code == 3 and "'qick' is no file, and none of this name is shipped; did you mean 'quick'?" in output
-    broken = tmp_path / "broken.toml"
-    broken.write_text("name = [")
-    code, output = invoke("check", str(broken))
-    assert code == 3 and "cannot be read" in output
-    code, output = invoke(*small_arguments(model=str(tmp_path)))
-    assert code == 3 and "is no Hugging Face model: it needs config.json and *.safetensors" in output
-    code, output = invoke(*small_arguments(model=str(tmp_path / "no-such-model")))
-    assert code == 3 and "is no directory" in output
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    data = {"data.source": str(empty), "data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
-    code, output = invoke(*small_arguments(**data))
-    assert code == 3 and "empty.jsonl" in output, output
-    code, output = invoke(*small_arguments(**{**data, "data.source": str(tmp_path / "none.jsonl")}))
-    assert code == 3 and "none.jsonl" in output, output
-
-
-def test_a_reward_that_asks_for_a_column_that_is_not_there_is_told_which_there_are(
-    small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def mine(completion, solution):\n    return 1.0\n")
-    code, output = invoke(*small_arguments(**{"rewards.functions": [f"{file}:mine"]}))
-    assert code == 3 and "solution" in output and "answer" in output, output
+def test_a_configuration_that_is_not_there_or_no_toml_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("name = [")
+    for name, message in (
+        (tmp_path / "nowhere.toml", "nowhere.toml' does not exist; shipped ones go by their names, .*: ablation, chaos, chat"),
+        ("qick", "'qick' is no file, and none of this name is shipped; did you mean 'quick'?"),
+        (tmp_path / "broken.toml", "cannot be read"),
+    ):
+        code, output = invoke("train", str(name))
+        assert code == 3 and re.search(message, output), output
 
 
 def test_a_port_in_use_is_refused(small_arguments: Callable[..., list[str]]) -> None:
@@ -133,12 +126,6 @@ def test_a_port_in_use_is_refused(small_arguments: Callable[..., list[str]]) -> 
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         code, output = invoke(*small_arguments(address=address))
     assert code == 3 and address in output and "Choose a free port" in output, output
-
-
-def test_an_output_directory_that_cannot_be_made_is_refused(small_arguments: Callable[..., list[str]], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a directory")
-    code, output = invoke(*small_arguments(output_dir=str(tmp_path / "file")))
-    assert code == 3 and "cannot be written" in output, output
 
 
 def test_a_run_directory_is_neither_overwritten_nor_continued_under_another_configuration(
@@ -164,12 +151,6 @@ def test_usage_errors_have_their_own_code(tmp_path: Path) -> None:
     assert code == 3 and "is no run directory" in output
     code, output = invoke("stop", str(tmp_path))
     assert code == 3 and "is no run directory" in output
-
-
-def test_check_says_what_the_run_will_do() -> None:
-    code, output = invoke("check", str(QUICK), "--set", "queue.max_staleness=4")
-    assert code == 0
-    assert "16 groups a step: at most 80 groups are generated ahead" in output
 
 
 def test_every_preset_loads_and_is_complete_or_says_what_fetches_its_model(tmp_path: Path) -> None:

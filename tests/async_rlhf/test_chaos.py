@@ -15,9 +15,7 @@ from async_rlhf.run.run_dir import RunDir
 @pytest.mark.rest
 def test_long_freezes_on_both_sides_of_the_watchdog_cost_no_group(small: Any) -> None:
     """With a watchdog of 20 s, freezes of 15 to 25 s; every blow is one, so that none may quarantine anything."""
-    config = small(
-        **{"max_steps": 250, "watchdog_s": 20.0, "actors.count": 2, "actors.restart_backoff_s": 0.1, "queue.lease_s": 2.0}
-    )
+    config = small(**{"max_steps": 250, "watchdog_s": 20.0, "actors.count": 2, "queue.lease_s": 2.0})
     supervisor, run = prepare(config, max_deaths=20)
     # This seed strikes the learner, the hub, and only then an actor, without which the run goes on.
     with Monkey(supervisor.processes, lambda: supervisor.num_records, 3, 75, num_long=3, long_freeze_s=(15.0, 25.0)) as monkey:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import has_ended, wait_for
@@ -63,37 +61,10 @@ def test_fork_server_actor_hub_and_learner_are_killed_in_turn_and_the_run_finish
     assert RunDir(run).read_ledger()["ledger"]["failed"] >= 0
 
 
-def test_the_whole_process_group_is_killed_and_resume_trains_the_same_groups(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    arguments = small_arguments(**{"max_steps": 100_000, "checkpoint.save_every": 5, "queue.max_staleness": 1})
-    started = command(*arguments)
-    run = tmp_path / "runs" / "quick"
-    wait_for(lambda: steps(run) >= 8, "step 8")
-    family = started.family()
-    os.killpg(started.process.pid, signal.SIGKILL)
-    assert_no_orphans(family)
-    num_steps = steps(run) + 8
-
-    code, output = command(*arguments, "--resume", "--set", f"max_steps={num_steps}").finish()
-    assert code == 0, output
-    assert_whole(run, num_steps)
-
-
-def test_a_dead_supervisor_leaves_no_orphans(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    started = command(*small_arguments(**{"max_steps": 500}))
-    wait_for(lambda: steps(tmp_path / "runs" / "quick") >= 1, "the first step")
-    family = started.family()
-    assert len(family) >= 3
-    started.process.kill()
-    assert_no_orphans(family)
-
-
 def test_stop_drains_checkpoints_and_resume_goes_on(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    """By `stop`, which sends SIGTERM; Ctrl-C in the test below."""
     arguments = small_arguments(**{"max_steps": 100_000, "checkpoint.save_every": 100_000})
     started = command(*arguments)
     run = tmp_path / "runs" / "quick"
@@ -120,21 +91,6 @@ def test_stop_drains_checkpoints_and_resume_goes_on(
     assert {log.name: log.stat().st_size for log in (run / "logs").iterdir()} == logs, "a finished run starts no process"
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.rest)], ids=["ctrl-c", "sigterm"]
-)
-def test_a_signal_drains(
-    number: signal.Signals, command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    started = command(*small_arguments(**{"max_steps": 500}))
-    run = tmp_path / "runs" / "quick"
-    wait_for(lambda: steps(run) >= 2, "step 2")
-    started.process.send_signal(number)
-    code, output = started.finish()
-    assert code == 0 and "drained" in output, output
-    assert RunDir(run).read_ledger()["ledger"]["closes"]
-
-
 def test_a_second_signal_forces(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> None:
     """A reward that never ends keeps the drain waiting; the operator does not have to."""
     reward = tmp_path / "slow.py"
@@ -149,31 +105,3 @@ def test_a_second_signal_forces(command: Callable[..., Any], small_arguments: Ca
     code, output = started.finish()
     assert code == 130 and "--resume" in output, output
     assert_no_orphans(family)
-
-
-def test_end_of_data_with_a_number_of_prompts_that_divides_nothing(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    """11 prompts, 4 groups a batch: two full steps and one of three groups; then the run has ended, not hung."""
-    data = tmp_path / "words.jsonl"
-    words = ["sun", "moon", "star", "tree", "leaf", "root", "rain", "snow", "wind", "fire", "rock"]
-    data.write_text("".join(json.dumps({"question": f"Spell: {w}", "answer": w[::-1]}) + "\n" for w in words))
-    arguments = small_arguments(
-        **{
-            "max_steps": 100,
-            "data.source": str(data),
-            "data.columns": {"prompt": "question"},
-            "data.options": {},
-            "data.held_out": 0,
-            "data.epochs": 1,
-            "rewards.functions": ["exact"],
-        }
-    )
-    code, output = command(*arguments).finish()
-    assert code == 0, output
-    run = tmp_path / "runs" / "quick"
-    metrics = RunDir(run).read_metrics()
-    assert [len(record["groups"]) for record in metrics] == [4, 4, 3]
-    assert sorted(trained_groups(run)) == list(range(11))
-    prompts = [json.loads(line)["prompt"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
-    assert len(set(prompts)) == len(prompts) == 3

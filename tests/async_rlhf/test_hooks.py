@@ -19,8 +19,7 @@ from async_rlhf.run.checks.preflight import check_hooks
 from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
-from async_rlhf.run.supervision.events import Events
-from async_rlhf.run.supervision.hooks import Hooks
+from async_rlhf.run.supervision.hooks import Events, Hooks
 from async_rlhf.run.watching import HooksConfig
 from tests.conftest import gone, kept_port, wait_for
 

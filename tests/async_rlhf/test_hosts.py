@@ -135,7 +135,7 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
     path = f"PATH = {clock_ahead(tmp_path / 'clock', AHEAD_S)!r}\n"
     own = {"cpus": 1}  # the hub's: no actor fits there
     overrides = {
-        "max_steps": 100_000, "actors.count": 3, "actors.restart_backoff_s": 0.1, "scoring.placement": "process",
+        "max_steps": 100_000, "actors.count": 3, "scoring.placement": "process",
         "launch.command": [sys.executable, "-c", path + DIFFERENT], "launch.interface": "lo",
         "placement.hosts": [own, {"name": "localhost", "cpus": 2}, {"name": "127.0.0.1", "cpus": 1}],
         "learner.ranks": 2, "placement.learner_hosts": ["", "127.0.0.1"],
@@ -145,12 +145,12 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
     supervisor, run = prepare(on_hosts(**overrides), progress=heard)
     assert not supervisor.run()
     assert len(lost) >= 5 and len(ranks) == 1 and back == [True]  # the agent, its roles, and what they have started
-    assert "relay-1 ended by signal 9 (SIGKILL); starting it again in 0.1 s" in heard.events
+    assert "relay-1 ended by signal 9 (SIGKILL); starting it again in 0.5 s" in heard.events
     assert not any("learner" in text for text in heard.events)
     assert "rank 1 of 2, which meet at 127.0.0.1:" in run.log("learner-rank-1").read_text()
     assert sorted(text for text in heard.events if "lost" in text) == [
         f"{name} is lost: host 'localhost': its command ({sys.executable}) ended with code -9: no output; it is tried "
-        "again from 0.1 s on"
+        "again from 0.5 s on"
         for name in ("actor-0", "actor-1", "relay-1", "scorer-1")
     ]
     assert_nothing_lost(run)

@@ -55,7 +55,7 @@ def state(address: str) -> str:
         return str(asked.status()["state"])
 
 
-def test_a_drain_told_to_a_hub_that_is_away_reaches_it_when_it_comes(
+def test_a_drain_reaches_a_hub_that_was_away_and_one_that_was_started_again(
     notifier: HubNotifier, hub: Callable[[], Any], address: str
 ) -> None:
     notifier.drain()
@@ -64,12 +64,6 @@ def test_a_drain_told_to_a_hub_that_is_away_reaches_it_when_it_comes(
     with hub():
         wait_for(lambda: state(address) == "draining", "the drain")
     assert notifier.last_error() == "", "said once"
-
-
-def test_a_hub_that_was_started_again_is_told_again(notifier: HubNotifier, hub: Callable[[], Any], address: str) -> None:
-    with hub():
-        notifier.drain()
-        wait_for(lambda: state(address) == "draining", "the drain")
     with hub():
         notifier.drain()
         wait_for(lambda: state(address) == "draining", "the drain of the second hub")

@@ -84,9 +84,8 @@ def test_the_run_does_not_end_because_the_engine_is_another_policy_unless_a_limi
     assert limit(**SINK, **{"engine.mismatch_limit": 0.5}) == 0.5
 
 
-def test_an_evaluation_attends_to_everything_unless_it_is_to_be_served_so() -> None:
+def test_an_evaluation_attends_to_everything() -> None:
     assert evaluating_engine(load(QUICK, SINK)).kv_policy == "full"
-    assert evaluating_engine(load(QUICK, SINK | {"evaluation.full_attention": False})).kv_policy == "chunk_sink"
 
 
 @pytest.fixture

@@ -89,6 +89,9 @@ def test_a_run_that_has_ended_for_good_is_not_changed(run: RunDir) -> None:
 
 
 def test_a_run_that_goes_back_forgets_later_changes_and_takes_what_waits_at_once(run: RunDir) -> None:
+    undo(run, 20)  # where nothing was ever changed, too, it is recorded
+    (undone,) = read_lines(run.path / "changes.jsonl").records
+    assert (undone["kind"], undone["step"]) == ("undone", 20) and changed_at(run) == []
     for value, step in ((5e-4, 4), (1e-4, 9)):
         ask(run, {RATE: value})
         apply(run, step)
@@ -98,12 +101,6 @@ def test_a_run_that_goes_back_forgets_later_changes_and_takes_what_waits_at_once
     history = Ledger(run.path).read()
     assert history.in_force(6) == {RATE: 5e-4} and history.in_force(7) == {RATE: 5e-4, "checkpoint.keep_last": 3}
     assert steps(run.path) == 6 and changed_at(run) == [4, 7]
-
-
-def test_going_back_is_recorded_where_nothing_was_ever_changed(run: RunDir) -> None:
-    undo(run, 6)
-    (line,) = read_lines(run.path / "changes.jsonl").records
-    assert (line["kind"], line["step"]) == ("undone", 6) and changed_at(run) == []
 
 
 def test_a_key_that_was_changed_live_is_not_changed_by_resuming(run: RunDir, small: Any) -> None:

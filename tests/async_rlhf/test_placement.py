@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.placement import Host, Inventory, Placement, Slot, Wanted, place
+from async_rlhf.launch.placement import Host, Inventory, Placement, Wanted, place
 
 BOX = (Host(devices=8, cpus=64),)
 TWO = (Host(devices=8, cpus=64), Host("b", devices=8, cpus=64))
@@ -117,33 +116,77 @@ def test_fill_leaves_no_room_for_another_actor(wanted: Wanted, inventory: Invent
     assert place(replace(wanted, actors=found.num_actors), inventory) == found
 
 
-def devices_of(placement: Placement, *names: str) -> list[Any]:
-    return [(placement.slots[name].host, placement.slots[name].devices) for name in names]
+ONE = (Host(devices=1, cpus=8),)
+CPUS = (Host(cpus=4), Host("b", cpus=2))
+RAY = (Host(devices=8, cpus=8), Host("a", devices=2, cpus=4), Host("b", devices=1, cpus=4))
+OWN = (Host(devices=4, cpus=8), Host("ray-0", devices=4, cpus=8, own=True))
+COLOCATED = replace(GPU, colocate=True, evaluates_beside=True)
+SCORED = replace(GPU, ranks=3, actors="fill", actor_devices=4, scorer=True, scorer_devices=1)
+SPREAD = replace(GPU, ranks=10, learner_hosts=("b", ""), actors="fill")
+
+# By what they show: what is wanted, of what hosts, some of the places, and how many actors there are.
+EXAMPLES: dict[str, tuple[Wanted, Inventory, dict[str, tuple[str, Any]], int]] = {
+    "the learner has the first devices of a box, actors the rest, and an evaluation waits": (
+        replace(GPU, ranks=2, actors="fill"), BOX,
+        {"learner": ("", (0,)), "learner-rank-1": ("", (1,)), "actor-0": ("", (2,)), "actor-5": ("", (7,)),
+         "evaluation": ("", (0,))}, 6),
+    "an evaluation beside training has a device of its own": (
+        replace(GPU, evaluates_beside=True, actors="fill"), BOX,
+        {"learner": ("", (0,)), "evaluation": ("", (1,)), "actor-0": ("", (2,))}, 6),
+    "engines of four devices, and a scorer with one on each of two nodes": (
+        SCORED, TWO,
+        {"scorer": ("", (3,)), "actor-0": ("", (4, 5, 6, 7)), "scorer-1": ("b", (0,)), "actor-1": ("b", (1, 2, 3, 4))}, 2),
+    "a relay where there are two": (replace(SCORED, actor_devices=2), TWO, {"relay-1": ("b", ())}, 5),
+    "one device for all, where that is wanted": (
+        replace(COLOCATED, actor_share=0.4), ONE, dict.fromkeys(("learner", "actor-0", "evaluation"), ("", (0,))), 1),
+    "ranks fill hosts in the order that is given": (
+        SPREAD, TWO, {"learner": ("b", (0,)), "learner-rank-7": ("b", (7,)), "learner-rank-8": ("", (0,))}, 6),
+    "actors fill CPUs": (Wanted(actors="fill"), CPUS, {"actor-1": ("", ()), "actor-2": ("b", ()), "actor-3": ("b", ())}, 4),
+    "more of them stay with the supervisor": (Wanted(actors=6), CPUS, {"actor-4": ("", ()), "actor-5": ("", ())}, 6),
+    "one CPU has one actor": (Wanted(actors="fill"), (Host(cpus=1),), {}, 1),
+    "away they are on other hosts in turn": (
+        replace(GPU, actors="fill", away=True), RAY,
+        {"actor-0": ("a", (0,)), "actor-1": ("b", (0,)), "actor-2": ("a", (1,))}, 3),
+    "on CPUs too": (Wanted(actors=10, away=True), RAY, {"actor-8": ("a", ()), "actor-9": ("b", ())}, 10),
+    "this machine under another name has the devices that the learner leaves": (
+        replace(GPU, ranks=2, actors="fill", away=True), OWN,
+        {"learner": ("", (0,)), "learner-rank-1": ("", (1,)), "actor-0": ("ray-0", (2,)), "actor-1": ("ray-0", (3,))}, 2),
+    "and may be named": (replace(GPU, learner_hosts=("ray-0",), away=True), OWN, {"learner": ("", (0,))}, 1),
+    "what is not CUDA's is left as it is found": (
+        Wanted(rank_devices=None, actor_devices=None, actors=2), BOX, {"learner": ("", None), "actor-1": ("", None)}, 2),
+}  # fmt: skip
 
 
-def test_a_box_of_eight_gives_the_learner_the_first_devices_and_actors_the_rest() -> None:
-    found = place(replace(GPU, ranks=2, actors="fill"), BOX)
-    assert devices_of(found, "learner", "learner-rank-1", "actor-0", "actor-5") == [("", (n,)) for n in (0, 1, 2, 7)]
-    assert found.num_actors == 6 and found.slots["evaluation"].devices == (0,) and found.evaluation_waits
+@pytest.mark.parametrize(("wanted", "inventory", "places", "actors"), EXAMPLES.values(), ids=EXAMPLES)
+def test_places(wanted: Wanted, inventory: Inventory, places: dict[str, tuple[str, Any]], actors: int) -> None:
+    found = place(wanted, inventory)
+    assert {name: (found.slots[name].host, found.slots[name].devices) for name in places} == places
+    assert found.num_actors == actors
+    assert found.evaluation_waits == (bool(wanted.evaluation_devices) and not wanted.evaluates_beside)
 
 
-def test_an_evaluation_beside_training_has_a_device_of_its_own() -> None:
-    found = place(replace(GPU, evaluates_beside=True, actors="fill"), BOX)
-    assert devices_of(found, "learner", "evaluation", "actor-0") == [("", (0,)), ("", (1,)), ("", (2,))]
-    assert not found.evaluation_waits
-    with pytest.raises(ConfigError, match=r"evaluation\.every\) need 1 devices .* 0 free of 1 .*set evaluation\.every = 0"):
-        place(replace(GPU, evaluates_beside=True), (Host(devices=1),))
-
-
-def test_two_nodes_with_engines_of_four_devices_and_a_scorer_with_one_on_each() -> None:
-    wanted = replace(GPU, ranks=3, actors="fill", actor_devices=4, scorer=True, scorer_devices=1)
-    found = place(wanted, TWO)
-    assert devices_of(found, "scorer", "actor-0", "scorer-1", "actor-1") == [
-        ("", (3,)), ("", (4, 5, 6, 7)), ("b", (0,)), ("b", (1, 2, 3, 4)),
-    ]  # fmt: skip
-    assert "relay-1" not in found.slots and found.num_actors == 2
-    smaller = place(replace(wanted, actor_devices=2), TWO)
-    assert smaller.slots["relay-1"] == Slot("b", ()) and smaller.num_actors == 5
+@pytest.mark.parametrize(
+    ("wanted", "inventory", "message"),
+    [
+        (GPU, ONE, r"actors.count = 1: actors need a device each; .*0 free of 1.*placement.colocate"),
+        (COLOCATED, ONE, r"share = 0\.5: device 0 .* actor-0, evaluation, learner.* 1 of its.*below 0\.5"),
+        (
+            replace(GPU, evaluates_beside=True),
+            ONE,
+            r"every\) need 1 devices .* 0 free of 1 .*evaluation\.every = 0",
+        ),
+        (replace(GPU, learner_hosts=("c",)), TWO, r"learner_hosts names 'c', which is no host .*: this machine, b"),
+        (
+            replace(GPU, ranks=9, learner_hosts=("b",)),
+            TWO,
+            r"learner.ranks = 9 .* need 9 devices.*8 free of 8 on b; highest: learner.ranks = 8",
+        ),
+        (replace(GPU, actors=4, away=True), RAY, r"there are 2 free of 2 on a, 1 free of 1 on b; highest: actors\.count = 3"),
+    ],
+)
+def test_what_finds_no_room_is_refused_with_what_there_is(wanted: Wanted, inventory: Inventory, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        place(wanted, inventory)
 
 
 @given(st.integers(1, 20), st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8, unique=True), st.booleans())
@@ -157,58 +200,3 @@ def test_actors_in_turn_on_hosts_bring_their_scorers_and_where_there_are_two_a_r
     relays = [slot.host for name, slot in found.slots.items() if kind(name) == "relay"]
     assert scorers == ([host for host in hosts if count[host]] if scorer else [])
     assert relays == [host for host in hosts if count[host] > 1]
-
-
-def test_one_device_for_all_is_given_only_when_it_is_wanted_and_the_shares_add_up() -> None:
-    one = (Host(devices=1, cpus=8),)
-    with pytest.raises(ConfigError, match=r"actors.count = 1: actors need a device each; .*0 free of 1.*placement.colocate"):
-        place(GPU, one)
-    found = place(replace(GPU, colocate=True, actor_share=0.4, evaluates_beside=True), one)
-    assert devices_of(found, "learner", "actor-0", "evaluation") == [("", (0,))] * 3
-    with pytest.raises(ConfigError, match=r"share = 0\.5: device 0 .* actor-0, evaluation, learner.* 1 of its.*below 0\.5"):
-        place(replace(GPU, colocate=True, actor_share=0.5, evaluates_beside=True), one)
-
-
-def test_the_learner_fills_the_hosts_that_it_is_given_in_their_order() -> None:
-    found = place(replace(GPU, ranks=10, learner_hosts=("b", ""), actors="fill"), TWO)
-    ranks = [found.slots["learner"], *(found.slots[f"learner-rank-{rank}"] for rank in range(1, 10))]
-    assert [slot.host for slot in ranks] == ["b"] * 8 + [""] * 2
-    assert all(a.host != b.host or a.devices < b.devices for a, b in pairwise(ranks))  # type: ignore[operator]
-    with pytest.raises(ConfigError, match=r"learner_hosts names 'c', which is no host .*: this machine, b"):
-        place(replace(GPU, learner_hosts=("c",)), TWO)
-    with pytest.raises(ConfigError, match=r"learner.ranks = 9 .* need 9 devices.*8 free of 8 on b; highest: learner.ranks = 8"):
-        place(replace(GPU, ranks=9, learner_hosts=("b",)), TWO)
-
-
-def test_actors_on_cpus_fill_hosts_and_more_of_them_stay_with_the_supervisor() -> None:
-    cpus = (Host(cpus=4), Host("b", cpus=2))
-    found = place(Wanted(actors="fill"), cpus)
-    assert devices_of(found, "actor-0", "actor-1", "actor-2", "actor-3") == [("", ()), ("", ()), ("b", ()), ("b", ())]
-    assert found.num_actors == 4
-    more = place(Wanted(actors=6), cpus)
-    assert devices_of(more, "actor-4", "actor-5") == [("", ()), ("", ())]
-    assert place(Wanted(actors="fill"), (Host(cpus=1),)).num_actors == 1
-
-
-def test_actors_away_are_on_other_hosts_in_turn_with_devices_of_their_own() -> None:
-    hosts = (Host(devices=8, cpus=8), Host("a", devices=2, cpus=4), Host("b", devices=1, cpus=4))
-    found = place(replace(GPU, actors="fill", away=True), hosts)
-    assert devices_of(found, "actor-0", "actor-1", "actor-2") == [("a", (0,)), ("b", (0,)), ("a", (1,))]
-    assert found.num_actors == 3
-    with pytest.raises(ConfigError, match=r"there are 2 free of 2 on a, 1 free of 1 on b; highest: actors\.count = 3"):
-        place(replace(GPU, actors=4, away=True), hosts)
-    on_cpus = place(Wanted(actors=10, away=True), hosts)
-    assert [slot.host for name, slot in on_cpus.slots.items() if kind(name) == "actor"] == ["a", "b"] * 5
-
-
-def test_the_supervisors_machine_under_another_name_has_the_devices_that_the_learner_leaves() -> None:
-    hosts = (Host(devices=4, cpus=8), Host("ray-0", devices=4, cpus=8, own=True))
-    found = place(replace(GPU, ranks=2, actors="fill", away=True), hosts)
-    assert devices_of(found, "learner", "learner-rank-1") == [("", (0,)), ("", (1,))]
-    assert devices_of(found, "actor-0", "actor-1") == [("ray-0", (2,)), ("ray-0", (3,))] and found.num_actors == 2
-    assert devices_of(place(replace(GPU, learner_hosts=("ray-0",), away=True), hosts), "learner") == [("", (0,))]
-
-
-def test_what_is_not_cuda_is_left_as_it_is_found() -> None:
-    found = place(Wanted(rank_devices=None, actor_devices=None, actors=2), BOX)
-    assert devices_of(found, "learner", "actor-1") == [("", None), ("", None)]

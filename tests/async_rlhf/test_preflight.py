@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
 
-from async_rlhf.actors.environments import resolve
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli.commands import app
 from async_rlhf.run.checks.model import check_adapters
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.scoring import evaluated
 from tests.conftest import QUICK
 
 MODELS = QUICK.parent / "models"
@@ -146,18 +142,6 @@ def test_a_model_that_ends_no_completion_is_remarked_on(checked: Callable[..., A
     assert checked(rows("a"), model=str(model), **{"generation.stop": "."}).remarks == []
 
 
-def test_check_says_what_it_found(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,answer\n" + "é,a\n" * 20)
-    (tmp_path / "own.toml").write_text(
-        f'model = "{MODELS / "tiny-speller"}"\nmax_steps = 1\n[data]\nsource = "rows.csv"\nheld_out = 0\n'
-        '[rewards]\nfunctions = ["exact"]\n[learner]\nbatch_size = 8\n'
-    )
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "own.toml")])
-    assert result.exit_code == 0, result.output
-    assert "own.toml: good. 20 training prompts, 0 held out; 1 groups of 8 in at most 1 steps." in result.output
-    assert "20 prompts have characters that the model has no token for, and does not see: é" in result.output
-
-
 def test_a_chat_template_that_rewrites_what_was_said_before_takes_no_episodes(small: Any, tmp_path: Path) -> None:
     model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
     (model / "chat_template.jinja").write_text(
@@ -171,22 +155,13 @@ def test_a_chat_template_that_rewrites_what_was_said_before_takes_no_episodes(sm
     assert preflight(small(**settings, **{"environment.render": "by_message"})).num_prompts > 0
 
 
-def test_an_environment_is_resolved_once_for_all_that_looks_at_it(
-    checked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_prompts_to_evaluate_on_have_the_columns_that_the_environment_asks_for(
+    checked: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "say.py").write_text("def say(prompt, answer):\n    yield prompt\n")
-    evaluated = tmp_path / "evaluated.jsonl"
-    evaluated.write_text('{"prompt": "b", "answer": "b"}\n')
-    resolved = list[str]()
-
-    def counted(target: str, *arguments: Any) -> Any:
-        resolved.append(target)
-        return resolve(target, *arguments)
-
-    monkeypatch.setattr("async_rlhf.actors.environments.config.resolve", counted)
+    (evaluated := tmp_path / "evaluated.jsonl").write_text('{"prompt": "b", "answer": "b"}\n')
     settings = {"environment": str(tmp_path / "say.py:say"), "evaluation.source": str(evaluated), "rewards.functions": []}
-    found = checked(rows("a"), **settings)
-    assert found.environment.name == "say" and len(resolved) == 1
+    assert checked(rows("a"), **settings).environment.name == "say"
     evaluated.write_text('{"prompt": "b"}\n')
     with pytest.raises(ConfigError, match=r"evaluation.source: .*'answer'"):
         checked(rows("a"), **settings)
@@ -232,16 +207,11 @@ def test_an_adapter_of_a_tied_output_layer_is_refused_by_what_the_configuration_
         check_adapters(config)
 
 
-def test_variables_of_the_chat_template_may_be_others_in_evaluations_and_are_looked_at(
-    checked: Callable[..., Any], small: Any, tmp_path: Path
-) -> None:
+def test_variables_of_the_chat_template_are_looked_at(checked: Callable[..., Any], tmp_path: Path) -> None:
     model = shutil.copytree(MODELS / "tiny-speller", tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}{{ 'x' * 200 if think else '' }}")
-    settings = {"model": str(model), "data.chat": True, "data.held_out": 1, "data.chat_template_kwargs": {"think": False}}
-    assert checked(rows("a", "b"), **settings).num_prompts == 1
+    settings = {"model": str(model), "data.chat": True}
+    assert checked(rows("a", "b"), **settings, **{"data.chat_template_kwargs": {"think": False}}).num_prompts == 2
     for variables, message in (({"think": True}, "prompt 0 has 201 tokens"), ({"thnk": True}, "did you mean 'think'")):
-        own = {**settings, "evaluation.chat_template_kwargs": variables}
         with pytest.raises(ConfigError, match=message):
-            checked(rows("a", "b"), **own)
-        assert evaluated(small(**own)).data.row_template.variables == variables
-    assert evaluated(small(**settings)).data.row_template.variables == {"think": False}
+            checked(rows("a", "b"), **settings, **{"data.chat_template_kwargs": variables})

@@ -90,7 +90,7 @@ def test_the_quick_run_learns_while_a_node_is_lost_and_another_joins(
             supervisor.drain()
 
     heard = Heard(step)
-    own = {"max_steps": 5000, "data.held_out": 0, "actors.restart_backoff_s": 0.2, "launch.lost_after_s": 8.0}
+    own = {"max_steps": 5000, "data.held_out": 0, "launch.lost_after_s": 8.0}
     config = load(QUICK, {**launch, **own})
     supervisor, run = prepare(config, progress=heard)
 

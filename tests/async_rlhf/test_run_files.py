@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from pathlib import Path
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.run import run_files
 from async_rlhf.run.run_files import Lines, Tail, line_of_step, printable, read_last_lines, read_lines, read_object, read_small
 
 
@@ -71,22 +69,6 @@ def test_of_what_it_left_out_a_tail_knows_the_end_where_a_learner_that_starts_ag
     tail.skip()
     path.write_text(steps(*range(1, 29_951), mark="x" * 300) + steps(*range(29_951, 30_011), mark="again"))
     assert seen(tail) == list(range(29_951, 30_011))
-
-
-def test_a_look_takes_no_larger_buffer_than_what_was_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megabytes that are cut down to a line with every look leave holes in the heap."""
-    path, asked = tmp_path / "metrics.jsonl", list[int]()
-
-    class Counting(io.BufferedReader):
-        def read(self, size: int | None = -1, /) -> bytes:
-            asked.append(-1 if size is None else size)
-            return super().read(size)
-
-    monkeypatch.setattr(run_files, "open_regular", lambda path, limit: Counting(io.FileIO(path)))
-    tail = Tail(path)
-    path.write_text(steps(1, 2))
-    assert seen(tail) == [1, 2] and seen(tail) == []
-    assert min(asked) >= 0 and max(asked) == path.stat().st_size
 
 
 def test_the_line_of_a_step_is_found_from_the_end(tmp_path: Path) -> None:

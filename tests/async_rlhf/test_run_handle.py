@@ -27,8 +27,13 @@ class StopAt(Exception):
 
 
 def test_a_run_is_iterated_stopped_by_its_caller_and_resumed_until_a_callback_ends_it(tmp_path: Path) -> None:
+    """Beside another one of this process; each is scored by its own function."""
     overrides: dict[str, Any] = {**SMALL, "max_steps": 100_000, "output_dir": str(tmp_path)}
-    with start(QUICK, overrides=overrides, rewards=lambda completion: float(len(completion))) as run:
+    other = {**overrides, "max_steps": 1, "name": "other"}
+    with (
+        start(QUICK, overrides=overrides, rewards=lambda completion: 1.0) as run,
+        start(QUICK, overrides=other, rewards=lambda completion: 2.0) as beside,
+    ):
         assert run.run_dir == tmp_path / "quick" and RunDir(run.run_dir).is_alive()
         with pytest.raises(TimeoutError, match="has not ended within 0"):
             run.result(timeout_s=0)
@@ -37,9 +42,11 @@ def test_a_run_is_iterated_stopped_by_its_caller_and_resumed_until_a_callback_en
             seen.append(record["step"])
             if record["step"] == 3:
                 run.stop()
+        assert [line["rewards/reward_0/mean"] for line in beside.result(timeout_s=200.0).metrics] == [2.0]
     assert not RunDir(run.run_dir).is_alive()
     result = run.result()
     assert seen == [record["step"] for record in result.metrics] and len(seen) >= 3
+    assert {record["rewards/reward_0/mean"] for record in result.metrics} == {1.0}
     assert not result.finished and list(run) == []
     assert run.model() == result.checkpoint and (tmp_path / "quick/checkpoints/latest/model").samefile(result.checkpoint or "")
 
@@ -48,26 +55,9 @@ def test_a_run_is_iterated_stopped_by_its_caller_and_resumed_until_a_callback_en
         raise StopAt(f"step {record['step']}")
 
     with pytest.raises(StopAt):
-        train(
-            QUICK,
-            overrides=overrides,
-            rewards=[lambda completion: float(len(completion))],
-            resume=True,
-            on_step=stop_at,
-            quiet=True,
-        )
+        train(QUICK, overrides=overrides, rewards=[lambda completion: 1.0], resume=True, on_step=stop_at, quiet=True)
     end = RunDir(run.run_dir).end()
     assert end is not None and end.code == 1 and end.reason == f"step {seen[-1] + 1}"
-
-
-def test_two_runs_of_one_process_are_each_scored_by_their_own_functions(tmp_path: Path) -> None:
-    overrides: dict[str, Any] = {**SMALL, "max_steps": 1, "output_dir": str(tmp_path)}
-    with (
-        start(QUICK, overrides={**overrides, "name": "one"}, rewards=lambda completion: 1.0) as one,
-        start(QUICK, overrides={**overrides, "name": "two"}, rewards=lambda completion: 2.0) as two,
-    ):
-        results = [each.result(timeout_s=200.0) for each in (one, two)]
-    assert [[line["rewards/reward_0/mean"] for line in result.metrics] for result in results] == [[1.0], [2.0]]
 
 
 class Judge:

@@ -24,11 +24,11 @@ from async_rlhf.launch.ranks import rank_nodes
 from async_rlhf.preparation import prepare
 from async_rlhf.run.checks.memory_fit import check_memory
 from async_rlhf.run.config import load
-from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.evaluator import Evaluator
+from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import QUICK, toml, wait_for
 
 GIB = 1 << 30
@@ -160,16 +160,42 @@ def check(*overrides: str, **settings: Any) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_check_prints_the_place_and_the_memory_of_each_process() -> None:
-    code, output = check(**CUDA, **{"placement.hosts": [{**BOX, "devices": 3}, {**TWO[1], "devices": 2}], "learner.ranks": 2,
-                                    "scoring.placement": "process"})  # fmt: skip
-    assert code == 0, output
-    lines = [line.split() for line in output.splitlines()]
-    assert ["learner-rank-1", "this", "machine", "1"] in lines and ["actor-1", "b", "0"] in lines
-    assert ["relay-1", "b", "none"] in lines and ["scorer-1", "b", "none"] in lines
-    assert ["actor-0", "this", "machine", "2"] in lines
-    assert "evaluation      this machine  0 (when the run's processes have ended)" in output
-    assert "memory of this machine, device 0: about" in output and "of 80.0 GiB: learner" in output and "1 more alike" in output
+def test_check_says_what_a_run_will_do_where_each_process_is_and_what_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer\n" + "é,a\n" * 20)
+    own = {"data.source": str(tmp_path / "rows.csv"), "data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
+    hosts = [{**BOX, "devices": 3}, {**TWO[1], "devices": 2}]
+    boxes = {**CUDA, "placement.hosts": hosts, "learner.ranks": 2, "scoring.placement": "process"}
+    spool = {
+        **own,
+        "data.source": f"spool:{tmp_path / 'spool'}",
+        "data.held_out": "none",
+        "data.epochs": 3,
+        "max_steps": "none",
+    }
+    for settings, expected in (
+        ({"queue.max_staleness": 4}, ["16 groups a step: at most 80 groups are generated ahead"]),
+        ({"actors.count": 2}, ["memory of this machine: about .* learner .*actor 2 x "]),
+        (own, ["good. 20 training prompts, 0 held out", "20 prompts have characters .* no token for, and does not see: é"]),
+        (
+            spool,
+            ["training prompts come into", "each for 3 groups", "until it is stopped", "makes it, and waits for"],
+        ),
+        (
+            boxes,
+            [
+                "learner-rank-1 this machine 1 ",
+                "actor-0 this machine 2 ",
+                "actor-1 b 0 ",
+                "scorer-1 b none ",
+                "relay-1 b none ",
+                r"evaluation this machine 0 \(when the run's processes have ended\)",
+                "memory of this machine, device 0: about .* of 80.0 GiB: learner .* 1 more alike",
+            ],
+        ),
+    ):
+        code, output = check(**settings)
+        assert code == 0 and all(re.search(each, " ".join(output.split())) for each in expected), output
+    assert not (tmp_path / "spool").exists()
 
 
 def test_on_each_host_actors_have_a_scorer_and_where_they_are_several_a_relay(small: Any, tmp_path: Path) -> None:
@@ -188,13 +214,6 @@ def test_on_each_host_actors_have_a_scorer_and_where_they_are_several_a_relay(sm
         "actor-3": ("c", ("tcp://127.0.0.1:5555", "actor-3", "ipc://{sockets}/scorer")),
         "relay-1": ("b", ("tcp://127.0.0.1:5555", "ipc://{sockets}/relay")),
     }
-
-
-def test_check_says_of_a_cpu_run_what_it_takes_of_the_machine() -> None:
-    code, output = check(**{"actors.count": 2})
-    assert code == 0, output
-    (line,) = [line for line in output.splitlines() if line.startswith("memory of")]
-    assert line.startswith("memory of this machine: about ") and "actor 2 x " in line and "learner " in line
 
 
 @pytest.mark.parametrize(
@@ -292,13 +311,6 @@ def test_with_an_environment_its_processes_are_counted_and_what_is_held_between_
 def test_an_evaluation_that_waits_begins_when_the_runs_processes_have_ended(small: Any) -> None:
     """At the first look after them, on devices that were theirs."""
     started: list[Node] = []
-
-    class Heard(Progress):
-        def __init__(self) -> None:
-            self.events: list[str] = []
-
-        def event(self, text: str) -> None:
-            self.events.append(text)
 
     class Full(LocalLauncher):
         def start(self, run_dir: Path, node: Node) -> LocalProcess:

@@ -138,16 +138,6 @@ def test_a_run_that_failed_before_its_first_step_keeps_the_rows_that_it_has_clai
     assert not (run.path / "data").exists()
 
 
-def test_check_says_of_an_empty_spool_what_the_run_will_do(tmp_path: Path) -> None:
-    settings = [f"--set={key}={value}" for key, value in fed(tmp_path / "spool", **{"data.epochs": 3}).items() if value != {}]
-    shown = CliRunner().invoke(app, ["check", str(QUICK), "--set=data.options={}", *settings])
-    assert "training prompts come into" in shown.output and "each for 3 groups" in shown.output, shown.output
-    assert (
-        "until it is stopped or a budget ends it" in shown.output and "the run makes it, and waits for prompts" in shown.output
-    )
-    assert not (tmp_path / "spool").exists()
-
-
 def test_what_waits_in_a_spool_is_its_files_and_an_ended_one_says_so(tmp_path: Path) -> None:
     (tmp_path / "a-folder").mkdir()
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')

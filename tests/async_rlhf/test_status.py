@@ -157,19 +157,6 @@ def test_a_step_says_how_long_the_rest_will_take_and_when_scores_failed(printed:
     assert "left" not in lines()[0] and lines()[1].endswith("left 0:02:58") and "left" not in lines()[2]
 
 
-def test_an_evaluation_says_how_far_it_is_where_it_takes_longer_than_a_moment(
-    printed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    display, lines = printed
-    times = [0.0, 9.0, 10.0, 13.9, 14.0, 20.0, 21.0, 100.0, 104.0]
-    percents = [0, 0, 3, 9, 10, 10, None, 0, 99]  # it loads its model for 9 s; the next one is quick
-    clock = iter(times)
-    monkeypatch.setattr("async_rlhf.run.display.console.time.monotonic", lambda: next(clock))
-    for percent in percents:
-        display.evaluating("step 20", percent)
-    assert lines() == ["evaluation of step 20: 10%"]
-
-
 def test_on_a_terminal_an_evaluation_has_a_bar_below_the_steps_until_it_ends() -> None:
     file = io.StringIO()
     with Display(Console(file=file, force_terminal=True, width=120)) as display:

@@ -283,9 +283,7 @@ def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any
 def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(
     small: Callable[..., Any], strategy: str
 ) -> None:
-    config = small(
-        **{"placement.strategy": strategy, "scoring.placement": "process", "max_steps": 2, "actors.restart_backoff_s": 0.0}
-    )
+    config = small(**{"placement.strategy": strategy, "scoring.placement": "process", "max_steps": 2})
     usable = sorted(os.sched_getaffinity(0))
     supervisor, run = prepare(config, inventory=(Host(cpus=len(usable)),))
     seen: list[dict[str, set[int]]] = []

@@ -174,7 +174,7 @@ def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(
     overrides = {
         "address": f"tcp://{A}:{PORT}", "security.keys": str(tmp_path / "keys"),
         "launch.kind": "hosts", "launch.hosts": ["b"], "launch.command": agent,
-        "launch.directory": str(tmp_path / "b" / "there"), "actors.count": 3, "actors.restart_backoff_s": 0.5,
+        "launch.directory": str(tmp_path / "b" / "there"), "actors.count": 3,
         "placement.hosts": [{"cpus": 3}, {"name": "b", "cpus": 2}], "max_steps": 100_000,
         "queue.lease_s": 6 * SHORT_S, "checkpoint.save_every": 1000,
     }  # fmt: skip
@@ -220,7 +220,7 @@ def test_a_learner_whose_second_host_dies_names_it_and_goes_on_from_its_checkpoi
         "launch.kind": "hosts", "launch.hosts": [B], "launch.interface": "ea", "launch.directory": str(tmp_path / "b"),
         "launch.command": ["sh", "-c", script, "sh", *agent],
         "placement.hosts": [{"cpus": 4}, {"name": B}], "placement.learner_hosts": ["", B], "learner.ranks": 2,
-        "actors.count": 1, "actors.restart_backoff_s": 0.2, "max_steps": 100_000,
+        "actors.count": 1, "max_steps": 100_000,
     }  # fmt: skip
     with training(hosts, small_arguments(**overrides), output) as (process, run):
         wait_for(lambda: run.latest.exists() and len(run.read_metrics()) > 2, "a checkpoint and a step after it")

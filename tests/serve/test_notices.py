@@ -16,6 +16,8 @@ from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import MAX_LOSSES, Entry
 from tests.conftest import wait_for
 
+Given = Callable[..., Entry]
+
 
 @pytest.fixture
 def queue(tmp_path: Path) -> QueueDir:
@@ -23,10 +25,16 @@ def queue(tmp_path: Path) -> QueueDir:
 
 
 @pytest.fixture
-def submit(queue: QueueDir, small: Callable[..., Any], tmp_path: Path) -> Callable[[Path], Entry]:
-    """Queue a run, submitted from this folder, whose hook writes what it reads to `told`."""
-    command = ["/bin/sh", "-c", f"cat > {tmp_path}/telling && mv {tmp_path}/telling {tmp_path}/told"]
-    return lambda folder: queue.submit(small(name="run", **{"hooks.command": command}), folder)
+def lost(queue: QueueDir, small: Callable[..., Any], tmp_path: Path) -> Given:
+    """A run that was lost as often as may be but once; its hook writes what it reads to `told`."""
+    keep = ["/bin/sh", "-c", f"cat > {tmp_path}/telling && mv {tmp_path}/telling {tmp_path}/told"]
+
+    def make(name: str = "run", command: list[str] = keep) -> Entry:
+        entry = queue.submit(small(name=name, **{"hooks.command": command}), tmp_path / "gone")
+        queue.keep(replace(entry, state="running", losses=MAX_LOSSES - 1))
+        return entry
+
+    return make
 
 
 def told(tmp_path: Path) -> dict[str, Any]:
@@ -35,55 +43,46 @@ def told(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_that_cannot_begin_is_told_of(queue: QueueDir, submit: Callable[[Path], Entry], tmp_path: Path) -> None:
-    submit(tmp_path / "gone")
+def test_a_run_that_cannot_begin_is_told_of(queue: QueueDir, lost: Given, tmp_path: Path) -> None:
+    queue.keep(replace(lost(), state="waiting"))
     Daemon(queue, say=lambda line: None).look()
-    found = told(tmp_path)
+    found, entry = told(tmp_path), queue.find("run")
     assert (found["event"], found["run_dir"]) == ("failed", str(queue.runs / "run"))
     assert f"cannot be started in {tmp_path / 'gone'}" in found["text"]
+    assert entry.state == "failed" and entry.reason in found["text"] and not queue.is_alive(entry)
 
 
-def test_a_run_that_is_lost_again_and_again_is_told_of_once(
-    queue: QueueDir, submit: Callable[[Path], Entry], tmp_path: Path
-) -> None:
-    queue.keep(replace(submit(tmp_path), state="running", losses=MAX_LOSSES - 1))
+def test_a_run_that_is_lost_again_and_again_is_told_of_once(queue: QueueDir, lost: Given, tmp_path: Path) -> None:
+    lost()
     said: list[str] = []
     daemon = Daemon(queue, say=said.append)
     daemon.look()
     assert f"lost {MAX_LOSSES} times in a row without a new step" in told(tmp_path)["text"]
     (tmp_path / "told").unlink()
     daemon.look()
-    daemon._notices.close()
+    daemon.close()
     assert not (tmp_path / "told").exists() and len(said) == 1
 
 
 def test_a_run_that_has_said_how_it_ended_is_not_told_of_again(
-    queue: QueueDir, submit: Callable[[Path], Entry], small: Callable[..., Any], tmp_path: Path
+    queue: QueueDir, lost: Given, small: Callable[..., Any], tmp_path: Path
 ) -> None:
-    queue.keep(replace(submit(tmp_path), state="running"))
+    lost()
     run = RunDir.create(small(name="run", output_dir=str(queue.runs)))
     run.record_end(End(code=4, reason="stalled", finished=False))
     run.retire()
     daemon = Daemon(queue, say=lambda line: None)
     daemon.look()
-    assert queue.find("run").reason == "stalled"
-    daemon._notices.close()
-    assert not (tmp_path / "told").exists()
+    daemon.close()
+    assert queue.find("run").reason == "stalled" and not (tmp_path / "told").exists()
 
 
 def test_a_hook_that_fails_and_a_configuration_that_cannot_be_read_are_named_and_hold_up_nothing(
-    queue: QueueDir, small: Callable[..., Any], tmp_path: Path
+    queue: QueueDir, lost: Given
 ) -> None:
     said: list[str] = []
     daemon = Daemon(queue, say=said.append)
-    for name in ("fails", "damaged"):
-        entry = queue.submit(small(name=name, **{"hooks.command": ["/bin/false"]}), tmp_path)
-        queue.keep(replace(entry, state="running", losses=MAX_LOSSES - 1))
-    (queue.folder(entry) / "config.toml").write_text("= no toml")
-
-    def has_complained() -> bool:
-        assert daemon.look()
-        return any("the hook for 'failed' failed" in line for line in said)
-
-    wait_for(has_complained, "the last_error")
+    lost("fails", ["/bin/false"])
+    (queue.folder(lost("damaged")) / "config.toml").write_text("= no toml")
+    wait_for(lambda: daemon.look() and any("the hook for 'failed' failed" in line for line in said), "what is said of it")
     assert any(line.startswith("damaged has failed, and its hooks cannot run: ") for line in said)

@@ -132,18 +132,6 @@ def test_what_the_machine_or_the_end_of_the_daemon_interrupted_goes_on_before_an
     assert made.start == (2,) and made.entries[2].state == "waiting"
 
 
-def test_a_daemon_that_ends_drains_what_runs_asks_once_and_leaves_it_for_the_next() -> None:
-    running = Entry(1, "run", "running")
-    made = plan([running, Entry(2, "next")], {1: Seen(True)}, closing=True)
-    assert made.entries[0].state == "pausing" and made.drain == (1,) and made.start == ()
-    told = replace(made.entries[0], drain_sent=True)
-    assert plan([told], {1: Seen(True)}, closing=True).drain == ()
-    drained = plan([told, Entry(2, "next")], {1: Seen(False, DRAINED)}, closing=True)
-    assert drained.entries[0].state == "waiting" and drained.start == ()
-    again = plan(drained.entries, {})
-    assert again.start == (1,) and not again.entries[0].drain_sent
-
-
 def test_a_run_that_is_lost_again_and_again_without_a_step_is_given_up_and_one_that_works_is_not() -> None:
     idle = busy = Entry(1, "run", "running")
     for number in range(1, MAX_LOSSES):
@@ -154,15 +142,6 @@ def test_a_run_that_is_lost_again_and_again_without_a_step_is_given_up_and_one_t
         assert busy.state == "running"
     given_up = after(idle, Seen(False, None, steps=0))
     assert given_up.state == "failed" and given_up.reason == f"lost {MAX_LOSSES} times in a row without a new step"
-
-
-def test_a_run_that_an_operator_stops_is_asked_once_also_where_the_daemon_had_asked_it_before() -> None:
-    stopping = requested(Entry(1, "run", "running"), "stop")
-    assert stopping is not None and plan([stopping], {1: Seen(True)}).drain == (1,)
-    already = requested(Entry(1, "run", "pausing", drain_sent=True), "stop")
-    assert already is not None and already.state == "stopping" and plan([already], {1: Seen(True)}).drain == ()
-    again = requested(Entry(1, "run", "stopped", drain_sent=True), "resume")
-    assert again is not None and not again.drain_sent
 
 
 def test_fewer_runs_at_a_time_than_before_let_those_that_run_end_first() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,18 +94,13 @@ def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name:
     for process, slot in placement.slots.items():
         if slot.host != name or slot.devices is None or (process == "evaluation" and _is_rare(config, placement)):
             continue
-        context = {"context": memory.CONTEXT} if slot.devices else {}
-        for part, on_device in _parts(config, shape, process.partition("-")[0], host):
-            devices = (slot.devices if on_device == "all" else slot.devices[:1]) if on_device else (None,)
-            for device in devices:
-                loads = found.setdefault(device, [])
-                known = next((load for load in loads if load.process == process), None)
-                if known is None:
-                    loads.append(Load(process, {**part, **(context if device is not None else {})}))
-                else:
-                    sums = {key: known.parts.get(key, 0) + part.get(key, 0) for key in {**known.parts, **part}}
-                    loads[loads.index(known)] = Load(process, sums)
-        if process.partition("-")[0] in _ENGINES and config.environment.function:
+        role = process.partition("-")[0]
+        held: dict[int | None, Counter[str]] = {}
+        for parts, device in _parts(config, shape, role, host, slot.devices):
+            held.setdefault(device, Counter({"context": memory.CONTEXT} if device is not None else {})).update(parts)
+        for device, sums in held.items():
+            found.setdefault(device, []).append(Load(process, dict(sums)))
+        if role in _ENGINES and config.environment.function:
             limit = config.environment.worker_memory_mb
             one = Load(f"environment-of-{process}", {"process": memory.EPISODES}, None if limit is None else limit << 20)
             found.setdefault(None, []).extend([one] * config.environment.workers)
@@ -116,23 +112,19 @@ def _is_rare(config: Config, placement: Placement) -> bool:
     return placement.evaluation_waits or not config.evaluation.every
 
 
-def _parts(config: Config, shape: Shape, role: str, host: Host) -> Iterator[tuple[Parts, str]]:
-    """What a process of this role holds, and where: on `all` its devices, on the `first`, or (empty) in its host's memory."""
+def _parts(config: Config, shape: Shape, role: str, host: Host, devices: Sequence[int]) -> Iterator[tuple[Parts, int | None]]:
+    """What a process of this role, which has these devices, holds on each; on None in its host's memory."""
     if role == "learner":
         reference = config.loss.needs_reference and not config.scoring.reference_is_stage
         parts = memory.learner(config.learner, shape, config.generation, reference=reference)
-        yield parts, "" if config.learner.device == "cpu" else "all"
+        yield from ((parts, device) for device in (devices if config.learner.device != "cpu" else (None,)))
     if role in _ENGINES:
-        yield (
-            _engine(config, config.served_engine, shape, _engine_limit(config, host)),
-            "" if config.engine.device == "cpu" else "all",
-        )
-    if role in (*_ENGINES, "scorer"):
-        for name, device in model_devices(config):
-            if role == "evaluation" and name == REFERENCE:
-                continue
-            if role == "evaluation" or config.scoring.in_process(name) == (role == "scorer"):
-                yield _judge(config, name), "" if device == "cpu" else "first"
+        parts = _engine(config, config.served_engine, shape, _engine_limit(config, host))
+        yield from ((parts, device) for device in (devices if config.engine.device != "cpu" else (None,)))
+    for name, device in model_devices(config) if role in (*_ENGINES, "scorer") else ():
+        judges = name != REFERENCE if role == "evaluation" else config.scoring.in_process(name) == (role == "scorer")
+        if judges:
+            yield from ((_judge(config, name), each) for each in (devices[:1] if device != "cpu" else (None,)))
 
 
 def _engine(config: Config, engine: EngineConfig, shape: Shape, most: int | None) -> Parts:

@@ -6,8 +6,13 @@ and no process is started.
 
 from __future__ import annotations
 
+import codecs
+import locale
 import re
+import resource
 import shutil
+import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,8 +26,9 @@ from async_rlhf.actors.prompts import Row, of_prompt
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
+from async_rlhf.launch.forked import umask
+from async_rlhf.launch.sockets import socket_root
 from async_rlhf.learner.check import remarks
-from async_rlhf.run.checks.inherited import check_inherited
 from async_rlhf.run.checks.model import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.checks.spool import check_spool
 from async_rlhf.run.config import Config
@@ -31,7 +37,6 @@ from async_rlhf.run.scoring import (
     OF_EPISODES,
     check_judging,
     environment_spec,
-    evaluated,
     score_names,
     stage_specs,
     stop_strings,
@@ -118,8 +123,6 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], environment: Envi
             f"evaluation.every = {evaluation.every} with data.held_out = 0: there are no prompts to evaluate on; "
             "set data.held_out, or evaluation.source"
         )
-    elif converted and held_out and evaluation.chat_template_kwargs is not None:
-        check_model(evaluated(config), (list(held_out), []), environment)
 
 
 def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None) -> Prepared:
@@ -222,6 +225,24 @@ def _check_judged(config: Config, environment: EnvironmentSpec | None) -> None:
             f"environment {environment.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
             "get_reward method"
         )
+
+
+def check_inherited() -> None:
+    """What a run inherits and cannot work with, by name; docs/operating.md lists what is obeyed or makes no difference. Raises
+    ConfigError."""
+    socket_root()
+    if codecs.lookup(encoding := locale.getpreferredencoding(False)).name != "utf-8":
+        raise ConfigError(f"files are read as {encoding} (LC_ALL, LC_CTYPE, LANG), and they are UTF-8: set PYTHONUTF8=1")
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            f"PYTHONOPTIMIZE={sys.flags.optimize} takes away docstrings, and transformers reads them: set it to 0"
+        )
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        raise ConfigError("SIGCHLD is ignored in this process, so the end of a child cannot be seen: set it to SIG_DFL")
+    if sys.platform == "linux" and (mask := umask()) & 0o700:
+        raise ConfigError(f"umask {mask:04o} takes from you the rights to what the run makes: set umask 022, or 077")
+    if (most := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) != resource.RLIM_INFINITY and most < 256:
+        raise ConfigError(f"a process may open {most} files (ulimit -n), and a run needs 256: raise the limit")
 
 
 def _check_packages(config: Config) -> None:

@@ -49,7 +49,6 @@ class Display(progress.Progress):
         self._evaluation: TaskID | None = None
         self._last_line, self._last_sample = -_LINE_EVERY_S, -_SAMPLE_EVERY_S
         self._waiting = ""
-        self._evaluated = 0, -_LINE_EVERY_S  # percent that were shown, and when
         self._pace = StepPace()
 
     def __enter__(self) -> Display:
@@ -77,16 +76,9 @@ class Display(progress.Progress):
         self._waiting = stage
 
     def evaluating(self, what: str, percent: int | None) -> None:
-        """A bar below that of the steps; else a line now and then of an evaluation that takes longer than that."""
+        """A bar below that of the steps."""
         if self._bar is not None:
             self._show_evaluation(self._bar, what, percent)
-            return
-        now = time.monotonic()
-        if not percent:
-            self._evaluated = 0, now
-        elif percent > self._evaluated[0] and now - self._evaluated[1] >= _LINE_EVERY_S:
-            self._evaluated = percent, now
-            self.event(evaluating(what, percent))
 
     def evaluation(self, record: dict[str, Any]) -> None:
         self.event(held_out(record))

@@ -1,4 +1,4 @@
-"""What a person sees of a run in a notebook: one output that is redrawn, with a table of the newest steps and a curve.
+"""What a person sees of a run in a notebook: one output that is redrawn, with the newest steps.
 
 Needs nothing but IPython, which a notebook has.
 """
@@ -6,18 +6,15 @@ Needs nothing but IPython, which a notebook has.
 from __future__ import annotations
 
 import html
-import math
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from async_rlhf.run.display.console import beginning, evaluating, held_out, line, sample_line
 from async_rlhf.run.display.progress import Progress
 
 _REDRAW_S = 1.0
-_ROWS, _EVENTS, _POINTS = 5, 5, 400
-_WIDTH, _HEIGHT = 480, 120
+_LINES = 5
 
 
 def in_notebook() -> bool:
@@ -37,16 +34,13 @@ class NotebookDisplay(Progress):
 
         self._html = HTML
         self._heading, self._drawn_at = "starting the processes", time.monotonic()
-        self._rows: deque[str] = deque(maxlen=_ROWS)
-        self._events: deque[str] = deque(maxlen=_EVENTS)
-        self._rewards: list[tuple[int, float]] = []
-        self._evaluations: list[tuple[int, float]] = []
+        self._rows, self._events = deque[str](maxlen=_LINES), deque[str](maxlen=_LINES)
         self._sample = self._evaluated = ""
         self._output = display(HTML(self._page()), display_id=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._redraw(now=True)
+        self._output.update(self._html(self._page()))
 
     def event(self, text: str) -> None:
         self._events.append(text)
@@ -60,7 +54,6 @@ class NotebookDisplay(Progress):
     def step(self, record: dict[str, Any], max_steps: int | None) -> None:
         self._heading = f"step {record['step']}" + ("" if max_steps is None else f" of {max_steps}")
         self._rows.append(f"{record['step']:>5}  {line(record)}")
-        _add(self._rewards, record["step"], record["reward"])
         self._redraw()
 
     def evaluating(self, what: str, percent: int | None) -> None:
@@ -68,49 +61,16 @@ class NotebookDisplay(Progress):
         self._redraw()
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        _add(self._evaluations, record.get("step"), record.get("mean_reward"))
         self.event(held_out(record))
 
     def sample(self, record: dict[str, Any]) -> None:
         self._sample = sample_line(record)
 
-    def _redraw(self, *, now: bool = False) -> None:
-        if now or time.monotonic() - self._drawn_at >= _REDRAW_S:
+    def _redraw(self) -> None:
+        if time.monotonic() - self._drawn_at >= _REDRAW_S:
             self._drawn_at = time.monotonic()
             self._output.update(self._html(self._page()))
 
     def _page(self) -> str:
         text = "\n".join((*self._events, *self._rows, self._sample, self._evaluated)).strip()
-        curve = drawing(self._rewards, self._evaluations)
-        return f"<b>{html.escape(self._heading)}</b>{curve}<pre>{html.escape(text)}</pre>"
-
-
-def drawing(rewards: Sequence[tuple[int, float]], evaluations: Sequence[tuple[int, float]]) -> str:
-    """Reward over steps as SVG: a line for training, dots for evaluations; empty before there are two steps."""
-    if len(rewards) < 2:
-        return ""
-    shown = [*rewards[:: -(-len(rewards) // _POINTS)], rewards[-1]]
-    last = max(step for step, _ in (*rewards, *evaluations))
-    low = min(value for _, value in (*rewards, *evaluations))
-    high = max(value for _, value in (*rewards, *evaluations))
-
-    def place(point: tuple[int, float]) -> tuple[str, str]:
-        x, y = point[0] / last, (point[1] - low) / (high - low or 1.0)
-        return f"{8 + x * (_WIDTH - 16):.1f}", f"{8 + (1 - y) * (_HEIGHT - 16):.1f}"
-
-    path = " ".join(",".join(place(point)) for point in shown)
-    dots = "".join('<circle cx="{}" cy="{}" r="4" fill="#d95f02"/>'.format(*place(point)) for point in evaluations)
-    label = f"reward {low:.3f} to {high:.3f}, step 0 to {last}" + (" (dots: held-out)" if evaluations else "")
-    return (
-        f'<div><svg width="{_WIDTH}" height="{_HEIGHT}" style="background:#f6f6f6">'
-        f'<polyline points="{path}" fill="none" stroke="#1b6ca8" stroke-width="2"/>{dots}</svg>'
-        f"<div><small>{label}</small></div></div>"
-    )
-
-
-def _add(points: list[tuple[int, float]], step: Any, value: Any) -> None:
-    """A step that is done again replaces itself and what followed."""
-    if type(step) is int and isinstance(value, int | float) and math.isfinite(value):
-        while points and points[-1][0] >= step:
-            points.pop()
-        points.append((step, float(value)))
+        return f"<b>{html.escape(self._heading)}</b><pre>{html.escape(text)}</pre>"

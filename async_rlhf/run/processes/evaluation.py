@@ -1,8 +1,8 @@
 """One evaluation: a model directory, the prompts, the rewards; its result is a line in `evaluations.jsonl`.
 
-A process of its own makes it, beside a run (`evaluator`) or alone (`evaluate_alone`). Each line has a `label`, which is
-`start`, `step`, `end` or `alone`, and the `step` whose weights were evaluated: the number of steps they had been trained for.
-An evaluation that could not be made has a line with `missing`, the reason.
+A process of its own makes it beside a run (`evaluator`); alone the calling one (`evaluate_alone`). Each line has a `label`,
+which is `start`, `step`, `end` or `alone`, and the `step` whose weights were evaluated: the number of steps they had been
+trained for. An evaluation that could not be made has a line with `missing`, the reason.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.data.config import HELD_OUT_SEED
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row, Template, encode
-from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.lines import LineFile
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.sampling import GREEDY
-from async_rlhf.launch.program import evaluation_node
-from async_rlhf.launch.tether import PERCENT
 from async_rlhf.run.checks.preflight import Prepared
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import evaluated, group_rewards, reward_specs, score_names, solved_by
+from async_rlhf.run.scoring import group_rewards, reward_specs, score_names, solved_by
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.1
 
 
 def run_evaluation(
@@ -55,7 +51,6 @@ def run_evaluation(
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.run.processes.environment import environment_of
 
-    config = evaluated(config)
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation
@@ -73,7 +68,7 @@ def run_evaluation(
                 solved_by=solved_by(config, score_names(config, play)),
                 solved_at=asked.solved_at,
                 num_sampled=asked.samples,
-                sampling=config.generation.sampling.model_copy(update={"temperature": asked.temperature}),
+                sampling=config.generation.sampling.model_copy(update={"temperature": 1.0}),
                 seed=HELD_OUT_SEED,
             )
             result = evaluate(
@@ -94,9 +89,8 @@ def run_evaluation(
 
 
 def evaluating_engine(config: Config) -> EngineConfig:
-    """The run's, with all keys and values unless it says otherwise."""
-    served = config.served_engine
-    return served.model_copy(update={"kv_policy": "full"}) if config.evaluation.full_attention else served
+    """The run's, with all keys and values, as other programs have them."""
+    return config.served_engine.model_copy(update={"kv_policy": "full"})
 
 
 def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:
@@ -125,30 +119,23 @@ def forget_evaluations(run: RunDir, after: int) -> None:
 
 
 def evaluate_alone(
-    config: Config, model: str, prepared: Prepared, evaluating: Callable[[str, int], object] = lambda what, percent: None
+    config: Config, prepared: Prepared, evaluating: Callable[[str, int], object] = lambda what, percent: None
 ) -> dict[str, Any]:
-    """The evaluation of a model without a run: the same process, in a run directory that is gone afterwards.
+    """The evaluation of a configuration's model without a run, in this process; its run directory is gone afterwards.
 
-    prepared: of the configuration. evaluating: called several times a second with the percentage that is done. Raises
-    ConfigError, and AsyncRLHFError with the last words of the process when it fails.
+    prepared: of the configuration. evaluating: called with the percentage that is done. Raises what an evaluation raises.
     """
+
+    def progress(done: int, of: int) -> None:
+        evaluating("the model", 100 * done // of)
+
     with tempfile.TemporaryDirectory(prefix="async-rlhf-") as folder:
         alone = config.model_copy(update={"output_dir": folder, "name": "evaluation"})
         run = RunDir.create(alone, prepared.rows, prepared.dropped)
         try:
-            process = run.launcher.start(run.path, evaluation_node(model, "alone", 0, run.log("evaluation")))
-            percent = 0
-            try:
-                while (code := process.poll()) is None:
-                    percent += process.read_beats().count(PERCENT)
-                    evaluating("the model", percent)
-                    time.sleep(_LOOK_S)
-            finally:
-                process.kill()
-            records = run.read_evaluations()
-            if code != 0 or not records:
-                raise AsyncRLHFError(f"the evaluation of {model} ended with code {code}: {process.failure_message()}")
-            return {key: value for key, value in records[0].items() if key != "step"}
+            evaluating("the model", 0)
+            run_evaluation(run, alone, config.model, "alone", "0", progress=progress)
+            return {key: value for key, value in run.read_evaluations()[0].items() if key != "step"}
         finally:
             run.retire()
 

@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -31,20 +31,6 @@ _SEND_S = 2.0
 _NO_MEASURES = ("step", "time", "version", "num_prompts")
 
 
-class Sink(Protocol):
-    """One tracking service. Whatever it raises ends the tracker's process."""
-
-    def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        """at: seconds since the epoch."""
-        ...
-
-    def flush(self) -> None:
-        """What was logged is not lost when the process dies after this."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class _Sent(BaseModel):
     """How far the tracker has come: the step of the last line it sent, and how many evaluations."""
 
@@ -55,7 +41,7 @@ class _Sent(BaseModel):
 
 def run_tracker(run: RunDir, config: Config, *, progress: Callable[[], None] = lambda: None) -> None:
     """The process: until the run's roles are no longer at work, and all is sent."""
-    sink: Sink = _TensorBoard(run) if config.tracking.kind == "tensorboard" else _WandB(run)
+    sink: _TensorBoard | _WandB = _TensorBoard(run) if config.tracking.kind == "tensorboard" else _WandB(run)
     sent, sender = _read(run), _Sender(run, sink)
     while True:
         last = not run.is_announced()  # looked at before the files are: after it nothing more is written
@@ -73,7 +59,7 @@ def run_tracker(run: RunDir, config: Config, *, progress: Callable[[], None] = l
 class _Sender:
     """Reads what was added to the files, and logs what was not sent yet."""
 
-    def __init__(self, run: RunDir, sink: Sink) -> None:
+    def __init__(self, run: RunDir, sink: _TensorBoard | _WandB) -> None:
         self._steps, self._evaluations, self._sink = Tail(run.metrics), Tail(run.evaluations), sink
         self._num_evaluations = 0
 
@@ -118,6 +104,8 @@ def rewind(run: RunDir, step: int) -> None:
         write_whole(run.tracked, sent.model_dump_json() + "\n")
 
 
+# A tracking service has `log` (at: seconds since the epoch), `flush`, after which what was logged is not lost when the process
+# dies, and `close`. Whatever it raises ends the process.
 class _TensorBoard:
     """An event file in `tensorboard/`; each life of the tracker begins another, which TensorBoard shows as one run."""
 

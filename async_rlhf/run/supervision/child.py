@@ -40,6 +40,19 @@ class SupervisedTime:
         return self._passed
 
 
+class Every:
+    """Called often, true at the first call and then once in so many seconds."""
+
+    def __init__(self, seconds: float, now: Callable[[], float]) -> None:
+        self._seconds, self._now, self._due_at = seconds, now, now()
+
+    def __call__(self) -> bool:
+        if (now := self._now()) < self._due_at:
+            return False
+        self._due_at = now + self._seconds
+        return True
+
+
 class End(NamedTuple):
     """code: as `Process.poll` returns it. reason: why, by the process's own account; empty where it gave none."""
 
@@ -124,28 +137,28 @@ class Child:
         """Counts this end; returns the pause before the next start, in seconds. error: by its own account, if it was one."""
         self._same_errors = 0 if not error else self._same_errors + 1 if error == self._error else 1
         self._error = error
-        ended_at = now if self._ended_at is None else self._ended_at
-        if self._worked(ended_at - self._started_at):
+        if self._worked(now if self._ended_at is None else self._ended_at):
             self.deaths = 0
-        self.process, self.ended_well = None, False
-        self._started_at, self._progressed = now, False
         self.deaths += 1
-        self._pause_s = min(_MAX_PAUSE_S, first_pause_s * 2 ** (self.deaths - 1))
-        self.start_at = now + self._pause_s
-        return self._pause_s
+        return self._waits(now, first_pause_s, self.deaths)
 
     def lost(self, now: float, first_pause_s: float, reason: str) -> tuple[float, bool]:
         """Its host cannot be reached: no death of its own. Returns the pause before the next start, and whether it is news."""
-        if self._worked(now - self._started_at):
+        if self._worked(now):
             self._losses, self._lost_for = 0, ""
         is_news, self._lost_for = reason != self._lost_for, reason
-        self.process, self.ended_well, self._progressed = None, False, False
         self._losses += 1
-        self._pause_s = min(_MAX_PAUSE_S, first_pause_s * 2 ** min(self._losses - 1, 16))
-        self.start_at = now + self._pause_s
-        return self._pause_s, is_news
+        return self._waits(now, first_pause_s, self._losses), is_news
 
-    def _worked(self, lived_s: float) -> bool:
+    def _waits(self, now: float, first_pause_s: float, times: int) -> float:
+        """No process of it lives; times: so often in a row."""
+        self.process, self.ended_well, self._started_at, self._progressed = None, False, now, False
+        self._pause_s = min(_MAX_PAUSE_S, first_pause_s * 2 ** min(times - 1, 16))
+        self.start_at = now + self._pause_s
+        return self._pause_s
+
+    def _worked(self, until: float) -> bool:
+        lived_s = until - self._started_at
         if self.node.role in _SILENT:
             return lived_s >= _SILENT_WORKED_S
         return self._progressed and lived_s >= _WORKED_PAUSES * self._pause_s

@@ -9,16 +9,13 @@
 Weights are pinned by their checkpoint, which is kept until the evaluation has a line (`learner.checkpoint.evaluated`). No
 evaluation is absent in silence: a process that was killed is started again, twice; one that fails, and one that was skipped
 because another took longer than the steps between them, get a line with the reason. The run goes on whatever happens here.
-
-A step that was evaluated may turn out to be the last, where a budget or `patience` ends the run: its line is then written again
-as that of the end, and nothing is evaluated twice.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +32,7 @@ from async_rlhf.run.live import cadence
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail
-from async_rlhf.run.supervision.child import Child
+from async_rlhf.run.supervision.child import Child, Every
 from async_rlhf.run.watching import EvaluationConfig
 
 _LOOK_S = 0.1
@@ -54,12 +51,8 @@ class Due:
         return f"step {self.step}" if self.label == "step" else f"the {self.label}"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is evaluated next, and what never will be, with the reasons."""
-
-    due: Due | None
-    missing: Sequence[tuple[Due, str]]
+Missing = Sequence[tuple[Due, str]]
+"""What never will be evaluated, with the reasons."""
 
 
 def plan(
@@ -71,17 +64,18 @@ def plan(
     finished: bool = False,
     given_up: Set[Due] = frozenset(),
     due_at: Cadence | None = None,
-) -> Plan:
-    """records: the lines of `evaluations.jsonl`. checkpoints: steps of those that are whole, ascending. last_step: `max_steps`,
-    None where it is not known. finished: no step follows. given_up: what has failed in this life of the supervisor. due_at:
-    where `every` was changed.
+) -> tuple[Due | None, Missing]:
+    """What is evaluated next, and what is missing for good. records: the lines of `evaluations.jsonl`. checkpoints: steps of
+    those that are whole, ascending. last_step: `max_steps`, None where it is not known. finished: no step follows. given_up:
+    what has failed in this life of the supervisor. due_at: where `every` was changed.
 
-    The initial model comes first, then the newest checkpoint that is due, then the end. What is due and older is skipped.
+    The initial model comes first, then the newest checkpoint that is due, then the end, unless that step was evaluated. What is
+    due and older is skipped.
     """
     records = [record for record in records if is_evaluation(record)]
     done = given_up | {Due(str(record.get("label")), record["step"]) for record in records if "missing" not in record}
     newest, start = (checkpoints[-1] if checkpoints else 0), Due("start", 0)
-    end = Due("end", newest) if config.at_end and newest else None
+    end = Due("end", newest) if config.at_end and newest and Due("step", newest) not in done else None
     known = {record["step"] for record in records} | {due.step for due in given_up}
     of_end = {newest} if finished and end else {last_step} if config.at_end else set[int | None]()
     steps = (due_at or Cadence([(1, config.every)])).steps(newest)
@@ -90,10 +84,10 @@ def plan(
     skipped, lost = "skipped: evaluations take longer than the steps between them", "there is no checkpoint of this step"
     missing = [(due, skipped if due in there else lost) for due in waiting if due not in there[-1:]]
     if config.at_start and start not in done:
-        return Plan(start, missing)
+        return start, missing
     if there:
-        return Plan(there[-1], missing)
-    return Plan(end if finished and end and end not in done else None, missing)
+        return there[-1], missing
+    return end if finished and end not in done else None, missing
 
 
 class Evaluator:
@@ -111,10 +105,9 @@ class Evaluator:
     ) -> None:
         self._config, self._run, self._launcher, self._now = config, run, launcher, now
         self._placement, self._progress = placement, progress
-        self._due: Due | None = None
-        self._child: Child | None = None
+        self._running: tuple[Due, Child] | None = None
         self._percent = 0
-        self._planned_at = -_PLAN_EVERY_S
+        self._is_time = Every(_PLAN_EVERY_S, now)
         self._killed: Counter[Due] = Counter()
         self._given_up: set[Due] = set()
         self._ledger = Ledger(run.path)
@@ -124,13 +117,11 @@ class Evaluator:
 
     def look(self, *, finished: bool = False) -> bool:
         """Whether anything is being evaluated; begins what is due and looks after it. Never waits."""
-        if self._child is not None:
-            self._look_after(self._child)
-        may_begin = finished or (not self._placement.evaluation_waits and self._now() - self._planned_at >= _PLAN_EVERY_S)
-        if self._child is None and may_begin:
-            self._planned_at = self._now()
+        if self._running is not None:
+            self._look_after(*self._running)
+        if self._running is None and (finished or (not self._placement.evaluation_waits and self._is_time())):
             self._begin(finished=finished)
-        return self._child is not None
+        return self._running is not None
 
     def finish(self, stop: Callable[[], bool]) -> None:
         """Evaluate all that is due when no step follows, until `stop` is true."""
@@ -139,9 +130,18 @@ class Evaluator:
         self.close()
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
+        if self._running is not None:
+            self._running[1].kill()
+            self._running = None
+
+    def judge(self) -> None:
+        """Set `checkpoints/best` to what the lines say, and `plateau`."""
+        records = self._records()
+        self.plateau = self._config.evaluation.plateau(records)
+        try:
+            link_best(self._run.path / "checkpoints", records)
+        except OSError as error:
+            self._progress.event(f"checkpoints/best cannot be set: {error}")
 
     def _begin(self, *, finished: bool) -> None:
         checkpoints = [step_of(path) for path in complete(self._run.path / "checkpoints")]
@@ -150,7 +150,7 @@ class Evaluator:
         except DamagedError as error:
             self._progress.event(str(error))
             return
-        found = plan(
+        due, missing = plan(
             self._config.evaluation,
             self._records(),
             checkpoints,
@@ -159,46 +159,25 @@ class Evaluator:
             given_up=self._given_up,
             due_at=due_at,
         )
-        for missing, reason in found.missing:
-            self._miss(missing, reason)
-        if (due := found.due) is None or self._is_known(due):
+        for each, reason in missing:
+            self._miss(each, reason)
+        if due is None:
             return
         checkpoint = self._run.path / "checkpoints" / f"step_{due.step:06d}"
         model = self._config.model if due.label == "start" else str(checkpoint / "model")
-        node = self._placement.placed(evaluation_node(model, due.label, due.step, self._run.log("evaluation")))
-        child = Child(node)
+        child = Child(self._placement.placed(evaluation_node(model, due.label, due.step, self._run.log("evaluation"))))
         try:
-            child.started(self._launcher.start(self._run.path, node), self._now())
+            child.started(self._launcher.start(self._run.path, child.node), self._now())
         except OSError as error:
             self._miss(due, f"it cannot be started: {error}")
             return
-        self._child, self._due, self._percent = child, due, 0
+        self._running, self._percent = (due, child), 0
         self._progress.evaluating(str(due), 0)
 
-    def _is_known(self, due: Due) -> bool:
-        """Whether it is the end, of a step that was evaluated: that line is then written again as the end's."""
-
-        def same(line: Mapping[str, Any]) -> bool:
-            return due == Due("end", line.get("step", 0)) and line.get("label") == "step" and "missing" not in line
-
-        if not any(map(same, self._records())):
-            return False
-        try:
-            whole = next(filter(same, self._run.read_evaluations()), None)
-        except DamagedError:
-            return False
-        if whole is None:
-            return False
-        record: dict[str, Any] = {**whole, "label": "end", "time": time.time()}
-        record_evaluation(self._run, record)
-        self._progress.evaluation(record)
-        return True
-
-    def _look_after(self, child: Child) -> None:
-        due, now = self._due, self._now()
-        assert due is not None
+    def _look_after(self, due: Due, child: Child) -> None:
+        now = self._now()
         if (end := child.end()) is not None:
-            self._child = None
+            self._running = None
             self._ended(due, *end)
             return
         if beats := child.beats(now):
@@ -209,8 +188,8 @@ class Evaluator:
 
     def _ended(self, due: Due, code: int, reason: str) -> None:
         self._progress.evaluating(str(due), None)
-        records = self._records()
-        record = next((r for r in reversed(records) if (r.get("label"), r.get("step")) == (due.label, due.step)), None)
+        records = reversed(self._records())
+        record = next((each for each in records if (each.get("label"), each.get("step")) == (due.label, due.step)), None)
         if code == 0 and record is not None and "missing" not in record:
             self.judge()
             self._progress.evaluation(record)
@@ -226,15 +205,6 @@ class Evaluator:
         self._given_up.add(due)
         record_evaluation(self._run, {"label": due.label, "step": due.step, "time": time.time(), "missing": reason[:1000]})
         self._progress.event(f"no evaluation of {due}: {reason}")
-
-    def judge(self) -> None:
-        """Set `checkpoints/best` to what the lines say, and `plateau`."""
-        records = self._records()
-        self.plateau = self._config.evaluation.plateau(records)
-        try:
-            link_best(self._run.path / "checkpoints", records)
-        except OSError as error:
-            self._progress.event(f"checkpoints/best cannot be set: {error}")
 
     def _records(self) -> list[dict[str, Any]]:
         """All lines, without the answers that they quote: each is read once, for a run of weeks has many."""

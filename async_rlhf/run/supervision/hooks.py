@@ -1,11 +1,20 @@
-"""Delivers events to what the operator has named: a command, a webhook, or both.
+"""What happens in a run that may need a person, or is worth showing one, and its delivery to what the operator has named.
+
+    stalled           no step for too long, and the run has ended     diverged   it refused to train, or went beyond a limit
+    failed            it has ended otherwise, by an error             finished   nothing is left to train on
+    guard             the target staleness has moved                  best       `checkpoints/best` leads to another checkpoint
+    failing_rewards   the share of failed scores nears its limit      disk_low   little room is left on the disk
+
+`Events` recognises these in what the supervisor reports. Each is a line of `events.jsonl`, which begins anew when it has grown,
+and goes to a command, a webhook, or both (`Hooks`):
 
     owns        a thread, the process of one command, logs/hooks.log
     waits for   a command to end, or a webhook to answer: `hooks.timeout_s` each; the command is then killed with all it started
     woken by    `deliver`
     on close    what waits is delivered, for `hooks.timeout_s` at most; a command that still runs then is killed
 
-One delivery at a time, in order. The run never waits for one: what fails is counted and reported by `failures`.
+One delivery at a time, in order. Nothing here ends or holds up a run: a line that finds no room is lost, a delivery that fails
+is counted and reported by `failures`.
 """
 
 from __future__ import annotations
@@ -17,15 +26,24 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.run.watching import HooksConfig
+from async_rlhf.buffers.lines import LineFile
+from async_rlhf.launch.exit_codes import INTERRUPTED, REFUSED_TO_TRAIN, STALLED
+from async_rlhf.learner.checkpoint.store import step_of
+from async_rlhf.run.config import Config
+from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.watching import EventKind, HooksConfig
 
 _MOST_WAITING = 100
+# Of the limit to failed scores: from where an event is raised, and below which another may be.
+_NEAR, _FAR = 0.8, 0.5
 
 Event = Mapping[str, Any]
 
@@ -46,8 +64,7 @@ class Hooks:
 
     def deliver(self, event: Event) -> None:
         """Begin to, if it is one of `hooks.events`. Returns at once."""
-        config = self._config
-        if event["event"] not in config.events or not (config.argv or config.url):
+        if event["event"] not in self._config.events or not (self._config.argv or self._config.url):
             return
         with self._news:
             if self._closing or len(self._waiting) >= _MOST_WAITING:
@@ -85,20 +102,17 @@ class Hooks:
     def _run(self) -> None:
         while True:
             with self._news:
-                while not self._waiting and not self._closing:
-                    self._news.wait()
+                self._news.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting:
                     return
                 event = self._waiting.popleft()
-            if self._config.argv:
-                self._judge(event, "the command", self._command(event))
-            if self._config.address:
-                self._judge(event, "the webhook", self._post(event))
-
-    def _judge(self, event: Event, what: str, problem: str) -> None:
-        if problem:
+            problems = [
+                f"the command {problem}" if self._config.argv and (problem := self._command(event)) else "",
+                f"the webhook {problem}" if self._config.address and (problem := self._post(event)) else "",
+            ]
             with self._news:
-                self._failed(event, f"{what} {problem}")
+                for problem in filter(None, problems):
+                    self._failed(event, problem)
 
     def _failed(self, event: Event, problem: str) -> None:
         self.failed += 1
@@ -106,14 +120,21 @@ class Hooks:
 
     def _command(self, event: Event) -> str:
         """What went wrong; empty when nothing did."""
-        argv, timeout_s = self._config.argv, self._config.timeout_s
+        timeout_s = self._config.timeout_s
         environment = {**os.environ, "ASYNC_RLHF_EVENT": event["event"], "ASYNC_RLHF_RUN_DIR": str(self._run_dir.resolve())}
         try:
             # The event is read from a file: a program that reads nothing holds up nothing.
-            with tempfile.TemporaryFile() as text, self._log.open("ab") as log:
+            with tempfile.TemporaryFile() as text, self._log.open("ab") as log, self._news:
                 text.write(json.dumps(event).encode() + b"\n")
                 text.seek(0)
-                process = self._started(argv, text=text, log=log, environment=environment)
+                process = self._process = subprocess.Popen(
+                    self._config.argv,
+                    stdin=text,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
         except OSError as error:
             return f"cannot be started: {error}"
         try:
@@ -124,13 +145,6 @@ class Hooks:
         finally:
             self._process = None
         return "" if code == 0 else f"ended with code {code}; see {self._log}"
-
-    def _started(self, argv: Sequence[str], *, text: Any, log: Any, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        with self._news:
-            self._process = subprocess.Popen(
-                argv, stdin=text, stdout=log, stderr=subprocess.STDOUT, env=dict(environment), start_new_session=True
-            )
-            return self._process
 
     def _post(self, event: Event) -> str:
         """What went wrong, without the address, which may hold a key; empty when nothing did."""
@@ -159,3 +173,89 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+class Events(Progress):
+    """Passes every report on to `shown`, and raises the events that it finds in them."""
+
+    def __init__(self, config: Config, run: RunDir, shown: Progress) -> None:
+        self._config, self._run, self._shown = config, run, shown
+        self._hooks = Hooks(config.hooks, run.path, run.log("hooks"))
+        self._file = LineFile(run.events, config.max_log_bytes)
+        with suppress(OSError):
+            self._file.cut()
+        self._best = self._best_step()
+        self._target: int | None = None
+        self._failing = False
+
+    def ended(self, end: End) -> None:
+        """The run has ended. One that an operator stopped is no event."""
+        if end.finished:
+            self._raise("finished", f"the run has finished: {end.reason}")
+        elif end.code not in (0, INTERRUPTED):
+            kinds: dict[int, EventKind] = {STALLED: "stalled", REFUSED_TO_TRAIN: "diverged"}
+            self._raise(kinds.get(end.code, "failed"), end.reason, code=end.code)
+
+    def disk_low(self, text: str) -> None:
+        """There is little room, in these words."""
+        self._shown.event(text)
+        self._raise("disk_low", text)
+
+    def look(self) -> None:
+        """Show what has become of the hooks."""
+        for last_error in self._hooks.failures():
+            self._shown.event(last_error)
+
+    def close(self, *, at_once: bool) -> None:
+        """Waits for the hooks, `hooks.timeout_s` at most. at_once: not at all."""
+        self._hooks.close(at_once=at_once)
+        self.look()
+        self._file.close()
+
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
+        self._shown.step(record, max_steps)
+        step, target, ratio = record["step"], record.get("staleness/target"), record.get("rewards/failed_ratio")
+        before, self._target = self._target, target
+        if None not in (before, target) and before != target:
+            text = f"from step {step + 1} on the run aims at staleness {target} instead of {before}"
+            self._raise("guard", text, step=step, target=target, before=before)
+        limit = self._config.rewards.max_failed_ratio
+        if not isinstance(ratio, int | float) or not limit:
+            return
+        if ratio >= _NEAR * limit and not self._failing:
+            text = f"{ratio:.0%} of the scores of step {step} failed; above {limit:.0%} (rewards.max_failed_ratio) the run ends"
+            self._raise("failing_rewards", text, step=step, failed_ratio=ratio, limit=limit)
+        self._failing = ratio >= (_FAR if self._failing else _NEAR) * limit
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        self._shown.evaluation(record)
+        before, self._best = self._best, self._best_step()
+        if self._best is not None and self._best != before:
+            reward = record.get("mean_reward")
+            checkpoint = str(self._run.path / "checkpoints" / f"step_{self._best:06d}")
+            text = f"the best checkpoint is that of step {self._best}, with a held-out reward of {reward}"
+            self._raise("best", text, step=self._best, mean_reward=reward, checkpoint=checkpoint)
+
+    def event(self, text: str) -> None:
+        self._shown.event(text)
+
+    def waiting(self, status: dict[str, Any], wanted: int) -> None:
+        self._shown.waiting(status, wanted)
+
+    def sample(self, record: dict[str, Any]) -> None:
+        self._shown.sample(record)
+
+    def evaluating(self, what: str, percent: int | None) -> None:
+        self._shown.evaluating(what, percent)
+
+    def _raise(self, kind: EventKind, text: str, **details: Any) -> None:
+        """text: a sentence for a person. details: JSON values for a program."""
+        event = {"time": time.time(), "event": kind, "run_dir": str(self._run.path), "text": text, **details}
+        with suppress(OSError):
+            self._file.write(json.dumps(event))
+        self._hooks.deliver(event)
+
+    def _best_step(self) -> int | None:
+        with suppress(OSError, ValueError):
+            return step_of((self._run.path / "checkpoints" / "best").readlink())
+        return None

@@ -1,14 +1,15 @@
 """Tells the hub what it must know until it has confirmed it: that it drains, and which actors' processes have ended.
 
-owns        a thread, and a short-lived connection for each round
-waits for   the hub's answers, `_PATIENCE_S` each; then the round is made again, also to a hub that was started again meanwhile
+owns        a thread, and a short-lived connection for each message
+waits for   the hub's answer, `_PATIENCE_S`; then the message is sent again, also to a hub that was started again meanwhile
 woken by    `drain`, `gone`
-on close    the thread ends with its round; what is not confirmed then is dropped
+on close    the thread ends with its message; what is not confirmed then is dropped
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -27,35 +28,27 @@ class HubNotifier:
         self._control = control
         self._news = threading.Condition()
         self._closing = False
-        self._drains = self._drained = 0
-        self._gone: list[str] = []
-        self._hub_goes_on = True
+        self._unconfirmed: deque[str] = deque()  # actors that have ended; empty text: that the run drains
+        self.hub_goes_on = True
+        """Whether the hub still gave work when it last confirmed an actor's end."""
         self._last_error = ""
         self._thread = threading.Thread(target=self._run, name="notifier", daemon=True)
         self._thread.start()
 
     def drain(self) -> None:
         """To be called again for a hub that was started again: it remembers nothing of it."""
-        with self._news:
-            self._drains += 1
-            self._news.notify()
+        self.gone("")
 
     def gone(self, actor: str) -> None:
         """The process of this actor has ended. It may be started again once the hub has confirmed it."""
         with self._news:
-            self._gone.append(actor)
+            self._unconfirmed.append(actor)
             self._news.notify()
 
     def is_unconfirmed(self, actor: str) -> bool:
         """Whether the hub has not confirmed yet that this actor is gone."""
         with self._news:
-            return actor in self._gone
-
-    @property
-    def hub_goes_on(self) -> bool:
-        """Whether the hub still gave work when it last confirmed something."""
-        with self._news:
-            return self._hub_goes_on
+            return actor in self._unconfirmed
 
     def last_error(self) -> str:
         """Why the hub has confirmed nothing, once for each outage."""
@@ -70,31 +63,29 @@ class HubNotifier:
         self._thread.join(2 * _PATIENCE_S)
 
     def _run(self) -> None:
-        confirmed = True
+        answers = True
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._closing or self._drains > self._drained or self._gone)
+                self._news.wait_for(lambda: self._closing or self._unconfirmed)
                 if self._closing:
                     return
-                drains, gone = self._drains, list(self._gone)
+                actor = self._unconfirmed[0]
             try:
-                self._tell(drains, gone)
-                confirmed = True
+                self._send(actor)
+                answers = True
             except AsyncRLHFError as error:
                 with self._news:
-                    if confirmed:
+                    if answers:
                         self._last_error = str(error)
                     self._news.wait_for(lambda: self._closing, _AGAIN_S)
-                confirmed = False
+                answers = False
 
-    def _tell(self, drains: int, gone: list[str]) -> None:
+    def _send(self, actor: str) -> None:
         with self._control(_PATIENCE_S) as hub:
-            if drains > self._drained:  # only this thread changes it
-                hub.drain()
-                self._drained = drains
-            for actor in gone:
+            if actor:
                 hub.gone(actor)
-                goes_on = hub.status().get("state") in _GOES_ON
-                with self._news:
-                    self._hub_goes_on = goes_on
-                    self._gone.remove(actor)
+                self.hub_goes_on = hub.status().get("state") in _GOES_ON
+            else:
+                hub.drain()
+        with self._news:
+            self._unconfirmed.popleft()

@@ -18,57 +18,51 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.lines import earlier
 from async_rlhf.run.checks.memory import written
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.supervision.child import Every
 
 _MEASURE_S = 10.0
 _LOW = 4  # times `disk_pause_bytes`: room for some checkpoints between the report and the pause
 _STATUS_S, _FRESH_S = 1.0, 5.0  # the hub writes its status twice a second
-_BEGINS = {
-    "lacks_room": "waiting for room on the disk (disk_pause_bytes)",
-    "lacks_prompts": "waiting for prompts: the spool has none",
+# By the key of the hub's status: what is said when the wait begins, and when it is over.
+_WAITS = {
+    "lacks_room": ("waiting for room on the disk (disk_pause_bytes)", "there is room on the disk again"),
+    "lacks_prompts": ("waiting for prompts: the spool has none", "there are prompts again"),
 }
-_ENDS = {"lacks_room": "there is room on the disk again", "lacks_prompts": "there are prompts again"}
 
 
 class RunDisk:
-    """directory: the run's. event: called when there is little room, and when there is enough again. low: instead of it for the
-    former."""
+    """low: called when there is little room; event: when there is enough again. now: see `SupervisedTime`."""
 
     def __init__(
         self,
-        directory: Path,
+        run: RunDir,
         max_log_bytes: int,
         pause_bytes: int,
         event: Callable[[str], None],
+        low: Callable[[str], None],
         now: Callable[[], float],
-        low: Callable[[str], None] | None = None,
     ) -> None:
-        self._directory, self._max_log_bytes, self._low_bytes = directory, max_log_bytes, _LOW * pause_bytes
-        self._event, self._low, self._now = event, low or event, now
-        self._next_look_at = now()
+        self._directory, self._max_log_bytes, self._low_bytes = run.path, max_log_bytes, _LOW * pause_bytes
+        self._event, self._low, self._is_due = event, low, Every(_MEASURE_S, now)
         self.is_low = False
 
     def look(self) -> None:
         """Never waits, and raises nothing: a disk that cannot be measured is no reason to end a run."""
-        if self._now() < self._next_look_at:
+        if not self._is_due():
             return
-        self._next_look_at = self._now() + _MEASURE_S
         try:
-            self._shorten_logs()
+            for log in sorted((self._directory / "logs").glob("*.log")):
+                if log.stat().st_size > self._max_log_bytes:
+                    shutil.copyfile(log, earlier(log))
+                    os.truncate(log, 0)
             self._measure()
         except OSError as error:
             self._event(f"the run's disk cannot be looked after: {error}")
-
-    def _shorten_logs(self) -> None:
-        for log in sorted((self._directory / "logs").glob("*.log")):
-            if log.stat().st_size > self._max_log_bytes:
-                shutil.copyfile(log, earlier(log))
-                os.truncate(log, 0)
 
     def _measure(self) -> None:
         free = shutil.disk_usage(self._directory).free
@@ -86,30 +80,28 @@ class OperatorWait:
     """Whether the run waits for its operator and for nothing else. event: called when such a wait begins and ends."""
 
     def __init__(self, run: RunDir, event: Callable[[str], None], now: Callable[[], float]) -> None:
-        self._run, self._event, self._now = run, event, now
-        self._looked_at = now()
+        self._run, self._event, self._now, self._is_due = run, event, now, Every(_STATUS_S, now)
         self._written, self._written_at = 0, now()
         self._lacks = ""
 
     def waits(self) -> bool:
         """By the last look."""
-        if self._now() - self._looked_at >= _STATUS_S:
-            self._looked_at = self._now()
+        if self._is_due():
             before, self._lacks = self._lacks, self._look()
             if before and before != self._lacks:
-                self._event(_ENDS[before])
+                self._event(_WAITS[before][1])
             if self._lacks and before != self._lacks:
-                self._event(_BEGINS[self._lacks])
+                self._event(_WAITS[self._lacks][0])
         return bool(self._lacks)
 
     def _look(self) -> str:
         try:
-            written = self._run.ledger.stat().st_mtime_ns
-            if written != self._written:
-                self._written, self._written_at = written, self._now()
+            changed = self._run.ledger.stat().st_mtime_ns
+            if changed != self._written:
+                self._written, self._written_at = changed, self._now()
             if self._now() - self._written_at >= _FRESH_S:
                 return ""
             ledger = self._run.read_ledger()
-            return next((lack for lack in _BEGINS if ledger.get(lack) is True), "")
+            return next((lack for lack in _WAITS if ledger.get(lack) is True), "")
         except (OSError, DamagedError):
             return ""

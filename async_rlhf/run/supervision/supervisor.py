@@ -29,22 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.clients.control import Control, control
-from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError, RewardError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.transport.link import connector
-from async_rlhf.launch.exit_codes import (
-    CONFIGURATION,
-    DAMAGED,
-    FATAL,
-    HOST_LOST,
-    REFUSED_TO_TRAIN,
-    REWARDS_FAILED,
-    InterruptedRunError,
-    RefusedToTrainError,
-    StalledError,
-    WorkerLostError,
-    ending,
-    exit_code,
-)
+from async_rlhf.launch.exit_codes import FATAL, HOST_LOST, InterruptedRunError, StalledError, WorkerLostError, ending, exit_code
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher, Process
 from async_rlhf.launch.run_lock import holder
@@ -58,15 +45,17 @@ from async_rlhf.run.hosts.connections import with_ranks
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, is_step, line_of_step
-from async_rlhf.run.supervision.child import MAX_DEATHS, Child, SupervisedTime
+from async_rlhf.run.supervision.child import MAX_DEATHS, Child, Every, SupervisedTime
 from async_rlhf.run.supervision.evaluator import Evaluator
-from async_rlhf.run.supervision.events import Events
+from async_rlhf.run.supervision.hooks import Events
 from async_rlhf.run.supervision.hub_notifier import HubNotifier
 from async_rlhf.run.supervision.resources import OperatorWait, RunDisk
 from async_rlhf.run.supervision.tracker import Tracker
 
 _LOOK_S = 0.1
+_LOCK_S = 1.0  # a network file system frees the lock of a host only after many seconds of its silence
 _CLOSE_S = 15.0
+_PAUSE_S = 0.5  # before a role that ended is started again; it doubles, see `child`
 
 
 class Supervisor:
@@ -97,7 +86,9 @@ class Supervisor:
         self.agents = launcher.agents
         self._signals = Signals()
         self._draining, self._plateau = False, ""
-        self._step = self._highest = self._num_records = 0
+        self._step = self._highest = 0
+        self.num_records = 0
+        """Steps recorded since the start, those that were done again included."""
         self._spent = Spent()
         self._tail, self._samples = Tail(run.metrics), Tail(run.samples)
         self._now = SupervisedTime()
@@ -108,10 +99,11 @@ class Supervisor:
         self._placement = placement or placement_of(config)
         self._launcher = with_ranks(launcher, config, self._placement, run)
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
+        self._look_at_lock = Every(_LOCK_S, self._now)
         self._operator_wait = OperatorWait(run, self._progress.event, self._now)
         self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
         self._disk = RunDisk(
-            run.path, config.max_log_bytes, config.disk_pause_bytes, self._progress.event, self._now, self.events.disk_low
+            run, config.max_log_bytes, config.disk_pause_bytes, self._progress.event, self.events.disk_low, self._now
         )
 
     def run(self) -> bool:
@@ -166,11 +158,6 @@ class Supervisor:
         """What runs now, by name."""
         running = {name: child.process for name, child in self._children.items()}
         return {name: process for name, process in running.items() if process is not None and process.poll() is None}
-
-    @property
-    def num_records(self) -> int:
-        """Steps recorded since the start, those that were done again included."""
-        return self._num_records
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -233,7 +220,7 @@ class Supervisor:
                 why = f"{self._plateau}; " if self._plateau else ""
                 self._progress.event(f"{why}draining: no new work, finishing what has begun (again to force)")
                 self._notifier.drain()
-            if self._run.is_lost():
+            if self._look_at_lock() and self._run.is_lost():
                 for process in self.processes().values():
                     process.kill()
                 raise InterruptedRunError(
@@ -276,13 +263,7 @@ class Supervisor:
             return
         error = reason if code > 0 else ""
         if code in FATAL:
-            kinds: dict[int, type[AsyncRLHFError]] = {
-                CONFIGURATION: ConfigError,
-                DAMAGED: DamagedError,
-                REWARDS_FAILED: RewardError,
-                REFUSED_TO_TRAIN: RefusedToTrainError,
-            }
-            raise kinds.get(code, WorkerLostError)(error or f"{child.node.name} ended with code {code}; see {child.node.log}")
+            raise FATAL[code](error or f"{child.node.name} ended with code {code}; see {child.node.log}")
         if role == "actor":
             self._notifier.gone(child.node.name)
         if code == HOST_LOST:
@@ -293,7 +274,7 @@ class Supervisor:
             self._died(child, ending(code, reason), error)
 
     def _died(self, child: Child, how: str, error: str = "") -> None:
-        name, pause_s = child.node.name, child.died(self._now(), self._config.actors.restart_backoff_s, error)
+        name, pause_s = child.node.name, child.died(self._now(), _PAUSE_S, error)
         if child.given_up(self._max_deaths):
             raise WorkerLostError(
                 f"{name} ended {child.deaths} times without having worked in between: the last time {how}; see {child.node.log}"
@@ -301,7 +282,7 @@ class Supervisor:
         self._progress.event(f"{name} ended {how}; starting it again in {pause_s:.1f} s")
 
     def _lost(self, child: Child, reason: str) -> None:
-        pause_s, is_news = child.lost(self._now(), self._config.actors.restart_backoff_s, reason)
+        pause_s, is_news = child.lost(self._now(), _PAUSE_S, reason)
         if is_news:
             self._progress.event(f"{child.node.name} is lost: {reason}; it is tried again from {pause_s:.1f} s on")
 
@@ -317,7 +298,7 @@ class Supervisor:
 
     def _report_steps(self) -> None:
         for record in filter(is_step, self._tail.read()):
-            self._num_records += 1
+            self.num_records += 1
             self._last_step_at = self._now()
             self._step, self._spent = record["step"], Spent.until(record)
             if self._step > self._highest:  # a step that is done again is no progress
@@ -334,7 +315,7 @@ class Supervisor:
             self._progress.sample(sample)
 
     def _report_beginning(self) -> None:
-        if self._num_records == 0:
+        if self.num_records == 0:
             with suppress(DamagedError):
                 self._progress.waiting(self._run.read_ledger(), self._config.groups_per_batch)
 
