@@ -8,16 +8,14 @@ to bring hardware of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.planning.calibration.of_run import RunCosts
-from async_rlhf.experiments.planning.model.costs import Costs
-from async_rlhf.experiments.planning.simulation.account import Simulated
 from async_rlhf.experiments.planning.simulation.refitting import refit, slowed
-from async_rlhf.experiments.planning.simulation.run import simulate
-from async_rlhf.experiments.planning.simulation.workload import Workload
+from async_rlhf.experiments.planning.simulation.run import Simulated, simulate
+from async_rlhf.experiments.planning.simulation.workload import Costs, Workload
 
 BOUNDS = (0, 1, 2, 4, 8)
 _NEAR = 0.98  # of the fastest: no reason for more staleness
@@ -46,8 +44,7 @@ class WhatIf:
 
 
 def what_if(measured: RunCosts) -> WhatIf:
-    """Raises ConfigError as `refit`."""
-    found = refit(measured.costs, [measured.observed])
+    found = refit(measured.costs, [measured])
     load = slowed(measured.workload, found.factors)
     workloads = {bound: bounded for bound in sorted({*BOUNDS, load.max_staleness}) if (bounded := _bounded(load, bound))}
     return WhatIf(
@@ -69,19 +66,10 @@ def _bounded(load: Workload, bound: int) -> Workload | None:
 
 def lines(found: WhatIf) -> Iterator[str]:
     """For a terminal."""
-    run, load, costs = found.measured, found.measured.workload, found.costs
+    run, load = found.measured, found.measured.workload
     yield (
         f"{run.steps} steps of {load.samples} completions by {load.actors} actor(s), max_staleness {load.max_staleness}: "
         f"{run.samples_per_s:.4g} samples/s, the learner waited for {run.learner_idle:.0%} of its time"
-    )
-    tokens = sum(load.lengths) / len(load.lengths)
-    training_s = costs.training_s(
-        load.groups_per_batch, load.prompt_tokens, round(tokens * load.samples), load.updates_per_step
-    )
-    yield (
-        f"refitted: a decode step {_ms(costs.decode_s(1, load.prompt_tokens))} with one row and "
-        f"{_ms(costs.decode_s(load.slots, load.prompt_tokens))} with {load.slots}, a learner step {_ms(training_s)}, weights "
-        f"{_ms(costs.copy_s)} to copy, {_ms(costs.travel_s)} to travel, {_ms(costs.adopt_s)} to adopt"
     )
     for bound, each in found.by_bound.items():
         own = f" (this run; {each.samples_per_s / run.samples_per_s - 1:+.0%})" if bound == load.max_staleness else ""
@@ -102,7 +90,7 @@ def as_json(found: WhatIf) -> dict[str, Any]:
         "learner_idle": run.learner_idle,
         "max_staleness": run.workload.max_staleness,
         "actors": run.workload.actors,
-        "costs": found.costs.model_dump(mode="json"),
+        "costs": asdict(found.costs),
         "factors": dict(found.factors),
         "by_max_staleness": {str(bound): _speed(each) for bound, each in found.by_bound.items()},
         "with_another_actor": _speed(found.with_another_actor),
@@ -112,7 +100,3 @@ def as_json(found: WhatIf) -> dict[str, Any]:
 
 def _speed(found: Simulated) -> dict[str, Any]:
     return {"samples_per_s": found.samples_per_s, "bound_by": found.bound_by}
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -1,20 +1,88 @@
 """How long each stage of a step takes on given devices, by rooflines: arithmetic or memory traffic, plus the links.
 
-Efficiencies are the reached shares of peaks; with 1 everywhere the times are lower bounds. A roofline does not know
+Efficiencies are the reached shares of peaks; with 1 everywhere the times are lower bounds. A roofline leaves out
 kernels, so times of a real system need efficiencies that were measured on it. Sizes of models come from `model_costs`, peaks
-from `devices`.
+from `devices.toml`, with the source of each.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from heapq import heappop, heappush
+from importlib import resources
 
-from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.planning.model.devices import Device
+from pydantic import BaseModel, ConfigDict, Field
+
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts, Recompute
 
 _BYTES = 2  # of a weight, a gradient or an activation in bfloat16
+
+
+class Device(BaseModel):
+    """One accelerator and its links, each in one direction. Peaks: which share of them is reached is given beside it.
+
+    Latencies are of one round of a ring: the geometric mean of NCCL's figures for small and large messages (its table `hwLat`
+    in src/graph/tuning.cc, "Ring", LL and Simple: NVLink 0.47 and 3.4 us, PCI 1.0 and 5.7, network 2.7 and 9.6), for RCCL too.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    peak_flops: float = Field(gt=0, description="dense bfloat16 FLOP/s")
+    memory_bytes: float = Field(gt=0)
+    memory_bytes_per_s: float = Field(gt=0)
+    link_bytes_per_s: float = Field(gt=0, description="to the other devices of the node")
+    link_latency_s: float = Field(default=1.3e-6, ge=0)
+    network_bytes_per_s: float = Field(gt=0, description="of the device's share of its node's ports")
+    network_latency_s: float = Field(default=5.1e-6, ge=0)
+    host_bytes_per_s: float = Field(gt=0, description="to the memory of the host")
+    is_cpu: bool = Field(default=False, description="a processor's socket, not an accelerator")
+
+
+@cache
+def catalogue() -> dict[str, Device]:
+    """Name to device, as packed with the code."""
+    tables = tomllib.loads((resources.files(__package__) / "devices.toml").read_text())
+    return {name: Device.model_validate(table) for name, table in tables.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model lies on its devices: tensor · pipeline hold it once, data such groups work on different rows.
+
+    context: groups that share the positions of a row, each with the same weights. experts: of the data-parallel groups, how
+    many share the experts of a mixture out among them. micro_rows: of one forward and backward pass of a data-parallel part.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    experts: int = 1
+    data: int = 1
+    zero_stage: int = 0
+    micro_rows: int = 1
+    recompute: Recompute = "none"
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    def micro_batches(self, rows: int) -> int:
+        """Of each pipeline, for one update over so many rows."""
+        return math.ceil(rows / self.data / self.micro_rows)
+
+    def __str__(self) -> str:
+        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "dp": self.data, "ep": self.experts}
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        if self.zero_stage:
+            parts.append(f"ZeRO-{self.zero_stage}")
+        if self.recompute == "full":
+            parts.append("recomputation")
+        return ", ".join(parts) or "one device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +93,6 @@ class Efficiency:
     memory: float = 1.0
     links: float = 1.0
     launch_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("flops", "memory", "links"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"efficiency {name} = {getattr(self, name)}: above 0 and at most 1")
-        if not 0 <= self.launch_s < math.inf:
-            raise ConfigError(f"efficiency launch_s = {self.launch_s}: seconds, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -55,43 +116,14 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A model on its devices: tensor · pipeline hold it once, data such groups work on different rows.
-
-    context: groups that share the positions of a row, each with the same weights. experts: of the data-parallel groups, how
-    many share the experts of a layer. Tensor groups lie within a node; the others use the network where they are spread over
-    nodes, else the node's own links.
-    """
+    """A model on its devices. spread: groups of pipeline and data lie on several nodes, whose network is between them; else the
+    node's own links."""
 
     model: ModelCosts
     device: Device
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    context: int = 1
-    experts: int = 1
+    layout: Layout = field(default_factory=Layout)
     spread: bool = False
     efficiency: Efficiency = field(default_factory=Efficiency)
-
-    def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data", "context", "experts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"a place with {name} = {getattr(self, name)}: at least 1")
-        if self.model.heads % self.tensor:
-            near = max(number for number in range(1, self.tensor) if self.model.heads % number == 0)
-            raise ConfigError(f"tensor = {self.tensor} must divide the model's {self.model.heads} heads; nearest: {near}")
-        if self.experts > 1 and (self.model.experts % self.experts or self.data % self.experts):
-            raise ConfigError(
-                f"experts = {self.experts} must divide the model's {self.model.experts} experts and {self.data} groups of "
-                f"data; nearest: {math.gcd(self.model.experts, self.data, self.experts) or 1}"
-            )
-        if self.pipeline > self.model.layers:
-            raise ConfigError(
-                f"pipeline = {self.pipeline} of a model with {self.model.layers} layers; nearest: {self.model.layers}"
-            )
-
-    @property
-    def devices(self) -> int:
-        return self.tensor * self.pipeline * self.data * self.context
 
     @property
     def flops(self) -> float:
@@ -122,12 +154,11 @@ def prefill_s(place: Place, rows: int, tokens: int) -> float:
     b · S · C_f / (F · η · tp) + 2L · AR(2·b·S·d, tp); the prompts pass the stages of a pipeline one after the other. Only the
     last token of a prompt meets the head.
     """
-    _counts(rows=rows, tokens=tokens)
     model = place.model
     head = model.forward_flops(0) - model.forward_flops(0, head=False)
     flops = rows * (model.sequence_flops(tokens, head=False) + (head if tokens else 0))
     size = _BYTES * rows * tokens * model.hidden
-    return flops / (place.flops * place.tensor) + _layers_s(place, size) + _boundaries_s(place, size)
+    return flops / (place.flops * place.layout.tensor) + _layers_s(place, size) + _boundaries_s(place, size)
 
 
 def decode_step_s(place: Place, alive: int, context: float) -> float:
@@ -136,12 +167,11 @@ def decode_step_s(place: Place, alive: int, context: float) -> float:
     max((2P + a·c·c_kv) / (tp·W·η), a·C_f(c) / (tp·F·η)) + 2L · AR(2·a·d, tp) + launch: Pope et al., arXiv 2211.05102, section
     3. Weights read: those of the experts that any of the rows meets, at most all.
     """
-    _counts(alive=alive)
     if alive == 0:
         return 0.0
     read = weights_read_bytes(place.model, alive) + alive * context * place.model.kv_bytes_per_token
-    memory = read / (place.tensor * place.memory_bytes_per_s)
-    compute = alive * place.model.forward_flops(context) / (place.tensor * place.flops)
+    memory = read / (place.layout.tensor * place.memory_bytes_per_s)
+    compute = alive * place.model.forward_flops(context) / (place.layout.tensor * place.flops)
     size = _BYTES * alive * place.model.hidden
     return max(memory, compute) + _layers_s(place, size) + _boundaries_s(place, size) + place.efficiency.launch_s
 
@@ -159,14 +189,57 @@ def weights_read_bytes(model: ModelCosts, rows: float) -> float:
     return _BYTES * (model.parameters - looked_up - one * unmet)
 
 
-def knee_rows(place: Place) -> float:
-    """With fewer rows a decode step without context waits for the weights, all experts among them; with more, for arithmetic.
+def replica_s(
+    place: Place, lengths: Sequence[int], replicas: int, *, prompt_tokens: int, slots: int, prefill_s: Callable[[int], float]
+) -> float:
+    """Seconds from the first prompt to the last row's end: of the engine with the longest row, and its even share of the others
+    in no particular order. lengths: of all completions, descending."""
+    own = list(lengths[::replicas])
+    random.Random(0).shuffle(own)
+    ends = generation_ends_s(
+        own,
+        prompt_tokens=prompt_tokens,
+        slots=slots,
+        step_s=lambda rows, context: decode_step_s(place, rows, context),
+        prefill_s=prefill_s,
+    )
+    return max(ends)
 
-    a* = weights / (W · η) · (F · η) / C_f(0): as each weight that is read is worth 2 FLOPs a row, close to F·η / (W·η) in a
-    dense model.
+
+def generation_ends_s(
+    lengths: Sequence[int],
+    *,
+    prompt_tokens: int,
+    slots: int,
+    step_s: Callable[[int, float], float],
+    prefill_s: Callable[[int], float],
+) -> list[float]:
+    """When each row ends. Rows wait in the order of `lengths`, tokens of each completion, and begin as slots become free; with
+    as many slots as rows it is a static batch. Time goes from one row's end to the next: in between the same rows are alive,
+    each of them one token longer with every step.
+
+    step_s(alive, context): a decode step, context the mean over the alive rows of prompt and completion, its token among them;
+    taken at the middle of each stretch of steps with the same rows, which is exact where it is linear in the context.
+    prefill_s(rows): of that many prompts that begin together; the alive rows wait for it.
     """
-    weights = weights_read_bytes(place.model, math.inf)
-    return weights / place.memory_bytes_per_s * place.flops / place.model.forward_flops(0)
+    alive: list[tuple[int, int]] = []  # (the step behind which it ends, row)
+    ends = [0.0] * len(lengths)
+    now, step, waiting, begun_at = 0.0, 0, 0, 0  # begun_at: the sum of the steps at which the alive rows began
+    while alive or waiting < len(lengths):
+        begun = min(slots - len(alive), len(lengths) - waiting)
+        if begun:
+            now += prefill_s(begun)
+        for row in range(waiting, waiting + begun):
+            heappush(alive, (step + lengths[row], row))
+        waiting, begun_at = waiting + begun, begun_at + begun * step
+        rows, stretch = len(alive), alive[0][0] - step
+        now += stretch * step_s(rows, prompt_tokens + step - begun_at / rows + (stretch + 1) / 2)
+        step += stretch
+        while alive and alive[0][0] == step:
+            row = heappop(alive)[1]
+            begun_at -= step - lengths[row]
+            ends[row] = now
+    return ends
 
 
 def inference_s(place: Place, rows: int, tokens: int, *, micro_batches: int = 1, head: bool = True) -> float:
@@ -174,39 +247,30 @@ def inference_s(place: Place, rows: int, tokens: int, *, micro_batches: int = 1,
 
     rows · T · C_f / (G · F · η) · (pp + m - 1) / m + the links of one data-parallel group. micro_batches: of each pipeline.
     """
-    _counts(rows=rows, tokens=tokens)
     return _passes_s(place, rows, tokens, micro_batches, compute=1, layers=1, head=head)
 
 
-def training_s(
-    place: Place, rows: int, tokens: int, *, micro_batches: int = 1, zero_stage: int = 0, recompute: Recompute = "none"
-) -> float:
-    """Forward, backward and the exchange of gradients of one step over `rows` rows of `tokens` tokens, without the optimizer.
+def training_s(place: Place, rows: int, tokens: int, *, micro_batches: int) -> float:
+    """Forward, backward and the exchange of gradients of one update over `rows` rows of `tokens` tokens, and the optimizer.
 
     A backward pass is two forward ones; with full recomputation there is one more. All-reduces of a tensor group: 2 a layer
     in each forward pass, and 2 in the backward one (Megatron-LM, arXiv 1909.08053). Gradients: a reduce-scatter and an
     all-gather of 2P bytes for each tensor · pipeline part; with ZeRO-3, two all-gathers and a reduce-scatter for each
-    micro-batch (arXiv 1910.02054, section 7).
+    micro-batch (arXiv 1910.02054, section 7). Adam reads and writes its 16 bytes a parameter; ZeRO divides them over the
+    data-parallel devices from stage 1 on.
     """
-    _counts(rows=rows, tokens=tokens)
-    if zero_stage not in range(4):
-        raise ConfigError(f"zero_stage = {zero_stage}: 0 to 3; nearest: {min(max(zero_stage, 0), 3)}")
-    again = 1 if recompute == "full" else 0
+    layout, model = place.layout, place.model
+    again = 1 if layout.recompute == "full" else 0
     passes = _passes_s(place, rows, tokens, micro_batches, compute=3 + again, layers=2 + again, head=True)
-    shared = place.model.expert_bytes
-    parts = ((place.model.weight_bytes - shared, 1), (shared, place.experts))
-    gathers = 3 * micro_batches if zero_stage == 3 else 2
-    return passes + gathers * sum(
-        place.far.gather_s(size / (place.tensor * place.pipeline * few), place.data * place.context // few)
-        for size, few in parts
+    part, shared = layout.tensor * layout.pipeline, layout.data * layout.context
+    gathers = 3 * micro_batches if layout.zero_stage == 3 else 2
+    exchange = gathers * sum(
+        place.far.gather_s(size / (part * few), shared // few)
+        for size, few in ((model.weight_bytes - model.expert_bytes, 1), (model.expert_bytes, layout.experts))
         if size
     )
-
-
-def optimizer_s(place: Place, *, zero_stage: int = 0) -> float:
-    """Adam reads and writes its 16 bytes a parameter; ZeRO divides them over the data-parallel devices from stage 1 on."""
-    share = place.tensor * place.pipeline * (place.data * place.context if zero_stage else 1)
-    return 2 * 16 * place.model.parameters / share / place.memory_bytes_per_s
+    moved = 2 * 16 * model.parameters / (part * (shared if layout.zero_stage else 1))
+    return passes + exchange + moved / place.memory_bytes_per_s
 
 
 def publication_s(source: Place, replicas: int, *, links: int = 1) -> float:
@@ -214,32 +278,29 @@ def publication_s(source: Place, replicas: int, *, links: int = 1) -> float:
 
     2P / links · β + α · (1 + ⌈log2 replicas⌉). The tree hands on while it receives, so that its depth costs latency only.
     """
-    if min(replicas, links) < 1:
-        raise ConfigError(f"replicas = {replicas}, links = {links}: each at least 1")
     link = source.far
     return source.model.weight_bytes / (links * link.bytes_per_s) + link.latency_s * (1 + math.ceil(math.log2(replicas)))
 
 
 def _passes_s(place: Place, rows: int, tokens: int, micro_batches: int, *, compute: int, layers: int, head: bool) -> float:
     """compute, layers: forward passes that the arithmetic and the all-reduces of the tensor groups are worth."""
-    if micro_batches < 1:
-        raise ConfigError(f"micro_batches = {micro_batches}: at least 1")
+    layout = place.layout
     # The group with the most rows is waited for.
-    most = math.ceil(rows / place.data)
+    most = math.ceil(rows / layout.data)
     flops = compute * most * place.model.sequence_flops(tokens, head=head)
-    size = _BYTES * most * tokens * place.model.hidden / place.context
-    bubble = (place.pipeline + micro_batches - 1) / micro_batches
-    busy = flops / (place.flops * place.tensor * place.pipeline * place.context)
+    size = _BYTES * most * tokens * place.model.hidden / layout.context
+    bubble = (layout.pipeline + micro_batches - 1) / micro_batches
+    busy = flops / (place.flops * layout.tensor * layout.pipeline * layout.context)
     # Each stage of a pipeline does the all-reduces of its own layers.
-    reduced = layers * _layers_s(place, size / micro_batches) * micro_batches / place.pipeline
-    exchanged = layers * _exchanges_s(place, most / micro_batches, tokens) * micro_batches / place.pipeline
+    reduced = layers * _layers_s(place, size / micro_batches) * micro_batches / layout.pipeline
+    exchanged = layers * _exchanges_s(place, most / micro_batches, tokens) * micro_batches / layout.pipeline
     crossings = (1 if layers == 1 else 2) * _boundaries_s(place, size / micro_batches)
     return (busy + reduced + exchanged) * bubble + crossings
 
 
 def _layers_s(place: Place, size: float) -> float:
     """Two all-reduces of `size` bytes for each layer of the model."""
-    return 2 * place.model.layers * place.near.reduce_s(size, place.tensor)
+    return 2 * place.model.layers * place.near.reduce_s(size, place.layout.tensor)
 
 
 def _exchanges_s(place: Place, rows: float, tokens: int) -> float:
@@ -249,24 +310,18 @@ def _exchanges_s(place: Place, rows: float, tokens: int) -> float:
     as that takes as long. Experts: two all-to-alls of each token's hidden state for each of its experts (GShard, arXiv
     2006.16668, section 3.2).
     """
-    model, own = place.model, tokens / place.context
+    model, layout, own = place.model, place.layout, tokens / place.layout.context
     seconds = 0.0
-    if place.context > 1:
-        hops = (place.context - 1) * place.far.send_s(rows * own * model.kv_bytes_per_token / model.layers / place.tensor)
+    if layout.context > 1:
+        hops = (layout.context - 1) * place.far.send_s(rows * own * model.kv_bytes_per_token / model.layers / layout.tensor)
         attention = rows * own * (model.forward_flops(tokens / 2) - model.forward_flops(0)) / model.layers
-        seconds += model.layers * max(0.0, hops - attention / (place.flops * place.tensor))
-    if place.experts > 1:
-        away = (place.experts - 1) / place.experts
-        size = _BYTES * rows * own * model.hidden * model.active_experts * away / place.tensor
+        seconds += model.layers * max(0.0, hops - attention / (place.flops * layout.tensor))
+    if layout.experts > 1:
+        away = (layout.experts - 1) / layout.experts
+        size = _BYTES * rows * own * model.hidden * model.active_experts * away / layout.tensor
         seconds += 2 * model.layers * place.far.send_s(size)
     return seconds
 
 
 def _boundaries_s(place: Place, size: float) -> float:
-    return (place.pipeline - 1) * place.far.send_s(size)
-
-
-def _counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 0:
-            raise ConfigError(f"{name} = {value}: 0 or more")
+    return (place.layout.pipeline - 1) * place.far.send_s(size)

@@ -1,1 +1,1 @@
-"""Which role of a run goes on which devices of a cluster: what is asked, what is tried, and the answer."""
+"""Which role of a run goes on which devices of a cluster: the question, the search, the answer."""

@@ -7,26 +7,17 @@ trained ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import product
+from typing import Literal
 
-from async_rlhf.experiments.planning.model.resharding import Sharding, gather_from_zero, gather_micro_data_parallel
 from async_rlhf.experiments.planning.model.schedules import Stage, StageTime, StepTime, step_time
-from async_rlhf.experiments.planning.model.stages import Place, publication_s
-from async_rlhf.experiments.planning.placement.layouts import Layout
-from async_rlhf.experiments.planning.placement.roles import Choice, Role, Roles
+from async_rlhf.experiments.planning.model.stages import Layout, Place, publication_s
+from async_rlhf.experiments.planning.placement.roles import LEARNING, SCORING, Choice, Kind, Role, Roles
 from async_rlhf.experiments.planning.placement.strategies import Candidate, DeviceSet, Seat
 
-_STAGES: Mapping[Role, Stage] = {
-    "generate": "generate",
-    "reference": "score",
-    "reward": "score",
-    "values": "score",
-    "train": "train",
-    "train_critic": "train",
-}
 _LAST_ROWS = 64  # that a frozen model reads in one pass at the end of a batch
 _LEAST_CHOICES, _MOST_COMBINATIONS = 6, 6**4  # layouts of each role, and of a set: all of one role, the fastest of several
 
@@ -63,7 +54,7 @@ class Plan:
         return self.devices * self.step.seconds / self.rows * 1e6
 
     def layout(self, role: Role) -> Layout:
-        """Raises KeyError for a role that the plan lacks."""
+        """Of a role that the plan has."""
         return next(filled.choices[role].layout for filled in self.filled if role in filled.choices)
 
     @property
@@ -87,12 +78,14 @@ class Evaluation:
                 return None
             filled.append(found)
         times = self._times(candidate, filled)
-        step = step_time(candidate.schedule, times, self._lanes(candidate, filled, times))
+        way = candidate.strategy
+        lanes = self._lanes(candidate, filled, times)
+        step = step_time(candidate.max_staleness, times, lanes, continuous=way.continuous, scores_early=way.scores_early)
         return Plan(candidate, tuple(filled), times, step, self.roles.rows, self.roles.spec.cluster.size)
 
     def _fill(self, candidate: Candidate, group: DeviceSet) -> Filled | None:
-        ahead = candidate.max_staleness if candidate.schedule.continuous else 0
-        key = (group.seats, candidate.here, candidate.zero, ahead if "generate" in group.roles else 0)
+        ahead = candidate.max_staleness if candidate.strategy.continuous else 0
+        key = (group.seats, candidate.here, candidate.strategy.zero, ahead if "generate" in group.roles else 0)
         if key not in self._filled:
             options = self._options(candidate, group, ahead)
             self._filled[key] = min(options, key=lambda each: _taken_s(each, ahead), default=None)
@@ -124,31 +117,25 @@ class Evaluation:
             for tensor in self.roles.tensors("generate", group.devices):
                 weights = self.roles.policy.weight_bytes / tensor
                 # Actors that never stop hold their cache while others of the set work.
-                active = working if candidate.schedule.continuous or candidate.here else 0.0
+                active = working if candidate.strategy.continuous or candidate.here else 0.0
                 room = self.roles.room_bytes - kept - active - weights
                 layout = Layout(tensor=tensor, data=group.devices // tensor)
                 for time, slots in self.roles.generation(group.devices, tensor, room, ahead):
-                    cache_bytes = slots * self.cache_bytes_per_row / min(tensor, self.roles.policy.kv_heads)
+                    # Of rows that decode, at their mean.
+                    tokens = slots * (self.roles.read + self.roles.alive_tokens)
+                    cache_bytes = tokens * self.roles.policy.kv_bytes_per_token / min(tensor, self.roles.policy.kv_heads)
                     own = Choice(layout, time.span_s, weights, cache_bytes)
                     peak = kept + weights + (cache_bytes + active if active else max(cache_bytes, working - weights))
                     yield Filled(group, {**by_role, "generate": own}, time, slots, peak)
 
-    @property
-    def cache_bytes_per_row(self) -> float:
-        """Of a row that decodes, in the mean."""
-        return self.roles.policy.kv_bytes_per_token * (self.roles.read + self.roles.alive_tokens)
-
     def _fitting(self, candidate: Candidate, seat: Seat, roles: int) -> tuple[Choice, ...]:
         """Those that fit where the role is alone, the fastest first; of more than can be combined the last is the leanest."""
         room, most = self.roles.room_bytes, max(_LEAST_CHOICES, int(_MOST_COMBINATIONS ** (1 / roles)))
-        there = self._choices(candidate, seat.role, seat.devices)
+        kind: Kind = "zero-3" if candidate.strategy.zero else "here" if candidate.here else "any"
+        trains = seat.role in LEARNING
+        there = self.roles.training(seat.role, seat.devices, kind) if trains else self.roles.inference(seat.role, seat.devices)
         found = tuple(choice for choice in there if choice.kept_bytes + choice.working_bytes <= room)
         return found if len(found) <= most else (*found[: most - 1], found[-1])
-
-    def _choices(self, candidate: Candidate, role: Role, devices: int) -> tuple[Choice, ...]:
-        if not role.startswith("train"):
-            return self.roles.inference(role, devices)
-        return self.roles.training(role, devices, "zero-3" if candidate.zero else "here" if candidate.here else "any")
 
     def _times(self, candidate: Candidate, filled: list[Filled]) -> dict[Stage, StageTime]:
         generation = next(each.generation for each in filled if each.generation is not None)
@@ -161,7 +148,7 @@ class Evaluation:
             max(models * min(1.0, _LAST_ROWS / self.roles.rows), judged.last_s),
         )
         train = max(model_seconds(each, "train") for each in filled)
-        if candidate.fused:
+        if candidate.strategy.fused:
             score, train = self._fused(filled, generation, score, train)
         times["score"], times["train"] = score, StageTime(train, train)
         return {**times, **self._weights(candidate, filled)}
@@ -178,28 +165,33 @@ class Evaluation:
         idle = generation.span_s - (steady[0][0].busy_s if steady else generation.span_s)
         left = max(score.span_s - max(idle, 0.0), score.last_s)
         updates = self.roles.spec.batch.updates_per_step
-        trainings = [choice for role, choice in both.choices.items() if _STAGES[role] == "train"]
+        trainings = [choice for role, choice in both.choices.items() if role in LEARNING]
         work = 0.0
         for choice in trainings:
-            micro = math.ceil(self.roles.rows / updates / choice.layout.data / choice.layout.micro_rows)
+            micro = choice.layout.micro_batches(self.roles.rows // updates)
             work += choice.seconds * micro / (micro + choice.layout.pipeline - 1)
         return StageTime(score.busy_s, left, score.last_s), max(work, *(choice.seconds for choice in trainings))
 
     def _weights(self, candidate: Candidate, filled: list[Filled]) -> dict[Stage, StageTime]:
-        """From training to generation: moved within the same devices, or published to others."""
+        """From training to generation: moved within the same devices, or published to others.
+
+        Moved: the share of the weights that a device receives, by HybridFlow (Sheng et al., arXiv 2409.19256, table 2). ZeRO-3
+        gathers all but its own part. Tensor groups of generation at a stride gather what their new shard has besides the old
+        one; other groups gather the model from its parts.
+        """
         by_role = {role: choice.layout for each in filled for role, choice in each.choices.items()}
         train, generate = by_role["train"], by_role["generate"]
         source = self.roles.place("train", train)
         if candidate.here:
             return self._channel(source, generate)
         if candidate.set_of("train") is candidate.set_of("generate"):
-            training = Sharding(tensor=train.tensor, pipeline=train.pipeline, data=train.data)
+            held = Fraction(1, train.tensor * train.pipeline)
             if train.zero_stage == 3:
-                moved = gather_from_zero(training).received
+                moved = 1 - held / train.data
             elif train.tensor % generate.tensor == 0:
-                moved = gather_micro_data_parallel(training, Sharding(tensor=generate.tensor)).received
+                moved = Fraction(1, generate.tensor) - held
             else:
-                moved = gather_from_zero(Sharding(tensor=train.tensor, pipeline=train.pipeline)).received
+                moved = 1 - held
             seconds = float(moved) * self.roles.policy.weight_bytes / source.far.bytes_per_s
             return {"switch": StageTime(seconds, seconds)}
         seconds = publication_s(source, generate.data, links=min(train.tensor * train.pipeline, generate.tensor))
@@ -230,7 +222,7 @@ class Evaluation:
             if "train" in each.choices and "publish" in times:
                 lane["publish"] = times["publish"]
             lanes[each.set.name] = lane
-        if candidate.fused:
+        if candidate.strategy.fused:
             return {}
         judged = self.roles.judged()
         if judged.busy_s:
@@ -241,9 +233,10 @@ class Evaluation:
         return lanes
 
 
-def model_seconds(filled: Filled, stage: Stage) -> float:
+def model_seconds(filled: Filled, stage: Literal["score", "train"]) -> float:
     """Of the models of a set: one after the other, those with parts of their own beside each other."""
-    seats = [seat for seat in filled.set.seats if _STAGES[seat.role] == stage and seat.role != "generate"]
+    roles = SCORING if stage == "score" else LEARNING
+    seats = [seat for seat in filled.set.seats if seat.role in roles]
     parts: dict[int, float] = {}
     together = 0.0
     for seat in seats:

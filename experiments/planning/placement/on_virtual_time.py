@@ -1,8 +1,7 @@
 """A plan on virtual time: the queue's own `Admission`, with actors and a learner that take what the plan has found for its
 stages.
 
-What the circuits of `schedules` leave out is in it: groups are credited one by one, rows wait for slots, lengths are drawn, and
-actors come and go.
+What the circuits of `schedules` leave out is in it: groups are credited one by one, rows wait for slots, lengths are drawn.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.planning.model.schedules import StageTime
-from async_rlhf.experiments.planning.model.stages import Place, decode_step_s, prefill_s
+from async_rlhf.experiments.planning.model.stages import Layout, Place, decode_step_s, prefill_s
 from async_rlhf.experiments.planning.placement.evaluation import Plan, model_seconds
-from async_rlhf.experiments.planning.placement.layouts import Layout
 from async_rlhf.experiments.planning.placement.roles import Roles
-from async_rlhf.experiments.planning.simulation.account import Simulated
-from async_rlhf.experiments.planning.simulation.run import simulate
-from async_rlhf.experiments.planning.simulation.workload import Event, Workload
+from async_rlhf.experiments.planning.simulation.run import Simulated, simulate
+from async_rlhf.experiments.planning.simulation.workload import Costs, Workload
 
 _QUEUED = (0, 8, 16, 32, 64)
 _QUEUED_TURNS = (128, 256)  # besides, where groups wait for environments and hold no slot meanwhile
@@ -29,15 +25,11 @@ _UNBOUNDED = 1024  # steps: the most that a configuration takes
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCosts:
-    """`costs.StageCosts` of a plan. generator: of one engine. token_s: of the learner, for each completion token of a step."""
+class PlanCosts(Costs):
+    """By the layouts of a plan. generator: of one engine. token_s: of the learner, for each completion token of a step."""
 
     generator: Place
     token_s: float
-    travel_s: float
-    adopt_s: float
-    copy_s: float = 0.0
-    completion_s: float = 0.0
 
     def decode_s(self, rows: int, context: float) -> float:
         return decode_step_s(self.generator, rows, context)
@@ -50,10 +42,7 @@ class PlanCosts:
 
 
 def run_of(plan: Plan, roles: Roles) -> tuple[Workload, PlanCosts]:
-    """What is simulated of a plan. Raises ConfigError where generation and training share devices and overlap."""
-    together = plan.candidate.set_of("train") is plan.candidate.set_of("generate")
-    if together and plan.candidate.max_staleness:
-        raise ConfigError(f"{plan.candidate.strategy} generates and trains on the same devices at once, which is not simulated")
+    """What is simulated of a plan."""
     spec, layout = roles.spec, plan.layout("generate")
     learner = next(each for each in plan.filled if "train" in each.choices)
     apart = max((model_seconds(each, "score") for each in plan.filled if each is not learner), default=0.0)
@@ -90,19 +79,17 @@ def run_of(plan: Plan, roles: Roles) -> tuple[Workload, PlanCosts]:
     return workload, costs
 
 
-def simulate_plan(
-    plan: Plan, roles: Roles, *, steps: int, queued_groups: int = 0, seed: int = 0, events: Sequence[Event] = ()
-) -> Simulated:
-    """`steps` learner steps. queued_groups: as `actors.queued_groups`. Raises ConfigError as `run_of` and `simulate`."""
+def simulate_plan(plan: Plan, roles: Roles, *, steps: int, queued_groups: int = 0) -> Simulated:
+    """`steps` learner steps. queued_groups: as `actors.queued_groups`."""
     workload, costs = run_of(plan, roles)
-    return simulate(replace(workload, queued_groups=queued_groups), costs, steps=steps, seed=seed, events=events)
+    return simulate(replace(workload, queued_groups=queued_groups), costs, steps=steps)
 
 
 def best_queued_groups(plan: Plan, roles: Roles) -> int:
     """Of a few choices that with which the simulated step is shortest.
 
-    Rows of a group end one by one, and the group counts until the last has ended: an actor that asks for no more groups than
-    its slots take leaves slots empty. One that asks for more takes groups that another could have begun earlier.
+    Rows of a group end one by one, and the group counts until the last has ended: an actor that holds no more groups than
+    its slots take leaves slots empty. One that holds more takes groups that another could have begun earlier.
     """
     steps = 2 * (int(min(plan.candidate.max_staleness, _MOST_AHEAD)) + 2) + 4
     choices = (*_QUEUED, *_QUEUED_TURNS) if roles.spec.environment.waits_s else _QUEUED

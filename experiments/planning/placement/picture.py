@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.planning.model.schedules import AROUND, Stage
+from async_rlhf.experiments.planning.model.schedules import AROUND, STAGES
 from async_rlhf.experiments.planning.placement.evaluation import Plan
 from async_rlhf.experiments.planning.placement.search import Found
 from async_rlhf.inspect.plot import COLOURS
 
 _FORMATS = (".png", ".svg")
 _STEPS = 4
-_STAGES: tuple[Stage, ...] = ("generate", "score", "train", "publish", "adopt", "switch")
 
 
 def check_format(path: Path) -> None:
@@ -28,56 +26,40 @@ def check_format(path: Path) -> None:
 
 
 def draw(found: Found, path: Path) -> None:
-    """Raises ConfigError as `check_format`."""
-    check_format(path)
+    """In a format that was checked."""
     from matplotlib.figure import Figure
 
-    plan = found.best or found.fastest
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     lanes, trade = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_lanes(lanes, plan)
+    _draw_lanes(lanes, found.plan)
     _draw_trade(trade, found)
     figure.savefig(path, dpi=150)
 
 
-def bars(plan: Plan) -> Iterator[tuple[str, Stage, float, float]]:
-    """Lane, stage, begin and seconds over some steps of the steady state, where each lane repeats itself every step.
-
-    A lane begins each step with the first of its stages; what it waits for is where it is idle.
-    """
-    period = plan.step.seconds
-    for circuit in plan.step.circuits:
-        if circuit.name == AROUND and len(plan.step.circuits) > 1:
-            continue
-        for step in range(_STEPS):
-            begin = step * period
-            for stage, seconds in circuit.stages:
-                yield circuit.name, stage, begin, seconds
-                begin += seconds
-
-
 def _draw_lanes(axes: Any, plan: Plan) -> None:
-    drawn = list(bars(plan))
-    names = list(dict.fromkeys(lane for lane, *_ in drawn))
-    for stage in _STAGES:
-        own = [(lane, begin, seconds) for lane, each, begin, seconds in drawn if each == stage and seconds > 0]
-        if own:
-            axes.barh(
-                [names.index(lane) for lane, *_ in own],
-                [seconds for *_, seconds in own],
-                left=[begin for _, begin, _ in own],
-                height=0.6,
-                color=COLOURS[_STAGES.index(stage)],
-                edgecolor="white",
-                linewidth=0.8,
-                label=f"{stage} {max(seconds for *_, seconds in own):.3g} s",
-            )
+    """Some steps of the steady state, where each lane repeats itself every step: it begins each with the first of its stages,
+    and what it waits for is where it is idle."""
+    period = plan.step.seconds
+    lanes = [circuit for circuit in plan.step.circuits if circuit.name != AROUND] or plan.step.circuits
+    for stage in STAGES:
+        most = 0.0
+        for place, lane in enumerate(lanes):
+            begin = 0.0
+            for name, seconds in lane.stages:
+                if name == stage and seconds > 0:
+                    lefts = [begin + step * period for step in range(_STEPS)]
+                    colour = COLOURS[STAGES.index(stage)]
+                    axes.barh([place] * _STEPS, seconds, 0.6, lefts, color=colour, edgecolor="white", linewidth=0.8)
+                    most = max(most, seconds)
+                begin += seconds
+        if most:
+            axes.barh(0, 0, color=COLOURS[STAGES.index(stage)], label=f"{stage} {most:.3g} s")
     devices = {filled.set.name: f"{filled.set.name}\n{filled.set.devices} devices" for filled in plan.filled}
-    axes.set_yticks(range(len(names)), [devices.get(name, name) for name in names])
+    axes.set_yticks(range(len(lanes)), [devices.get(lane.name, lane.name) for lane in lanes])
     axes.invert_yaxis()
-    axes.set_xlim(0, _STEPS * plan.step.seconds)
+    axes.set_xlim(0, _STEPS * period)
     axes.set_xlabel("Seconds, four steps of the steady state (white: idle)")
-    axes.set_title(f"{plan.candidate.strategy}: {plan.step.seconds:.3g} s a step", loc="left", fontsize=10)
+    axes.set_title(f"{plan.candidate.strategy.name}: {period:.3g} s a step", loc="left", fontsize=10)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=6, frameon=False, fontsize=8)
 
 

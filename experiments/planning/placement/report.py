@@ -12,7 +12,7 @@ from async_rlhf.experiments.planning.placement.roles import Role
 from async_rlhf.experiments.planning.placement.search import Found
 from async_rlhf.experiments.planning.placement.settings import as_toml
 from async_rlhf.experiments.planning.placement.strategies import STRATEGIES
-from async_rlhf.experiments.planning.simulation.account import Simulated
+from async_rlhf.experiments.planning.simulation.run import Simulated
 
 
 def lines(found: Found) -> Iterator[str]:
@@ -60,7 +60,7 @@ def _question(found: Found) -> Iterator[str]:
     )
     if (environment := spec.environment).turns > 1:
         yield (
-            f"episodes of {environment.turns} turns, whose environment takes {environment.seconds:g} s between two and says "
+            f"episodes of {environment.turns} turns, whose environment takes {environment.seconds:g} s between two and returns "
             f"{environment.observation_tokens} tokens"
         )
     e = spec.efficiency
@@ -74,7 +74,7 @@ def _question(found: Found) -> Iterator[str]:
 
 def _headline(plan: Plan) -> str:
     return (
-        f"{plan.candidate.strategy}, {_bound(plan.candidate.max_staleness)}: {plan.step.seconds:.3g} s a step, "
+        f"{plan.candidate.strategy.name}, {_bound(plan.candidate.max_staleness)}: {plan.step.seconds:.3g} s a step, "
         f"{plan.samples_per_s:.3g} samples/s, {plan.device_seconds_per_million / 3600:.3g} device-hours per million samples"
     )
 
@@ -111,7 +111,7 @@ def _staleness(found: Found) -> Iterator[str]:
         cells = []
         for name, plans in (("any", found.by_bound), ("here", found.here_by_bound)):
             if (plan := plans.get(bound)) is not None:
-                cells.append(f"{name} {plan.step.seconds:.3g} s ({plan.candidate.strategy})")
+                cells.append(f"{name} {plan.step.seconds:.3g} s ({plan.candidate.strategy.name})")
         yield f"  {_bound(bound):22} {', '.join(cells)}"
 
 
@@ -152,7 +152,7 @@ def as_json(found: Found, simulated: Simulated | None = None) -> dict[str, Any]:
 def _as_json(plan: Plan) -> dict[str, Any]:
     bound = plan.candidate.max_staleness
     return {
-        "strategy": plan.candidate.strategy,
+        "strategy": plan.candidate.strategy.name,
         "devices": plan.devices,
         "runs_here": plan.candidate.here,
         "max_staleness": None if math.isinf(bound) else bound,

@@ -8,29 +8,41 @@ longest one. Key-value caches are paged: an engine decodes so many rows as fit a
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from itertools import product
 from typing import Any, Literal
 
 from async_rlhf.actors.config import GenerationConfig
-from async_rlhf.experiments.planning.model import calibration, devices
-from async_rlhf.experiments.planning.model.devices import Device
-from async_rlhf.experiments.planning.model.generation import generation_ends_s
-from async_rlhf.experiments.planning.model.model_costs import ModelCosts
+from async_rlhf.experiments.planning.model.model_costs import ModelCosts, Recompute
 from async_rlhf.experiments.planning.model.schedules import StageTime
-from async_rlhf.experiments.planning.model.stages import Place, decode_step_s, inference_s, optimizer_s, prefill_s, training_s
-from async_rlhf.experiments.planning.placement import layouts
-from async_rlhf.experiments.planning.placement.layouts import Kind, Layout, powers
+from async_rlhf.experiments.planning.model.stages import (
+    Layout,
+    Place,
+    catalogue,
+    decode_step_s,
+    inference_s,
+    prefill_s,
+    replica_s,
+    training_s,
+)
 from async_rlhf.experiments.planning.placement.spec import Spec, costs_of
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.run.checks import memory
 
 Role = Literal["generate", "reference", "reward", "values", "train", "train_critic"]
+SCORING: tuple[Role, ...] = ("reference", "reward", "values")
+LEARNING: tuple[Role, ...] = ("train", "train_critic")
+Kind = Literal["any", "here", "zero-3"]
+"""Of training. here: what this learner has, data parallelism by ZeRO, or all devices one tensor or one sequence group. zero-3:
+that stage over all devices."""
+MOST_RANKS = 64
+"""Of this learner."""
+_LONG_ROW = 16384  # tokens, from which on context parallelism is tried
+_MOST_MICRO_ROWS = 16
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 _LOGITS_BYTES = 1 << 30  # of the float32 logits of a chunk of tokens, as this learner computes them
-_CONTEXT_BYTES = 512 << 20  # a CUDA process before its first tensor
 _LEAST_SLOTS = 8
 _PASS_TOKENS = 32768  # of one forward pass of a frozen model
 
@@ -46,10 +58,12 @@ class Choice:
 
 
 class Roles:
-    """The roles of a spec. Answers are kept, so that a search asks each question once."""
+    """The roles of a spec. Results are kept, so that a search computes each once."""
 
-    def __init__(self, spec: Spec, device: Device) -> None:
-        self.spec, self.device = spec, device
+    def __init__(self, spec: Spec) -> None:
+        """Raises ConfigError for models and files that are not there."""
+        self.spec = spec
+        self.device = spec.cluster.own or catalogue()[spec.cluster.device]
         self.policy = costs_of(spec.models.policy)
         critic = None if spec.models.critic is None else costs_of(spec.models.critic)
         reward = None if spec.models.reward is None else costs_of(spec.models.reward)
@@ -73,35 +87,20 @@ class Roles:
         self.training = cache(self._training)
         self._generated = cache(self._generate)
 
-    @classmethod
-    def of(cls, spec: Spec) -> Roles:
-        """Raises ConfigError for models and files that are not there."""
-        cluster = spec.cluster
-        if cluster.calibration is not None:
-            return cls(spec, calibration.load(Path(cluster.calibration)).device)
-        return cls(spec, cluster.own if cluster.own is not None else devices.device(cluster.device))
-
     @property
     def room_bytes(self) -> float:
         """Of a device that a plan may fill."""
-        return self.spec.search.memory_share * self.device.memory_bytes - _CONTEXT_BYTES
+        return self.spec.search.memory_share * self.device.memory_bytes - memory.CONTEXT
 
     def place(self, role: Role, layout: Layout) -> Place:
-        efficiency = self.spec.efficiency
-        return Place(
-            model=self.models[role],
-            device=self.device,
-            tensor=layout.tensor,
-            pipeline=layout.pipeline,
-            data=layout.data,
-            context=layout.context,
-            experts=layout.experts,
-            spread=layout.devices > self.spec.cluster.devices_per_node,
-            efficiency=efficiency.of_training if role.startswith("train") else efficiency.of_inference,
-        )
+        efficiency, spread = self.spec.efficiency, layout.devices > self.spec.cluster.devices_per_node
+        reached = efficiency.of_training if role.startswith("train") else efficiency.of_inference
+        return Place(model=self.models[role], device=self.device, layout=layout, spread=spread, efficiency=reached)
 
     def tensors(self, role: Role, count: int) -> list[int]:
-        return layouts.tensor_sizes(self.models[role], count, self.spec.cluster.devices_per_node)
+        """Powers of two within a node that divide heads and devices."""
+        node, heads = self.spec.cluster.devices_per_node, self.models[role].heads
+        return [size for size in powers(min(count, node)) if count % size == 0 and heads % size == 0]
 
     def _inference(self, role: Role, count: int) -> tuple[Choice, ...]:
         """Passes of a frozen model or of values over a batch, weights in tensor groups, or in shards over all devices."""
@@ -123,18 +122,43 @@ class Roles:
         return _front(found)
 
     def _training(self, role: Role, count: int, kind: Kind = "any") -> tuple[Choice, ...]:
-        batch = self.spec.batch
-        tried = layouts.training(
-            self.models[role],
-            count,
-            self.spec.cluster.devices_per_node,
-            kind,
-            update_rows=self.rows // batch.updates_per_step,
-            update_groups=batch.groups // batch.updates_per_step,
-            longest_row=self.spec.row_tokens,
-        )
-        found = [self._trained(role, layout, whole_groups=kind == "here") for layout in tried]
+        found = [
+            self._trained(role, layout, whole_groups=kind == "here") for layout in self._training_layouts(role, count, kind)
+        ]
         return _front([self._as_checked(choice) for choice in found] if kind == "here" else found)
+
+    def _training_layouts(self, role: Role, count: int, kind: Kind) -> Iterator[Layout]:
+        """Of all `count` devices."""
+        model, batch = self.models[role], self.spec.batch
+        update_rows, update_groups = self.rows // batch.updates_per_step, batch.groups // batch.updates_per_step
+        node = self.spec.cluster.devices_per_node
+        contexts = powers(min(count, node)) if self.spec.row_tokens >= _LONG_ROW else [1]
+        for tensor, context in product(self.tensors(role, count), contexts):
+            for pipeline in powers(min(count // tensor // context, model.layers)):
+                data = count // (tensor * context * pipeline)
+                if data * tensor * context * pipeline != count or (kind == "zero-3" and data < count):
+                    continue
+                alone = pipeline == 1 and tensor in (1, count) and context in (1, count)
+                if kind == "here" and not (alone and count <= MOST_RANKS):
+                    continue
+                # Here a rank trains on whole groups.
+                if data > (update_groups if kind == "here" else update_rows):
+                    continue
+                shared = data * context
+                stages = (0,) if shared == 1 else (1,) if pipeline > 1 else (3,) if kind == "zero-3" else (1, 2, 3)
+                experts = sorted({1, math.gcd(model.experts, data)}) if model.experts and kind == "any" else [1]
+                micro = powers(min(math.ceil(update_rows / data), _MOST_MICRO_ROWS))
+                for zero_stage, few, recompute, micro_rows in product(stages, experts, _RECOMPUTES, micro):
+                    yield Layout(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        experts=few,
+                        data=data,
+                        zero_stage=zero_stage,
+                        micro_rows=micro_rows,
+                        recompute=recompute,
+                    )
 
     def critic_beside(self, layout: Layout) -> Choice:
         """This learner's critic lies as its policy does, whose memory counts it."""
@@ -146,19 +170,16 @@ class Roles:
         tokens, rows = round(self.read + self.mean), self.rows // updates
         if whole_groups:
             rows = math.ceil(self.spec.batch.groups // updates / layout.data) * layout.data * self.spec.batch.group_size
-        micro_batches = math.ceil(rows / layout.data / layout.micro_rows)
-        update = training_s(
-            place, rows, tokens, micro_batches=micro_batches, zero_stage=layout.zero_stage, recompute=layout.recompute
-        ) + optimizer_s(place, zero_stage=layout.zero_stage)
-        proximal = 0.0
+        micro_batches = layout.micro_batches(rows)
+        seconds = updates * training_s(place, rows, tokens, micro_batches=micro_batches)
         if role == "train" and self.spec.proximal_pass:
-            proximal = inference_s(place, rows * updates, tokens, micro_batches=micro_batches * updates)
+            seconds += inference_s(place, rows * updates, tokens, micro_batches=micro_batches * updates)
         # A row is never cut: where one pass takes one row, it may be the longest.
         held = math.ceil(max(self.spec.row_tokens, layout.micro_rows * tokens) / layout.context)
         working = model.activation_bytes(1, held, tensor_parallel=layout.tensor, recompute=layout.recompute)
         if layout.recompute == "full":  # the layer that is computed again
             working += model.activation_bytes(1, held, tensor_parallel=layout.tensor) / model.layers
-        return Choice(layout, updates * update + proximal, self._trained_bytes(model, layout), working + _LOGITS_BYTES)
+        return Choice(layout, seconds, self._trained_bytes(model, layout), working + _LOGITS_BYTES)
 
     @staticmethod
     def _trained_bytes(model: ModelCosts, layout: Layout) -> float:
@@ -189,7 +210,7 @@ class Roles:
 
     @property
     def shape(self) -> memory.Shape:
-        """Of the policy, as `check` knows it."""
+        """Of the policy, as `check` has it."""
         model = self.policy
         return memory.Shape(
             parameters=model.parameters,
@@ -262,22 +283,17 @@ class Roles:
         return prompts + prefill_s(place, rows * (environment.turns - 1), environment.observation_tokens)
 
     def _generate(self, replicas: int, tensor: int, slots: int) -> float:
-        """Seconds from the first prompt to the last row's end: of the engine with the longest row, and its even share of the
-        others in no particular order."""
+        """Seconds of a batch that has the engines for itself."""
         place = self.place("generate", Layout(tensor=tensor))
-        lengths = list(self.lengths[::replicas])
-        random.Random(0).shuffle(lengths)
-        longest = max(lengths)
-        ends = generation_ends_s(
-            lengths,
+        seconds = replica_s(
+            place,
+            self.lengths,
+            replicas,
             prompt_tokens=self.read,
             slots=slots,
-            room_tokens=slots * (self.read + longest),
-            longest=longest,
-            step_s=lambda rows, context: decode_step_s(place, rows, context),
             prefill_s=lambda rows: self._prefill_s(tensor, rows),
         )
-        return max(ends) + self.spec.environment.waits_s
+        return seconds + self.spec.environment.waits_s
 
     def judged(self) -> StageTime:
         """By what is no model: a verifier, a sandbox."""
@@ -288,33 +304,23 @@ class Roles:
             reward.seconds,
         )
 
-    def least_bytes(self, kind: Kind = "any") -> dict[Role, float]:
-        """Of a device, by role, where all devices do nothing else; generation with room for one longest row."""
-        count = self.spec.cluster.size
-        counts = [*powers(count), count] if kind == "here" else [count]  # a batch may have too few groups for all of them
-        row = self.policy.kv_bytes_per_token * self.spec.row_tokens
-        found: dict[Role, float] = {}
-        for role, model in self.models.items():
-            if role == "generate":
-                engines = [(t, min(t, model.kv_heads)) for t in self.tensors(role, count)]
-                found[role] = min(model.weight_bytes / tensor + row / split for tensor, split in engines)
-            elif role.startswith("train"):
-                choices = [choice for number in counts for choice in self.training(role, number, kind)]
-                found[role] = min((each.kept_bytes + each.working_bytes for each in choices), default=math.inf)
-            else:
-                found[role] = min(each.kept_bytes + each.working_bytes for each in self.inference(role, count))
-        return found
 
-
-def no_fit(roles: Roles, kind: Kind = "any") -> str:
+def no_fit(roles: Roles) -> str:
     """Why no placement fits."""
-    least = ", ".join(f"{role} {size / 1e9:.3g} GB" for role, size in roles.least_bytes(kind).items())
+    cluster, policy = roles.spec.cluster, roles.policy
+    row = policy.kv_bytes_per_token * roles.spec.row_tokens
     return (
-        f"shared out over all {roles.spec.cluster.size} devices, each takes at least: {least}; a device has "
-        f"{roles.device.memory_bytes / 1e9:.3g} GB, "
-        f"{roles.spec.search.memory_share:.0%} of it for the plan. Add nodes, take devices with more memory, shorten "
-        "lengths.longest, or train a smaller model"
+        f"training takes at least {policy.training_bytes(3, cluster.size) / 1e9:.3g} GB of a device where all {cluster.size} "
+        f"share it, and activations of its longest row; generation {policy.weight_bytes / 1e9:.3g} GB for weights and "
+        f"{row / 1e9:.3g} GB for the longest row, over the devices of an engine; a device has "
+        f"{roles.device.memory_bytes / 1e9:.3g} GB, {roles.spec.search.memory_share:.0%} of it for the plan. Add nodes, take "
+        "devices with more memory, shorten lengths.longest, or train a smaller model"
     )
+
+
+def powers(most: int) -> list[int]:
+    """Of two, up to `most`."""
+    return [1 << power for power in range(most.bit_length())] if most else []
 
 
 def _rounded(slots: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Found:
     devices; None where all of them are needed.
 
     by_strategy: the fastest of each, None where none fits. by_bound: the fastest of any strategy with that bound, by bound,
-    those alone that are faster than all smaller bounds. tried: candidates of each strategy; none where the spec lacks what it
+    those alone that are faster than all smaller bounds. tried: candidates of each strategy; none where the spec has not what it
     places. fitting: of all candidates, how many fit.
     """
 
@@ -58,40 +58,32 @@ class Found:
         return min(self.by_bound.values(), key=_seconds)
 
 
-def search(spec: Spec, progress: Callable[[str, int, int], object] = lambda name, done, of: None) -> Found:
-    """Raises ConfigError where nothing fits. progress: the strategy that is looked at, and how many are done of how many."""
+def search(spec: Spec) -> Found:
+    """Raises ConfigError where nothing fits."""
     names = spec.search.strategies or tuple(STRATEGIES)
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"search.strategies: {name!r}; {did_you_mean(name, STRATEGIES)}")
-    roles = Roles.of(spec)
-    plans: list[Plan] = []
-    tried = dict.fromkeys(names, 0)
-    for number, name in enumerate(names):
-        progress(name, number, len(names))
-        fitting, tried[name] = _fitting(name, roles)
-        plans += fitting
-    progress("", len(names), len(names))
+    roles = Roles(spec)
+    each = {name: _fitting(name, roles) for name in names}
+    plans = [plan for fitting, _ in each.values() for plan in fitting]
     if not plans:
         raise ConfigError(f"no placement fits: {no_fit(roles)}")
     plans.sort(key=_seconds)
     bounded = _bounded(plans, spec)
-    best, settings, refusal = _first_that_runs(bounded, roles)
-    queued_groups = 0
-    if best is not None:
-        queued_groups = best_queued_groups(best, roles)
-        settings = settings_of(best, roles, queued_groups)
+    best, refusal = _first_that_runs(bounded, roles)
+    queued_groups = 0 if best is None else best_queued_groups(best, roles)
     return Found(
         roles=roles,
         best=best,
         cheaper=None if best is None else _cheaper(best, spec),
-        settings=settings,
+        settings={} if best is None else settings_of(best, roles, queued_groups),
         refusal=refusal,
         queued_groups=queued_groups,
-        by_strategy={name: next((plan for plan in plans if plan.candidate.strategy == name), None) for name in names},
+        by_strategy={name: next((plan for plan in plans if plan.candidate.strategy.name == name), None) for name in names},
         by_bound=_front(bounded or plans),
         here_by_bound=_front([plan for plan in bounded if plan.candidate.here]),
-        tried=tried,
+        tried={name: tried for name, (_, tried) in each.items()},
         fitting=len(plans),
     )
 
@@ -117,31 +109,28 @@ def _cheaper(best: Plan, spec: Spec) -> Plan | None:
         if nodes * per_node != count:
             continue
         smaller = cluster.model_copy(update={"nodes": nodes, "devices_per_node": per_node})
-        roles = Roles.of(spec.model_copy(update={"cluster": smaller}))
-        plans = sorted(_bounded(_fitting(best.candidate.strategy, roles)[0], spec), key=_seconds)
+        roles = Roles(spec.model_copy(update={"cluster": smaller}))
+        plans = sorted(_bounded(_fitting(best.candidate.strategy.name, roles)[0], spec), key=_seconds)
         as_fast = [plan for plan in plans if plan.step.seconds <= _AS_FAST * best.step.seconds]
         if (plan := _first_that_runs(as_fast, roles)[0]) is not None:
             return plan
     return None
 
 
-def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, Mapping[str, Mapping[str, Any]], str]:
+def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, str]:
     """In the order of `plans`; the first refusal where all are refused."""
     if roles.models.get("train_critic", roles.policy) != roles.policy:
-        return None, {}, "models.critic differs from models.policy; this learner's critic begins as a copy of the policy"
-    refusal = f"no placement that it runs fits: {no_fit(roles, 'here')}"
-    tried = 0
+        return None, "models.critic differs from models.policy; this learner's critic begins as a copy of the policy"
+    refusals = list[str]()
     for plan in plans:
-        if not plan.candidate.here:
-            continue
-        try:
-            return plan, settings_of(plan, roles), ""
-        except ConfigError as error:
-            tried += 1
-            refusal = str(error) if tried == 1 else refusal
-        if tried == _MOST_REFUSED:
-            break
-    return None, {}, refusal
+        if plan.candidate.here and len(refusals) < _MOST_REFUSED:
+            try:
+                settings_of(plan, roles)
+            except ConfigError as error:
+                refusals.append(str(error))
+            else:
+                return plan, ""
+    return None, refusals[0] if refusals else f"no placement that it runs fits: {no_fit(roles)}"
 
 
 def _front(plans: list[Plan]) -> dict[float, Plan]:

@@ -22,10 +22,10 @@ Settings = Mapping[str, Mapping[str, Any]]
 def settings_of(plan: Plan, roles: Roles, queued_groups: int = 0) -> dict[str, dict[str, Any]]:
     """Sections of a configuration by name, for `train`. Raises ConfigError for what `check` would refuse."""
     if not plan.candidate.here:
-        raise ConfigError(f"{plan.candidate.strategy} is modelled; this system does not place its roles so")
+        raise ConfigError(f"{plan.candidate.strategy.name} is modelled; this system does not place its roles so")
     if roles.device.is_cpu:
         raise ConfigError(
-            "settings are written for accelerators; on a processor make a run of `quick` and ask async-rlhf plan --from-run RUN"
+            "settings are written for accelerators; on a processor make a run of `quick` and use async-rlhf plan --from-run RUN"
         )
     generate, train = plan.layout("generate"), plan.layout("train")
     cluster = roles.spec.cluster

@@ -1,27 +1,30 @@
-"""What is asked of a plan: models, cluster, lengths, batch, loss, reward, and what the search may choose."""
+"""The question of a plan: models, cluster, lengths, batch, loss, reward, and what the search may choose."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.buffers.parsing import json_value, toml_table
-from async_rlhf.experiments.planning.model import devices, model_costs
-from async_rlhf.experiments.planning.model.devices import Device
+from async_rlhf.buffers.parsing import json_value
+from async_rlhf.experiments.planning.model import model_costs
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts
-from async_rlhf.experiments.planning.model.stages import Efficiency
-from async_rlhf.experiments.planning.placement.lengths import LengthsConfig
+from async_rlhf.experiments.planning.model.stages import Device, Efficiency, catalogue
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec
+from async_rlhf.run.config import read_toml
 from async_rlhf.run.config_keys import explain
+from async_rlhf.run.run_files import read_lines
+from async_rlhf.run.shipped import by_name, plans
 
 ModelName = str | dict[str, Any]
-_MAX_SPEC_BYTES = 1 << 20
+_STEPS_OF_WIDTH = 60
 
 
 class ModelsConfig(Section):
@@ -43,22 +46,54 @@ class ClusterConfig(Section):
     devices_per_node: int = Field(default=8, ge=1, le=72)
     nodes: int = Field(default=1, ge=1, le=1024)
     own: Device | None = None
-    """With `device = "own"`: its peaks and links, by the keys of the catalogue."""
-    calibration: str | None = None
-    """File of `async-rlhf try machine`: with `device = "own"`, in place of `own`."""
+    """With `device = "own"`: its peaks and links, by the keys of the catalogue; `async-rlhf try machine` measures them."""
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> ClusterConfig:
-        known = devices.catalogue()
+        known = catalogue()
         if self.device != "own" and self.device not in known:
             raise ValueError(f"device {self.device!r} is not in the catalogue; {did_you_mean(self.device, known)}")
-        if (self.own is not None) + (self.calibration is not None) != (self.device == "own"):
-            raise ValueError('device = "own" needs cluster.own or cluster.calibration, one of them, and only it takes them')
+        if (self.own is not None) != (self.device == "own"):
+            raise ValueError('device = "own" needs cluster.own, and only it takes it')
         return self
 
     @property
     def size(self) -> int:
         return self.nodes * self.devices_per_node
+
+
+class LengthsConfig(Section):
+    """Tokens of prompts and completions. Completions: `mean` and `spread` of a log-normal, or a run's file."""
+
+    prompt: int = Field(default=512, ge=1)
+    """Of each prompt."""
+    longest: int = Field(ge=1)
+    """Of a completion, where generation is cut: `generation.max_completion_length`."""
+    mean: float | None = Field(default=None, ge=1)
+    """Of the completions as they are, those that are cut among them; below `longest`."""
+    spread: float = Field(default=0.7, ge=0, le=3)
+    """Standard deviation of the logarithm of a length before it is cut; 0: all are equally long."""
+    rollouts: str | None = None
+    """`rollouts.jsonl` of a run: the lengths of its completions."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> LengthsConfig:
+        if (self.mean is None) == (self.rollouts is None):
+            raise ValueError(f"{'neither' if self.mean is None else 'each'} of mean and rollouts is given; give exactly one")
+        if self.mean is not None and self.mean >= self.longest and self.spread:
+            raise ValueError(f"mean = {self.mean:g} must be below longest = {self.longest}, where completions are cut")
+        return self
+
+    def batch(self, rows: int) -> tuple[int, ...]:
+        """The lengths of `rows` completions, descending: the quantiles (i + 1/2) / rows. Raises ConfigError for a file without
+        completions."""
+        shares = [(row + 0.5) / rows for row in range(rows)]
+        if self.mean is not None:
+            found = _log_normal(self.mean, self.spread, self.longest, shares)
+        else:
+            lengths = _lengths_of(Path(self.rollouts or ""))
+            found = [min(lengths[math.ceil(share * len(lengths)) - 1], self.longest) for share in shares]
+        return tuple(sorted(found, reverse=True))
 
 
 class BatchConfig(Section):
@@ -114,7 +149,7 @@ class EnvironmentCostConfig(Section):
 
 
 class EfficiencyConfig(Section):
-    """Shares of the device's peaks that are reached. Measured ones are better: `async-rlhf try machine`, or a run of yours."""
+    """Shares of the device's peaks that are reached. Measured ones are better: `async-rlhf plan SPEC.toml --from-run RUN`."""
 
     training: float = Field(default=0.4, gt=0, le=1)
     """Of the arithmetic peak, in training."""
@@ -187,23 +222,13 @@ class Spec(Section):
 
 def read(path: Path) -> Spec:
     """Raises ConfigError: the file, the key, its value, the limit and the nearest valid choice."""
-    try:
-        if path.stat().st_size > _MAX_SPEC_BYTES:
-            raise ConfigError(f"{str(path)!r} has {path.stat().st_size} bytes; a spec has at most {_MAX_SPEC_BYTES}")
-        values = toml_table(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"no spec can be read from {str(path)!r}: {error.strerror or error}") from None
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{str(path)!r} is no TOML: {error}") from None
-    return parse(values, path.resolve().parent)
+    return parse(read_toml(path, "spec", by_name(plans())), path.resolve().parent)
 
 
 def parse(values: Mapping[str, Any], directory: Path) -> Spec:
     """directory: where relative paths begin. Raises ConfigError."""
     found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in values.items()}
-    files = {"models": ("policy", "critic", "reward"), "lengths": ("rollouts",), "cluster": ("calibration",)}
+    files = {"models": ("policy", "critic", "reward"), "lengths": ("rollouts",)}
     for section, key in ((section, key) for section, keys in files.items() for key in keys):
         table = found.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
@@ -221,14 +246,37 @@ def costs_of(model: ModelName) -> ModelCosts:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
-        values = json_value(path.read_text())
-    except OSError as error:
+        return model_costs.read(dict(json_value(path.read_text())))
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"no model configuration at {str(path)!r} ({error.strerror or error}): name a directory with a config.json, or "
-            "give its content as a table"
+            f"no model configuration at {str(path)!r} ({error}): name a directory with a config.json, or give its content as a "
+            "table"
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{str(path)!r} is no JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{str(path)!r} holds no object; a config.json does")
-    return model_costs.read(values)
+
+
+def _log_normal(mean: float, spread: float, longest: int, shares: Sequence[float]) -> list[int]:
+    """The logarithm's mean by bisection, so that the cut lengths have this mean."""
+
+    def cut(log_mean: float) -> list[float]:
+        return [min(max(math.exp(log_mean + spread * point), 1.0), longest) for point in points]
+
+    points = [NormalDist().inv_cdf(share) for share in shares]
+    low, high = math.log(mean) - 10 * spread - 1, math.log(longest) + 10 * spread + 1
+    for _ in range(_STEPS_OF_WIDTH):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(cut(middle)) < mean * len(points) else (low, middle)
+    return [round(length) for length in cut(high)]
+
+
+def _lengths_of(path: Path) -> list[int]:
+    """Ascending."""
+    found = [length for line in read_lines(path).records for length in _of_group(line)]
+    if not found:
+        raise ConfigError(f"lengths.rollouts = {str(path)!r}: no completions in it; name the rollouts.jsonl of a run")
+    return sorted(found)
+
+
+def _of_group(line: dict[str, Any]) -> list[int]:
+    rollouts = line.get("rollouts")
+    tokens = [each.get("tokens") for each in rollouts if isinstance(each, dict)] if isinstance(rollouts, list) else []
+    return [len(each) for each in tokens if isinstance(each, list) and each]

@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from async_rlhf.buffers.queue.admission import Credit
-from async_rlhf.experiments.planning.model.costs import StageCosts
-from async_rlhf.experiments.planning.simulation.account import Account
-from async_rlhf.experiments.planning.simulation.judges import Judges
-from async_rlhf.experiments.planning.simulation.virtual_time import Clock, Cores, Task
-from async_rlhf.experiments.planning.simulation.workload import Workload
+from async_rlhf.experiments.planning.simulation.virtual_time import Account, Task
+
+if TYPE_CHECKING:
+    from async_rlhf.experiments.planning.simulation.run import Simulation
 
 
 @dataclass(frozen=True)
@@ -31,24 +30,6 @@ class Draws:
     lengths: tuple[tuple[int, ...], ...]
     rewards_s: tuple[float, ...]
     environments_s: tuple[tuple[float, ...], ...]
-
-
-class Hub(Protocol):
-    """What an actor reports to."""
-
-    def draws(self, number: int) -> Draws: ...
-
-    def made(self, actor: SimulatedActor, group: OpenGroup) -> None:
-        """All members have their scores."""
-        ...
-
-    def waits_for(self, actor: SimulatedActor) -> str:
-        """Why it decodes nothing."""
-        ...
-
-    def reported(self, actor: SimulatedActor) -> None:
-        """It serves other weights, or has other room."""
-        ...
 
 
 @dataclass
@@ -73,16 +54,13 @@ class Row:
 
 
 class SimulatedActor:
-    """version: that it serves; -1 before any. Owns the groups it has begun."""
+    """version: that it serves; -1 before any. Owns the groups it has begun. judges: the owner of those that score for it."""
 
-    def __init__(
-        self, name: str, workload: Workload, costs: StageCosts, hub: Hub, clock: Clock, account: Account, judges: Judges,
-        cores: Cores | None, parallelism: float,
-    ) -> None:  # fmt: skip
-        self.name, self.account = name, account
+    def __init__(self, name: str, run: Simulation, judges: int) -> None:
+        self.name, self.account = name, Account(run.clock, "weights")
         self.version = -1
-        self._workload, self._costs, self._hub, self._clock, self.judges = workload, costs, hub, clock, judges
-        self._cores, self._parallelism = cores, parallelism
+        self._run, self._workload, self._costs, self._clock = run, run.workload, run.costs, run.clock
+        self._judges = judges
         self._open: dict[int, OpenGroup] = {}
         self._waiting = deque[Row]()
         self._ends: list[int] = []  # heap of the steps behind which rows end
@@ -96,7 +74,6 @@ class SimulatedActor:
         self._coming: int | None = None
         self._outside = 0  # groups of which nothing is to be decoded any more
         self._is_between = False  # two tasks: what arrives is taken in by the next one
-        self.is_lost = False
 
     @property
     def capacity(self) -> int:
@@ -122,16 +99,9 @@ class SimulatedActor:
     def begin(self, credits: Iterable[Credit]) -> None:
         for credit in credits:
             size = self._workload.group_size
-            group = self._open[credit.number] = OpenGroup(credit, self._hub.draws(credit.number), size, size)
+            group = self._open[credit.number] = OpenGroup(credit, self._run.draws(credit.number), size, size)
             self._waiting.extend(Row(group, member, self._workload.prompt_tokens) for member in range(size))
         self._look()
-
-    def end(self) -> None:
-        """Its process is gone, and all that it was making."""
-        self.is_lost = True
-        if self._task is not None:
-            self._clock.cancel(self._task)
-        self._open.clear()
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
@@ -168,24 +138,23 @@ class SimulatedActor:
 
     def _go_on(self) -> None:
         """Between two steps: adopt, let rows in, decode until the next one ends."""
-        now = self._clock.now
         if self._adopts_now:
             again = self._workload.on_update == "interrupt" and self._alive
             seconds = self._costs.adopt_s + (self._costs.prefill_s(self._alive, round(self._context)) if again else 0.0)
             self._stretch = 0
-            self.account.turn_to("adopt", now)
-            self._task = self._clock.begin(seconds, self._adopted, self._cores, self._parallelism)
+            self.account.turn_to("adopt")
+            self._task = self._clock.begin(seconds, self._adopted, *self._run.cores["actor"])
             return
         self._before_s = self._admit() if self._coming is None else 0.0
         if not self._alive:
             self._task = None
-            self.account.turn_to(self._hub.waits_for(self), now)
+            self.account.turn_to(self._run.waits_for(self))
             return
-        self.account.turn_to("decode", now)
+        self.account.turn_to("decode")
         self._stretch = self._ends[0] - self._step
         finishing = self._costs.completion_s * len(self._ending[self._ends[0]])
         self._total_s = self._until(self._stretch) + finishing
-        self._task = self._clock.begin(self._total_s, self._decoded, self._cores, self._parallelism)
+        self._task = self._clock.begin(self._total_s, self._decoded, *self._run.cores["actor"])
 
     def _admit(self) -> float:
         """Seconds to compute what the rows that begin now continue."""
@@ -213,7 +182,7 @@ class SimulatedActor:
         self._served[0].append(self._step)
         self._served[1].append(self.version)
         self._is_between = True
-        self._hub.reported(self)
+        self._run.reported(self)
         self._is_between = False
         self._go_on()
 
@@ -242,8 +211,8 @@ class SimulatedActor:
         group.unplayed -= 1
         if not group.unplayed:  # it takes no room in the engine any more, so it makes room for another
             self._outside += 1
-            self._hub.reported(self)
-        self.judges.submit(draws.rewards_s[row.member], lambda: self._scored(group))
+            self._run.reported(self)
+        self._run.judges.submit(self._judges, draws.rewards_s[row.member], lambda: self._scored(group))
 
     def _count(self, group: OpenGroup, begun: int, end: int) -> None:
         """Tokens of the steps from `begun` to `end` by version."""
@@ -257,14 +226,13 @@ class SimulatedActor:
 
     def _continue(self, row: Row) -> None:
         """The environment has answered."""
-        if not self.is_lost:
-            row.prefix += self._workload.observation_tokens
-            self._waiting.append(row)
-            self._look()
+        row.prefix += self._workload.observation_tokens
+        self._waiting.append(row)
+        self._look()
 
     def _scored(self, group: OpenGroup) -> None:
         group.unscored -= 1
-        if not group.unscored and not self.is_lost:
+        if not group.unscored:
             del self._open[group.credit.number]
             self._outside -= 1
-            self._hub.made(self, group)
+            self._run.made(self, group)

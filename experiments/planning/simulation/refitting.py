@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
-from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.planning.model.costs import Costs, Terms
 from async_rlhf.experiments.planning.simulation.run import simulate
-from async_rlhf.experiments.planning.simulation.workload import Workload
+from async_rlhf.experiments.planning.simulation.workload import Costs, Terms, Workload
 
 KINDS = ("generation", "completion", "training", "publication", "scoring")
 _DIFFERENCE, _FARTHEST = 0.03, 1.0  # of logarithms of factors: for a slope, and in one step
@@ -41,30 +40,25 @@ class Observed:
 
 @dataclass(frozen=True)
 class Refitted:
-    """factors: by kind of stage, what its constants were multiplied by. errors: of each run, predicted over measured less 1."""
+    """factors: by kind of stage, what its constants were multiplied by."""
 
     costs: Costs
     factors: Mapping[str, float]
-    errors: tuple[float, ...]
 
 
-def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40, seed: int = 0) -> Refitted:
+def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40) -> Refitted:
     """The factors with the least sum of log²(simulated / measured) of speeds and of squared differences of idle shares.
 
     By Levenberg and Marquardt (Marquardt, An Algorithm for Least-Squares Estimation of Nonlinear Parameters, SIAM 11(2), 1963)
     in logarithms of the factors, with differences over a few per cent: where another role begins to bound a run, its speed has
     no derivative. steps: that each simulation makes.
-
-    Raises ConfigError where nothing was observed, or a speed is not above 0.
     """
-    if not observed or not min(each.samples_per_s for each in observed) > 0:
-        raise ConfigError(f"nothing to refit to: {len(observed)} runs, each with a speed above 0 samples/s")
 
     def errors(at: Array) -> Array:
         """Of each run: logarithm of simulated over measured speed; then the differences of the idle shares."""
         factors = dict(zip(KINDS, np.exp(at).tolist(), strict=True))
         scaled = scale(costs, factors)
-        found = [simulate(slowed(each.workload, factors), scaled, steps=steps, seed=seed) for each in observed]
+        found = [simulate(slowed(each.workload, factors), scaled, steps=steps) for each in observed]
         pairs = list(zip(found, observed, strict=True))
         speeds = [math.log(run.samples_per_s / each.samples_per_s) for run, each in pairs]
         return np.array(speeds + [run.roles["learner"].idle - each.learner_idle for run, each in pairs])
@@ -82,17 +76,22 @@ def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40, seed: 
         if found @ found < left @ left:
             best, left, damping = tried, found, damping / 16
     factors = dict(zip(KINDS, np.exp(best).tolist(), strict=True))
-    return Refitted(scale(costs, factors), factors, tuple(np.expm1(left[: len(observed)]).tolist()))
+    return Refitted(scale(costs, factors), factors)
 
 
 def scale(costs: Costs, factors: Mapping[str, float]) -> Costs:
     """The constants of each kind of stage times its factor; those of scoring are the workload's (`slowed`)."""
     generation, completion, training, publication = (factors[kind] for kind in KINDS[:4])
+
+    def times(terms: Terms, factor: float) -> Terms:
+        first, second, third = terms
+        return first * factor, second * factor, third * factor
+
     return Costs(
-        decode=_times(costs.decode, generation),
-        prefill=_times(costs.prefill, generation),
+        decode=times(costs.decode, generation),
+        prefill=times(costs.prefill, generation),
         completion_s=costs.completion_s * completion,
-        training=_times(costs.training, training),
+        training=times(costs.training, training),
         copy_s=costs.copy_s * publication,
         travel_s=costs.travel_s * publication,
         adopt_s=costs.adopt_s * publication,
@@ -106,6 +105,20 @@ def slowed(workload: Workload, factors: Mapping[str, float]) -> Workload:
     return replace(workload, reward_s=tuple(seconds * factors["scoring"] for seconds in workload.reward_s))
 
 
-def _times(terms: Terms, factor: float) -> Terms:
-    first, second, third = terms
-    return first * factor, second * factor, third * factor
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """The constants c >= 0 with the least sum of (row · c - seconds)², which keeps the mean of points that scatter: none is
+    negative, for no part of a stage gives time back.
+
+    Some of the constants are 0 in the solution and the others are their unconstrained optimum (Lawson and Hanson, Solving Least
+    Squares Problems, 1974, chapter 23): with a few columns every choice of them is tried.
+    """
+    matrix, target = np.asarray(rows, float), np.asarray(seconds, float)
+    best, least = np.zeros(matrix.shape[1]), np.inf
+    for count in range(1, matrix.shape[1] + 1):
+        for chosen in combinations(range(matrix.shape[1]), count):
+            found = np.zeros(matrix.shape[1])
+            found[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
+            loss = float(np.sum((matrix @ found - target) ** 2))
+            if found.min() >= 0 and loss < least:
+                best, least = found, loss
+    return tuple(best.tolist())

@@ -1,12 +1,18 @@
-"""Virtual time: tasks that take seconds, on shared cores or alone, and what each does when it ends.
+"""Virtual time: tasks that take seconds, on shared cores or alone, what each role spends it on, and judges.
 
 Events at the same time happen in the order in which they were decided, so that a simulation repeats to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from heapq import heappop, heappush
+
+BUSY = {"decode", "adopt", "train", "publish", "score"}
+"""What a role does when it does not wait. A wait is named after what ends it: credit, weights, scores, batch, completions."""
 
 
 class Cores:
@@ -63,18 +69,15 @@ class Clock:
         task.left, task.at = left, self.now
         self._schedule(task)
 
-    def cancel(self, task: Task) -> None:
-        """It never ends."""
-        task.entry = -1
-        self._leave(task)
-
     def turn(self) -> bool:
         """The next task ends; False where there is none."""
         while self._line:
             at, entry, task = heappop(self._line)
             if entry == task.entry:
                 self.now, task.entry = at, -1
-                self._leave(task)
+                if task.cores is not None:
+                    del task.cores.tasks[task]
+                    self._share(task.cores)
                 task.done()
                 return True
         return False
@@ -83,11 +86,6 @@ class Clock:
         self._number += 1
         task.entry = self._number
         heappush(self._line, (self.now + task.left / task.rate, self._number, task))
-
-    def _leave(self, task: Task) -> None:
-        if task.cores is not None and task in task.cores.tasks:
-            del task.cores.tasks[task]
-            self._share(task.cores)
 
     def _share(self, cores: Cores) -> None:
         short = sum(task.parallelism for task in cores.tasks) > cores.number
@@ -99,3 +97,103 @@ class Clock:
             if rate != task.rate:
                 task.left, task.at, task.rate = self.left(task), self.now, rate
                 self._schedule(task)
+
+
+@dataclass(frozen=True)
+class RoleTime:
+    """shares: of the role's time, by what it does or waits for; they add up to 1."""
+
+    shares: Mapping[str, float]
+
+    @property
+    def idle(self) -> float:
+        return sum(share for doing, share in self.shares.items() if doing not in BUSY)
+
+    @property
+    def waits_for(self) -> str:
+        """What most of its idle time ends by; "" where it never waits."""
+        waits = {doing: share for doing, share in self.shares.items() if doing not in BUSY and share > 0}
+        return max(waits, key=lambda doing: waits[doing], default="")
+
+
+class Account:
+    """What one role does, and the seconds of each since `restart`."""
+
+    def __init__(self, clock: Clock, doing: str) -> None:
+        self._clock, self._doing, self._since, self._seconds = clock, doing, clock.now, dict[str, float]()
+
+    def turn_to(self, doing: str) -> None:
+        """From now on it does this."""
+        if doing != self._doing:
+            self._add()
+            self._doing = doing
+
+    def restart(self) -> None:
+        self._seconds, self._since = {}, self._clock.now
+
+    def close(self) -> RoleTime:
+        """What it does ends now."""
+        self._add()
+        total = sum(self._seconds.values())
+        return RoleTime({doing: seconds / total for doing, seconds in self._seconds.items() if seconds > 0} if total else {})
+
+    def _add(self) -> None:
+        now = self._clock.now
+        self._seconds[self._doing] = self._seconds.get(self._doing, 0.0) + now - self._since
+        self._since = now
+
+
+class Judges:
+    """All of a run: each scores one completion at once, in the order in which completions come. number: of each owner, an
+    actor, or of the whole run where that is the one owner; inf for no limit.
+
+    load_s: seconds of the share of them that was busy, since `restart`; 0 without a limit.
+    """
+
+    def __init__(
+        self, clock: Clock, account: Account, cores: Cores | None, parallelism: float, number: float, owners: int
+    ) -> None:
+        self._clock, self._account, self._cores, self._parallelism = clock, account, cores, parallelism
+        self._number = number
+        self._lines = [deque[tuple[float, Callable[[], None]]]() for _ in range(owners)]
+        self._busy = [0] * owners
+        self._load_s = self._since = 0.0
+
+    def submit(self, owner: int, seconds: float, done: Callable[[], None]) -> None:
+        """done is called when a completion has been scored for so long, at once where that takes no time."""
+        if seconds == 0:
+            done()
+            return
+        self._lines[owner].append((seconds, done))
+        self._begin(owner)
+
+    def restart(self) -> None:
+        self._count()
+        self._load_s = 0.0
+
+    @property
+    def load_s(self) -> float:
+        self._count()
+        return self._load_s
+
+    def _begin(self, owner: int) -> None:
+        while self._lines[owner] and self._busy[owner] < self._number:
+            seconds, done = self._lines[owner].popleft()
+            self._change(owner, 1)
+            self._clock.begin(seconds, lambda done=done: self._ended(owner, done), self._cores, self._parallelism)  # type: ignore[misc]
+
+    def _ended(self, owner: int, done: Callable[[], None]) -> None:
+        self._change(owner, -1)
+        self._begin(owner)
+        done()
+
+    def _change(self, owner: int, busy: int) -> None:
+        """So many more of them are busy, or fewer."""
+        self._count()
+        self._busy[owner] += busy
+        self._account.turn_to("score" if any(self._busy) else "completions")
+
+    def _count(self) -> None:
+        if math.isfinite(self._number):
+            self._load_s += sum(self._busy) / (self._number * len(self._busy)) * (self._clock.now - self._since)
+        self._since = self._clock.now

@@ -1,17 +1,20 @@
-"""What a simulated run does: its batches, its actors, its rewards, the cores its roles share, and who comes and goes."""
+"""What a simulated run does: its batches, its actors, its rewards, the cores its roles share, and what its stages take.
+
+decode_s     a decode step, one token for each row:  c0 + c1 · rows + c2 · rows · context
+prefill_s    prompts that begin together:            c0 + c1 · prompts + c2 · prompts · tokens
+training_s   the updates of a step:                  c0 + c1 · updates + c2 · tokens, a shared prompt counted once
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.queue.bound import Bound
 
+Terms = tuple[float, float, float]
 Role = Literal["actor", "scoring", "learner"]
-OnUpdate = Literal["keep", "interrupt", "finish"]
 ENDLESS = 1 << 62  # groups: the data do not end a simulated run
 
 
@@ -22,53 +25,22 @@ class Pool:
     Processor sharing: a stage that is busy keeps at most `parallelism` cores of its role busy. Where all busy stages of a pool
     want more than there are, each gets the same number of cores, but none more than it wants, and what it then needs grows by
     the ratio of wanted to given. Caches, memory bandwidth and the cost of switching are not modelled.
+
+    parallelism: of each role, where it is not 1: of one actor's engine, of one call of a reward, of the learner's step.
     """
 
     cores: float
     roles: tuple[Role, ...]
-    parallelism: tuple[float, ...] = ()
-    """Of each of `roles`: of one actor's engine, of one call of a reward, of the learner's step; 1 where it is left out."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.cores < math.inf:
-            raise ConfigError(f"a pool of {self.cores} cores: above 0")
-        for role in self.roles:
-            if role not in get_args(Role):
-                raise ConfigError(f"role {role!r} of a pool: {did_you_mean(role, get_args(Role))}")
-        if len(self.parallelism) > len(self.roles) or any(not each > 0 for each in self.parallelism):
-            raise ConfigError(f"parallelism {self.parallelism} of the roles {self.roles}: one above 0 for each of them at most")
-
-    def parallelism_of(self, role: Role) -> float:
-        place = self.roles.index(role)
-        return self.parallelism[place] if place < len(self.parallelism) else 1.0
-
-
-@dataclass(frozen=True)
-class ActorLost:
-    """The end of an actor's process is seen `at_s` seconds after the run began: what it was making is made again."""
-
-    at_s: float
-    name: str
-
-
-@dataclass(frozen=True)
-class ActorJoined:
-    """An actor joins at `at_s`, with no weights yet."""
-
-    at_s: float
-    name: str
-
-
-Event = ActorLost | ActorJoined
+    parallelism: tuple[float, ...] = (1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One run. Raises ConfigError for a setting that cannot be, and as `Bound.check` for one under which a run would hang.
+    """One run. Raises ConfigError as `Bound.check` for settings under which a run would hang.
 
     lengths: completion tokens (of one turn) as a histogram: each completion's are drawn from them evenly. reward_s: seconds
-    that scoring a completion takes, drawn likewise. The draws of a group depend on its number and the seed alone.
-    slots: of each actor; queued_groups: that it asks for beyond them (`actors.queued_groups`).
+    that scoring a completion takes, drawn likewise. The draws of a group depend on its number alone.
+    slots: of each actor; queued_groups: that it holds beyond them (`actors.queued_groups`).
     judges: completions scored at once by each actor, or by the run where `shared_judges`; None for no limit.
     reward_cores: whether scoring takes cores of its pool; a reward that waits for another machine takes none.
     on_update: what becomes of running rows when weights are adopted (`generation.on_update`).
@@ -91,33 +63,13 @@ class Workload:
     reward_cores: bool = True
     judges: int | None = 1
     shared_judges: bool = False
-    on_update: OnUpdate = "keep"
+    on_update: Literal["keep", "interrupt", "finish"] = "keep"
     turns: int = 1
     environment_s: Sequence[float] = (0.0,)
     observation_tokens: int = 0
     pools: tuple[Pool, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_batch", "group_size", "publish_every", "window", "updates_per_step", "slots", "turns"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("actors", "prompt_tokens", "max_staleness", "queued_groups", "observation_tokens"):
-            _at_least(name, getattr(self, name), 0)
-        if self.on_update not in get_args(OnUpdate):
-            raise ConfigError(
-                f"on_update = {self.on_update!r} of the workload: {did_you_mean(self.on_update, get_args(OnUpdate))}"
-            )
-        if self.judges is not None:
-            _at_least("judges", self.judges, 1)
-        for name, lowest in (("lengths", 1), ("reward_s", 0), ("environment_s", 0)):
-            values = getattr(self, name)
-            if not len(values):
-                raise ConfigError(f"{name} of the workload is empty: at least one value to draw from")
-            for value in values:
-                if not lowest <= value < math.inf:
-                    raise ConfigError(f"{name} of the workload holds {value}: each at least {lowest}")
-        named = [role for pool in self.pools for role in pool.roles]
-        if twice := next((role for role in named if named.count(role) > 1), None):
-            raise ConfigError(f"role {twice!r} is in two pools of the workload: in one at most")
         self.bound.check()
 
     @property
@@ -141,26 +93,35 @@ class Workload:
         """Groups that one actor may hold in its engine, as `Config.actor_capacity`."""
         return -(-self.slots // self.group_size) + self.queued_groups
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the actors that the run begins with."""
-        return tuple(f"actor-{number}" for number in range(self.actors))
 
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds of each stage, were its role alone on its cores or devices; the module docstring has what constants are times of.
 
-def check_events(workload: Workload, events: Sequence[Event]) -> list[Event]:
-    """In the order of their times. Raises ConfigError for one that cannot happen then."""
-    alive = set(workload.names)
-    for event in (ordered := sorted(events, key=lambda event: event.at_s)):
-        if not 0 <= event.at_s < math.inf:
-            raise ConfigError(f"{event}: at_s is 0 or more seconds")
-        if isinstance(event, ActorLost) and event.name not in alive:
-            raise ConfigError(f"{event}: no such actor is in the run then; {did_you_mean(event.name, alive)}")
-        if isinstance(event, ActorJoined) and event.name in alive:
-            raise ConfigError(f"{event}: an actor of this name is in the run then; choose another")
-        (alive.remove if isinstance(event, ActorLost) else alive.add)(event.name)
-    return ordered
+    completion_s: of an actor's thread, for each completion that ends (its text, its scores, its record). copy_s: for which the
+    learner stands still to begin a publication. travel_s: from then until the hub has the weights whole; training goes on
+    meanwhile. adopt_s: for which an actor's decoding stands still.
+    """
 
+    decode: Terms = (0.0, 0.0, 0.0)
+    prefill: Terms = (0.0, 0.0, 0.0)
+    training: Terms = (0.0, 0.0, 0.0)
+    completion_s: float = 0.0
+    copy_s: float = 0.0
+    travel_s: float = 0.0
+    adopt_s: float = 0.0
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name} = {value} of the workload: at least {least}")
+    def decode_s(self, rows: int, context: float) -> float:
+        """A decode step of `rows` rows with a mean of `context` tokens; linear in the context."""
+        step, row, token = self.decode
+        return step + rows * (row + token * context)
+
+    def prefill_s(self, prompts: int, tokens: int) -> float:
+        """Of prompts of `tokens` each."""
+        call, prompt, token = self.prefill
+        return call + prompts * (prompt + token * tokens)
+
+    def training_s(self, prompts: int, prompt_tokens: int, completion_tokens: int, updates: int) -> float:
+        """A step over `prompts` prompts of `prompt_tokens` each, and so many tokens of all their completions."""
+        step, update, token = self.training
+        return step + updates * update + token * (prompts * prompt_tokens + completion_tokens)
