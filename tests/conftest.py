@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -13,8 +14,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,6 +110,25 @@ def toml(value: Any) -> str:
     return repr(value) if isinstance(value, float) else json.dumps(value)  # JSON has other words for nan and inf
 
 
+# Reads numbers of processes, those that have ended below 0; at the end of its input it kills the others.
+_REAPER = """
+import os, sys
+left = set()
+for number in map(int, sys.stdin):
+    (left.add if number > 0 else left.discard)(abs(number))
+for number in left:
+    os.kill(number, 9)
+"""
+
+
+@cache
+def _reaper() -> subprocess.Popen[str]:
+    """When this process is killed, what it has started ends too."""
+    made = subprocess.Popen([sys.executable, "-c", _REAPER], stdin=subprocess.PIPE, text=True, start_new_session=True)
+    atexit.register(made.communicate)
+    return made
+
+
 class Started:
     """A program in a session of its own, whose output is read from a pipe; its roles are forked from what this process has
     imported for them once."""
@@ -120,6 +140,7 @@ class Started:
             self._child = begin(command, dict(os.environ), given, str(cwd))
         self.stdout = os.fdopen(reads, encoding="utf-8")
         self.pid, self.poll, self.kill = self._child.pid, self._child.poll, self._child.kill
+        self._tell(self.pid)
 
     @property
     def returncode(self) -> int | None:
@@ -141,7 +162,12 @@ class Started:
             raise subprocess.TimeoutExpired(str(self.pid), timeout)
         self.stdout.close()
         self._child.wait(timeout)
+        self._tell(-self.pid)
         return "".join(printed), None
+
+    @staticmethod
+    def _tell(number: int) -> None:
+        print(number, file=_reaper().stdin, flush=True)
 
 
 class Command:
@@ -175,12 +201,8 @@ class Command:
             pytest.fail(f"it ended with code {self.process.returncode}; there is no {role} process to look for")
         found = []
         for child in psutil.Process(self.process.pid).children():
-            try:
-                line = child.cmdline()
-            except psutil.NoSuchProcess:
-                continue
-            if role_of(line) == role:
-                found.append(child)
+            with suppress(psutil.NoSuchProcess):
+                found += [child] if role_of(child.cmdline()) == role else []
         return found
 
 

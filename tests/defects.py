@@ -214,7 +214,7 @@ DEFECTS = (
     Defect("markup-in-a-notebook", "what models and users' code say is shown as text", "async_rlhf/run/display/notebook.py",
            "<pre>{html.escape(text)}</pre>",
            "<pre>{text}</pre>",
-           ("async_rlhf/test_display.py",)),
+           ("async_rlhf/test_status.py",)),
 )
 # fmt: on
 

@@ -1,4 +1,4 @@
-"""Paths and commands that the documents name exist."""
+"""Paths and commands that the documents name exist; `--help` lists every command once, under its purpose, in a whole line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import transformers
 from pydantic import TypeAdapter
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from async_rlhf.buffers.config import Section
+from async_rlhf.cli.app import PANELS
 from async_rlhf.cli.commands import app
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.run.config import Config
@@ -69,3 +71,19 @@ def test_every_setting_of_trl_in_the_guide_for_newcomers_is_one_of_the_trl_that_
 def test_every_setting_of_an_objective_is_in_the_learner_s_document(section: type[Section]) -> None:
     text = (REPOSITORY / "docs" / "learner.md").read_text()
     assert {name for name in section.model_fields if not re.search(rf"`(?:\w+\.)*{name}\b", text)} == set()
+
+
+NEWCOMER = ["init", "check", "train", "status", "watch", "plot", "evaluate", "stop"]
+
+
+def test_every_command_stands_in_one_panel_and_a_newcomers_in_the_first() -> None:
+    names = [name for panel in PANELS.values() for name in panel]
+    assert sorted(names) == sorted(get_command(app).commands)  # type: ignore[attr-defined]
+    assert len(names) <= 20 and list(PANELS["Start here"]) == NEWCOMER
+
+
+def test_help_says_of_each_command_in_a_whole_line_what_it_does() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+    lines = dict(re.findall(r"^  ([a-z-]+) {2,}(\S.*)$", shown, re.M))
+    assert set(get_command(app).commands) <= set(lines)  # type: ignore[attr-defined]
+    assert all(len(line) < 70 and not line.endswith("...") for line in lines.values())

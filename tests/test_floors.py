@@ -55,8 +55,8 @@ ROOMS = {
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/processes/tracking.py",),
     "wandb": ("async_rlhf/run/processes/tracking.py",),
-    "starlette": ("async_rlhf/watch/server.py", "async_rlhf/watch/intake.py"),
-    "uvicorn": ("async_rlhf/watch/server.py", "async_rlhf/watch/connections.py"),
+    "starlette": ("async_rlhf/watch/http.py", "async_rlhf/watch/server.py", "async_rlhf/watch/intake.py"),
+    "uvicorn": ("async_rlhf/watch/http.py",),
     "prometheus_client": ("async_rlhf/watch/prometheus.py",),
     "tokenizers": ("actors/data/tokens.py", "async_rlhf/watch/completions.py", "experiments/warm_start/"),
     "subprocess": (

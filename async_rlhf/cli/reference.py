@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 import typer
 from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
@@ -52,12 +51,7 @@ _PAGES = {
     "tracking": "[watching.md](watching.md)",
     "hooks": "[operating.md](operating.md)",
 }
-_SIGNS: dict[type, tuple[str, str]] = {
-    annotated_types.Ge: ("ge", "≥"),
-    annotated_types.Gt: ("gt", ">"),
-    annotated_types.Le: ("le", "≤"),
-    annotated_types.Lt: ("lt", "<"),
-}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "≥", "max_length": "≤"}
 
 
 def reference() -> str:
@@ -118,14 +112,10 @@ def _default(field: FieldInfo) -> str:
 def _limits(field: FieldInfo) -> str:
     found = []
     for each in field.metadata:
-        if type(each) in _SIGNS:
-            attribute, sign = _SIGNS[type(each)]
-            found.append(f" {sign}{_number(getattr(each, attribute))}")
-        elif isinstance(each, annotated_types.MinLen):
-            found.append(f" ≥{each.min_length} characters")
-        elif isinstance(each, annotated_types.MaxLen):
-            found.append(f" ≤{each.max_length} characters")
-        elif pattern := getattr(each, "pattern", None):
+        for name, sign in _SIGNS.items():
+            if (limit := getattr(each, name, None)) is not None:
+                found.append(f" {sign}{_number(limit)}" + " characters" * name.endswith("length"))
+        if pattern := getattr(each, "pattern", None):
             found.append(f" `{pattern}`")
     return ",".join(found)
 

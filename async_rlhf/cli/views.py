@@ -113,13 +113,14 @@ def rollouts_trace(
     out: Annotated[Path | None, typer.Option(help="File to write; trace.json in the run directory by default.")] = None,
 ) -> None:
     """Write a time line for ui.perfetto.dev: generation, scoring, queueing, training, weights."""
-    from async_rlhf.inspect.trace import export, overlap
+    from async_rlhf.inspect.trace import export
     from async_rlhf.run.run_dir import RunDir
 
     run = RunDir.existing(run_dir)
     out = out or run.path / "trace.json"
-    typer.echo(f"{export(run, out)} events in {out}; open it in ui.perfetto.dev")
-    for name, found in overlap(run).items():
+    count, waits = export(run, out)
+    typer.echo(f"{count} events in {out}; open it in ui.perfetto.dev")
+    for name, found in waits.items():
         typer.echo(f"{name}: {found.seconds:.1f} s of calls, {found.share:.1%} hidden behind decoding and training")
 
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from async_rlhf.launch.connection import RemoteProcess
 from async_rlhf.learner.loop.budget import Spent
@@ -37,8 +37,7 @@ _LONG_FREEZE_S = (60.0, 120.0)
 _PATIENCE_S = 120.0
 
 
-@dataclass
-class Blow:
+class Blow(NamedTuple):
     """What was done to whom, at which step."""
 
     step: int
@@ -108,19 +107,17 @@ class Monkey:
 
     def _strike(self) -> None:
         processes, long = self.processes(), len(self.blows) in self._long
-        away = {name: process.kill for name, process in processes.items() if isinstance(process, RemoteProcess)}
-        here = {name: process for name, process in processes.items() if name not in away}
+        away = {name: each.kill for name, each in processes.items() if isinstance(each, RemoteProcess)}
         away |= {f"agent of {name}": end for name, end in self.agents().items()}
-        names = sorted(here if long else {**here, **away})
-        if not names:
+        here = {name: each for name, each in processes.items() if name not in away}
+        if not (names := sorted(here if long else {**here, **away})):
             return
         name = self._random.choice(names)
         if name in away:
             away[name]()
             self.blows.append(Blow(self.steps(), name, "kill"))
             return
-        struck = here[name]
-        freeze = long or self._random.random() < self.freezes
+        struck, freeze = here[name], long or self._random.random() < self.freezes
         with suppress(ProcessLookupError):
             os.kill(struck.pid, signal.SIGSTOP if freeze else signal.SIGKILL)
             self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))

@@ -24,6 +24,7 @@ from async_rlhf.actors.environments.pool import EpisodePool, Lost, Observation
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.score import Score
+from async_rlhf.inspect.trials import in_words, quantiles
 from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.scoring import environment_spec
@@ -226,7 +227,7 @@ def summary(trials: Sequence[Trial]) -> list[str]:
     if not trials:
         return ["no episode was played"]
     values = [trial.score.value for trial in trials if trial.score is not None and trial.score.value is not None]
-    steps = sorted(second for trial in trials for second in trial.seconds)
+    steps = [second for trial in trials for second in trial.seconds]
     found = [
         f"{len(trials)} episodes: "
         + ", ".join(f"{count} {end}" for end, count in Counter(trial.end for trial in trials).most_common()),
@@ -235,7 +236,6 @@ def summary(trials: Sequence[Trial]) -> list[str]:
     if values:
         found.append(f"score: mean {statistics.fmean(values):.3f}, lowest {min(values):g}, highest {max(values):g}")
     if steps:
-        p95 = steps[min(len(steps) - 1, int(0.95 * len(steps)))]
-        found.append(f"seconds a step: median {statistics.median(steps):.4f}, p95 {p95:.4f}, longest {steps[-1]:.4f}")
+        found.append(f"seconds a step: {in_words(quantiles(steps))}")
     failures = Counter(t.score.failure for t in trials if t.score is not None and t.score.failure is not None)
     return found + [f"failed {count} times: {reason}" for reason, count in failures.most_common()]

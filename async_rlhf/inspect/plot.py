@@ -8,8 +8,8 @@ run has numbers for is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Panel:
     """
 
     title: str
-    metrics: dict[str, str]
+    metrics: dict[str, str] = field(default_factory=dict)
     noisy: bool = False
     floor: float | None = None
     ceiling: float | None = None
@@ -68,6 +68,10 @@ class Curves:
     evaluations: Sequence[dict[str, Any]]
     changes: Sequence[int] = ()
     """The steps from which on something was changed."""
+
+
+_Lines = Mapping[str, Sequence[tuple[int, float]]]
+"""By label: the points of a line."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,11 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
 
     palette = COLOURS if len(runs) <= len(COLOURS) else [colormaps["tab20"](i) for i in range(20)]
     pens = [_Pen(palette[i % len(palette)], width) for i, width in enumerate(_widths(len(runs)))]
-    panels = [panel for panel in PANELS if any(any(True for _ in points(run.steps, m)) for run in runs for m in _of(panel))]
+    panels = [
+        panel
+        for panel in PANELS
+        if any(any(True for _ in points(run.steps, m)) for run in runs for m in panel.metrics.values())
+    ]
     judged = [_judged(run) for run in runs]
     titles = list(dict.fromkeys(title for each in judged for title in each))
     num_panels = len(panels) + len(titles)
@@ -123,9 +131,10 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
         lowest.tick_params(labelbottom=True)
         lowest.set_xlabel("learner step", fontsize="small")
     for name in titles:
-        _draw_evaluations(axes.pop(0), name, [each.get(name, {}) for each in judged], pens)
+        _draw(axes.pop(0), Panel(name), [each.get(name, {}) for each in judged], pens, dots=True)
     for panel, place in zip(panels, axes, strict=False):
-        _draw_panel(place, panel, runs, pens)
+        found = [{label: list(points(run.steps, name)) for label, name in panel.metrics.items()} for run in runs]
+        _draw(place, panel, found, pens, smooth=max(len(run.steps) for run in runs) >= _SMOOTH_FROM)
     last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
     for place in figure.axes:
         for run, pen in zip(runs, pens, strict=True):
@@ -157,34 +166,47 @@ def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, 
             yield step, float(value)
 
 
-def _of(panel: Panel) -> Iterable[str]:
-    return panel.metrics.values()
+def _draw(
+    axes: Any, panel: Panel, found: Sequence[_Lines], pens: Sequence[_Pen], *, smooth: bool = False, dots: bool = False
+) -> None:
+    """Scale, title, whole steps, a line style for each label, and a legend of them where there is more than one.
+
+    found: of each run. dots: single points, joined.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    drawn = dict(zip(dict.fromkeys(name for lines in found for name in lines if lines[name]), cycle(_STYLES), strict=False))
+    for lines, pen in zip(found, pens, strict=True):
+        for label, line in lines.items():
+            if line:
+                _draw_line(axes, line, pen, drawn[label], smooth=smooth and label not in _EXTREMES, dots=dots)
+    alone = len(drawn) == 1 and len(panel.metrics) != 1  # then no legend names it
+    axes.set_title(f"{panel.title}, {next(iter(drawn))}" if alone else panel.title, fontsize="medium")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low if panel.floor is None else panel.floor, high if panel.ceiling is None else max(high, panel.ceiling))
+    if len(drawn) > 1:
+        handles = [_line(_Pen("0.3", _WIDTH), style, label) for label, style in drawn.items()]
+        axes.legend(handles=handles, loc="best", fontsize="x-small", frameon=True, framealpha=0.7, edgecolor="none")
 
 
-def _draw_panel(axes: Any, panel: Panel, runs: Sequence[Curves], pens: Sequence[_Pen]) -> None:
-    drawn: dict[str, Any] = {}
-    smooth = max(len(run.steps) for run in runs) >= _SMOOTH_FROM
-    for run, pen in zip(runs, pens, strict=True):
-        for (label, name), style in zip(panel.metrics.items(), _STYLES, strict=False):
-            if found := list(points(run.steps, name)):
-                drawn[label] = style
-                _draw_line(axes, found, pen, style, smooth=smooth and label not in _EXTREMES)
-    alone = len(drawn) == 1 and len(panel.metrics) > 1  # then no legend names it
-    _finish(axes, f"{panel.title}, {next(iter(drawn))}" if alone else panel.title, drawn, panel.floor, panel.ceiling)
-
-
-def _draw_line(axes: Any, found: list[tuple[int, float]], pen: _Pen, style: Any, *, smooth: bool) -> None:
-    steps, values = [step for step, _ in found], [value for _, value in found]
-    every = -(-len(found) // _MOST_POINTS)
+def _draw_line(axes: Any, line: Sequence[tuple[int, float]], pen: _Pen, style: Any, *, smooth: bool, dots: bool) -> None:
+    steps, values = [step for step, _ in line], [value for _, value in line]
+    every = 1 if dots else -(-len(line) // _MOST_POINTS)
     if smooth:
         axes.plot(steps[::every], values[::every], color=pen.colour, linewidth=0.7, alpha=0.3)
         values = _smoothed(values)
-    marker = "o" if len(found) == 1 else None
-    width = pen.width if style == "-" else pen.width / 2
-    axes.plot(steps[::every], values[::every], style, color=pen.colour, linewidth=width, marker=marker, markersize=4 + width)
+    marker = "o" if dots or len(line) == 1 else None
+    width = pen.width if dots or style == "-" else pen.width / 2
+    look = {"color": pen.colour, "linewidth": width, "marker": marker, "markersize": 2 + width}
+    axes.plot(steps[::every], values[::every], linestyle=style, **look)
 
 
-def _judged(run: Curves) -> dict[str, dict[str, dict[int, float]]]:
+def _judged(run: Curves) -> dict[str, _Lines]:
     """By panel and label, what evaluations found at their steps; of sampled completions pass@k of the largest k."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for record in filter(is_step, run.evaluations):
@@ -193,34 +215,7 @@ def _judged(run: Curves) -> dict[str, dict[str, dict[int, float]]]:
         for name, value in (figures(record) | largest).items():
             panel = panels.setdefault("Held-out rewards, each" if "/" in name else "Held-out prompts", {})
             panel.setdefault(name.partition("/")[2] or name, {})[record["step"]] = value
-    return panels
-
-
-def _draw_evaluations(axes: Any, title: str, found: Sequence[dict[str, dict[int, float]]], pens: Sequence[_Pen]) -> None:
-    """Points with lines. found: of each run."""
-    drawn = dict(zip(dict.fromkeys(label for curves in found for label in curves), cycle(_STYLES), strict=False))
-    for curves, pen in zip(found, pens, strict=True):
-        look = {"color": pen.colour, "marker": "o", "markersize": 2 + pen.width, "linewidth": pen.width}
-        for label, curve in curves.items():
-            axes.plot(sorted(curve), [curve[step] for step in sorted(curve)], linestyle=drawn[label], **look)
-    _finish(axes, f"{title}, {next(iter(drawn))}" if len(drawn) == 1 else title, drawn, None, None)
-
-
-def _finish(axes: Any, title: str, drawn: dict[str, Any], floor: float | None, ceiling: float | None) -> None:
-    """Scale, title, whole steps, and a legend of the line styles where there is more than one."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_title(title, fontsize="medium")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(labelsize="small")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9")
-    axes.set_axisbelow(True)
-    low, high = axes.get_ylim()
-    axes.set_ylim(low if floor is None else floor, high if ceiling is None else max(high, ceiling))
-    if len(drawn) > 1:
-        handles = [_line(_Pen("0.3", _WIDTH), style, label) for label, style in drawn.items()]
-        axes.legend(handles=handles, loc="best", fontsize="x-small", frameon=True, framealpha=0.7, edgecolor="none")
+    return {title: {label: sorted(line.items()) for label, line in lines.items()} for title, lines in panels.items()}
 
 
 def _line(pen: _Pen, style: Any, label: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -20,8 +20,8 @@ from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, read_lines
 
-# The step, 0 for the journal and 1 for a sample, the group.
-_Found = tuple[int, int, Group | dict[str, Any]]
+# The step (from 1), whether it is a sample, the group's number, its record.
+_Found = tuple[int, bool, int, Callable[[], dict[str, Any]]]
 
 
 def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
@@ -32,28 +32,18 @@ def records(run: RunDir, *, step: int | None = None, group: int | None = None) -
     that is not as it was written.
     """
     reasons = {line.get("group"): line.get("reasons") for line in read_lines(run.path / "quarantine.jsonl").records}
-    is_none = True
-    for at, found in _recorded(run):
-        number = found.number if isinstance(found, Group) else found["group"]
-        if step in (None, at) and group in (None, number):
+    last, is_none = 0, True
+    for at, is_sample, number, made in heapq.merge(_archived(run), _samples(run), key=lambda each: each[:2]):
+        last = last if is_sample else at
+        if step in (None, at) and group in (None, number) and not (is_sample and at == last):
             is_none = False
-            record = {**_record(at, found), "sampled": False} if isinstance(found, Group) else _of_sample(found)
-            yield {**record, "quarantined": reasons.get(number)}
+            yield {**made(), "sampled": is_sample, "quarantined": reasons.get(number)}
     if is_none:
         which = "".join(f" {name} {value}" for name, value in (("step", step), ("group", group)) if value is not None)
         raise ConfigError(
             f"run {str(run.path)!r} has recorded no group{' of' * bool(which)}{which}: its journal holds those after the "
             "oldest checkpoint (all, with queue.keep_rollouts = true), rollouts.jsonl sampled_groups of every step"
         )
-
-
-def _recorded(run: RunDir) -> Iterator[tuple[int, Group | dict[str, Any]]]:
-    """By step (from 1), what the journal holds, and the samples of the steps that are not in it."""
-    last = 0
-    for step, is_sample, found in heapq.merge(_archived(run), _samples(run), key=lambda each: each[:2]):
-        last = last if is_sample else step
-        if not is_sample or step != last:
-            yield step, found
 
 
 def _archived(run: RunDir) -> Iterator[_Found]:
@@ -64,7 +54,7 @@ def _archived(run: RunDir) -> Iterator[_Found]:
             raise DamagedError(f"{path} is no regular file")
     for batch in read_batches(run.path / "queue") if parts else ():
         for group in batch.groups:
-            yield batch.step + 1, 0, group
+            yield batch.step + 1, False, group.number, partial(_record, batch.step + 1, group)
 
 
 def _samples(run: RunDir) -> Iterator[_Found]:
@@ -72,7 +62,7 @@ def _samples(run: RunDir) -> Iterator[_Found]:
     for line in chain.from_iterable(Tail(part).rest() for part in (earlier(run.samples), run.samples)):
         if type(line.get("step")) is not int or type(line.get("group")) is not int:
             raise DamagedError(f"{run.samples} is damaged: a line is no sample of a group")
-        yield line["step"], 1, line
+        yield line["step"], True, line["group"], partial(_of_sample, line)
 
 
 def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:
@@ -177,6 +167,6 @@ def _of_sample(line: dict[str, Any]) -> dict[str, Any]:
             }
             for rollout in line["rollouts"]
         ]
-        return {**{name: line[name] for name in ("attempt", "actor", "prompt")}, **line, "rollouts": rollouts, "sampled": True}
+        return {**{name: line[name] for name in ("attempt", "actor", "prompt")}, **line, "rollouts": rollouts}
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"a line of rollouts.jsonl is no sample of a group: {error!r}") from error

@@ -6,11 +6,10 @@ living run of this user has made are connected to.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from rich.text import Text
 
 from async_rlhf.actors.workers.client import describe
 from async_rlhf.buffers.clients.control import control
-from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, DeadlineError
-from async_rlhf.buffers.transport.link import Connect, connector
-from async_rlhf.launch.affinity import as_ranges
+from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
+from async_rlhf.buffers.transport.link import connector
+from async_rlhf.launch.placement import as_ranges
 from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
@@ -39,6 +38,10 @@ _STEP_BYTES = 64 << 10
 """Holds the last step; a page asks every second."""
 _MOST_CHANGES = 10
 _LAST_STATES = ("finished", "drained")  # of a hub: what it wrote last
+_ACTOR = "version {version:.0f}, {groups:.0f} groups, last message {silent_s:.1f} s ago"
+_CURRICULUM = (
+    "{places:,.0f} prompts, {new:,.0f} not used yet, {hard:,.0f} hard, {retired:,.0f} retired; mean pass rate {pass_rate:.2f}"
+)
 _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
 
 
@@ -48,35 +51,14 @@ class _Shape(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Actor(_Shape):
-    version: int
-    groups: int
-    silent_s: float
-
-
-class _Spool(_Shape):
-    rows: int = 0
-    rejected: int = 0
-    ended: bool = False
-    problem: str = ""
-
-
-class _Curriculum(_Shape):
-    places: int = 0
-    new: int = 0
-    retired: int = 0
-    hard: int = 0
-    pass_rate: float = 0.0
-
-
 class _Hub(_Shape):
     state: str = ""
     waiting_for: str = ""
     ledger: dict[str, int | bool] = {}
-    actors: dict[str, _Actor] = {}
+    actors: dict[str, dict[str, float]] = {}
     refused: dict[str, int] = {}
-    spool: _Spool | None = None
-    curriculum: _Curriculum | None = None
+    spool: dict[str, int | bool | str] | None = None
+    curriculum: dict[str, float] | None = None
 
 
 class _Step(_Shape):
@@ -109,8 +91,8 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
     alive, scorer = run.is_alive(), {}
     if (sockets := tried(run.sockets, None)) is not None:
         try:
-            connect = connector(config.security.directory)
-            hub = _checked(_within(lambda: _ask(hub_address(sockets), connect)), "the hub's answer")
+            with control(hub_address(sockets), _PATIENCE_S, connector(config.security.directory)) as client:
+                hub = _checked(client.status(), "the hub's answer")
         except AsyncRLHFError as error:
             is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # what is left is evaluated
             hub["state"] = "ending" if is_over else f"the hub does not answer: {error}"
@@ -158,8 +140,7 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
     for name, actor in hub.get("actors", {}).items() if alive else ():
-        silent = f"last message {actor['silent_s']:.1f} s ago"
-        lines.append(f"{name}: version {actor['version']}, {actor['groups']} groups, {silent}")
+        lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}")
     cpus, restarts = found["cpus"] if alive else {}, dict(sorted(found["restarts"].items()))
     refused = dict(sorted(hub.get("refused", {}).items(), key=lambda item: -item[1]))
     lines += _listed("scorer", found["scorer"], "{0} {1}")
@@ -168,9 +149,9 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     if alive and hub.get("waiting_for"):
         lines.append(f"waiting: {hub['waiting_for']}")
     if spool := hub.get("spool"):
-        lines.append(_spool(spool, run))
+        lines.append(f"spool: {_sentence(spool, partial(_spool, run))}")
     if curriculum := hub.get("curriculum"):
-        lines.append(_curriculum(curriculum))
+        lines.append(f"curriculum: {_sentence(curriculum, _CURRICULUM.format_map)}")
     lines += _listed("refused messages", refused, "{1} {0}")
     if ledger.get("quarantined"):
         lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
@@ -220,19 +201,12 @@ def _cpus(run: RunDir) -> dict[str, str]:
     return {name: as_ranges(slot.cpus) for name, slot in slots.items() if slot.cpus is not None}
 
 
-def _spool(found: dict[str, Any], run: RunDir) -> str:
+def _spool(run: RunDir, found: dict[str, Any]) -> str:
     """What has come into the spool, what was set aside, and what stands in the way."""
-    rejected, problem = found.get("rejected", 0), found.get("problem", "")
+    rejected, problem = found["rejected"], found["problem"]
     aside = f", {rejected:,} lines were set aside ({run.path / 'data' / 'spool' / 'rejected'})" if rejected else ""
-    ended = ", no more will" if found.get("ended") else ""
-    return f"spool: {found.get('rows', 0):,} rows have come{aside}{ended}{problem and '; '}{problem}"
-
-
-def _curriculum(found: dict[str, Any]) -> str:
-    """How far the prompts have been used, and how they are solved."""
-    counts = {"prompts": "places", "not used yet": "new", "hard": "hard", "retired": "retired"}
-    shown = ", ".join(f"{found.get(name, 0):,} {word}" for word, name in counts.items())
-    return f"curriculum: {shown}; mean pass rate {found.get('pass_rate', 0.0):.2f}"
+    ended = ", no more will" if found["ended"] else ""
+    return f"{found['rows']:,} rows have come{aside}{ended}{problem and '; '}{problem}"
 
 
 def watch(run: RunDir, console: Console | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
@@ -260,11 +234,6 @@ def _evaluations(records: Sequence[dict[str, Any]]) -> list[str]:
     others = [f"{len(records) - len(chosen)} more evaluations"] if len(chosen) < len(records) else []
     words = [_sentence(r, held_out) + ("  (best)" if len(chosen) > 2 and r.get("step") == best else "") for r in chosen]
     return words + others
-
-
-def _ask(address: str, connect: Connect) -> dict[str, Any]:
-    with control(address, timeout_s=_PATIENCE_S, connect=connect) as hub:
-        return hub.status()
 
 
 def _sentence(record: dict[str, Any], words: Callable[[dict[str, Any]], str]) -> str:
@@ -309,23 +278,6 @@ def _is_newer(path: Path, other: Path) -> bool:
     with suppress(OSError):
         return path.stat().st_mtime_ns > other.stat().st_mtime_ns
     return False
-
-
-def _within(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer; DeadlineError after twice the patience, whatever the other side sends meanwhile."""
-    answer: Future[dict[str, Any]] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="status", daemon=True).start()
-    try:
-        return answer.result(2 * _PATIENCE_S)
-    except TimeoutError:
-        raise DeadlineError(f"no status within {2 * _PATIENCE_S:.0f} s") from None
 
 
 def _scorer(address: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A run as a picture: one JSON file in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
 
     what                          read from
-    generation, each reward       the timings of every rollout: the journal, or the samples in rollouts.jsonl
+    generation, each reward       the timings of every recorded rollout (`rollouts.records`)
     queueing                      from a group's last score to the start of the step that trained on it
     waiting, training             metrics.jsonl
     idle engine, adopted weights  spans/<actor>.jsonl
@@ -15,137 +15,65 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from async_rlhf.buffers.errors import ConfigError, JournalError
-from async_rlhf.buffers.lines import read_lines
-from async_rlhf.buffers.queue.recovery import read_batches
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, read_spans, unpack
+from async_rlhf.inspect.rollouts import records
 from async_rlhf.run.run_dir import RunDir
 
-
-@dataclass(frozen=True)
-class TracedRollout:
-    """Where a rollout was and when. step: learner step (from 1) that trained on it."""
-
-    group: int
-    member: int
-    actor: str
-    step: int
-    stages: Mapping[str, StageTime]
-    version: int
-    num_tokens: int
+Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Seconds of a stage over all rollouts, those of them without any decoding or training, and the share of the rest."""
+class Overlap(NamedTuple):
+    """Seconds of a stage over all rollouts, and those of them without any decoding or training."""
 
     seconds: float
     exposed_s: float
-    share: float
+
+    @property
+    def share(self) -> float:
+        """Of what was hidden."""
+        return 1.0 - self.exposed_s / self.seconds if self.seconds > 0 else 1.0
 
 
-def export(run: RunDir, out: Path) -> int:
-    """Write the trace of a run; returns the number of events. Raises ConfigError when the run left nothing to draw."""
-    rollouts = list(read_rollouts(run))
-    if not rollouts:
-        raise ConfigError(f"{str(run.path)!r} holds no rollouts with timings: no step was done, or sampled_groups was 0")
-    events = list(_numbered([*_learner(run), *_actors(run), *_rollouts(rollouts, run)]))
-    out.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return len(events)
+def export(run: RunDir, out: Path) -> tuple[int, dict[str, Overlap]]:
+    """Write the trace of a run; returns the number of events and, by reward, how many of its seconds the run stood still.
 
-
-def overlap(run: RunDir) -> dict[str, Overlap]:
-    """By reward: how many of its seconds the run stood still meanwhile.
-
-    A wait for a score that any engine's decoding or the learner's training fills is hidden; the rest is exposed.
+    A wait for a score that any engine's decoding or the learner's training fills is hidden; the rest is exposed. Raises
+    ConfigError when the run left nothing to draw, DamagedError as `records`.
     """
-    working = _at_work(run)
-    found: dict[str, list[float]] = {}
-    for rollout in read_rollouts(run):
-        for name, time in rollout.stages.items():
-            if name != GENERATION:
-                sums = found.setdefault(name, [0.0, 0.0])
-                sums[0] += time.seconds
-                sums[1] += max(0.0, time.seconds - working.covers(time.began, time.ended))
-    return {name: Overlap(s, e, 1.0 - e / s if s > 0 else 1.0) for name, (s, e) in found.items()}
-
-
-def read_rollouts(run: RunDir) -> Iterator[TracedRollout]:
-    """Every rollout whose timings are known: all that the journal holds, and the samples of the other steps."""
-    in_journal: set[int] = set()
-    try:
-        for batch in read_batches(run.path / "queue"):
-            in_journal.add(batch.step + 1)
-            for group in batch.groups:
-                for member, rollout in enumerate(group.rollouts):
-                    version = next(rollout.sampled_spans())[0]
-                    timed = unpack(rollout.timings)
-                    yield TracedRollout(group.number, member, group.actor, batch.step + 1, timed, version, rollout.num_tokens)
-    except JournalError:
-        pass  # a run without a journal any more still has its samples
-    for sample in read_lines(run.path / "rollouts.jsonl"):
-        if sample["step"] not in in_journal:
-            for member, record in enumerate(sample["rollouts"]):
-                stages = unpack(record["timings"])
-                yield TracedRollout(
-                    sample["group"],
-                    member,
-                    sample["actor"],
-                    sample["step"],
-                    stages,
-                    record["spans"][0][0],
-                    sum(count for version, count in record["spans"] if version is not None),
-                )
-
-
-def _learner(run: RunDir) -> Iterator[dict[str, Any]]:
-    for began, trained, ended, step in _steps(run):
-        yield _event("learner", "steps", f"wait for step {step}", began, trained)
-        yield _event("learner", "steps", f"train step {step}", trained, ended)
-
-
-def _actors(run: RunDir) -> Iterator[dict[str, Any]]:
-    for actor, spans in _spans(run):
-        for name, began, ended in spans:
-            yield _event(actor, "weights" if name.startswith("adopt") else "engine", name, began, ended)
-
-
-def _spans(run: RunDir) -> Iterator[tuple[str, list[tuple[str, float, float]]]]:
-    """Of each actor: what it did, when it began and ended."""
-    for path in sorted((run.path / "spans").glob("*.jsonl")):
-        yield path.stem, [(span["name"], span["began"], span["ended"]) for span in read_spans(path)]
-
-
-def _rollouts(rollouts: list[TracedRollout], run: RunDir) -> Iterator[dict[str, Any]]:
-    trains = {step: trained for _, trained, _, step in _steps(run)}
-    for rollout in rollouts:
-        if not rollout.stages:
-            continue
-        name = f"group {rollout.group}.{rollout.member}"
-        began = min(time.began for time in rollout.stages.values())
-        scored = max(time.ended for time in rollout.stages.values())
-        taken = max(scored, trains.get(rollout.step, scored))
-        about = {"version": rollout.version, "tokens": rollout.num_tokens, "step": rollout.step}
-        yield from _nested(rollout.actor, name, name, began, taken, about)
-        for stage, time in rollout.stages.items():
-            yield from _nested(rollout.actor, name, stage, time.began, time.ended, {})
-        yield from _nested(rollout.actor, name, "queue", scored, taken, {})
-
-
-def _steps(run: RunDir) -> Iterator[tuple[float, float, float, int]]:
-    """Of each step: when the learner began to wait for it, when it began to train, when it was recorded, its number.
-
-    A duration and a date are of two clocks: a step begins when the one before it has ended, whatever they make of it.
-    """
-    return step_times(run.read_metrics())
+    steps = list(step_times(run.read_metrics()))
+    spans = {
+        path.stem: [(span["name"], span["began"], span["ended"]) for span in read_spans(path)]
+        for path in sorted((run.path / "spans").glob("*.jsonl"))
+    }
+    working, trains = _at_work(steps, spans), {step: trained for _, trained, _, step in steps}
+    events, waits = [*_learner(steps), *_actors(spans)], dict[str, Overlap]()
+    for record in records(run):
+        for member, rollout in enumerate(record["rollouts"]):
+            if not (stages := unpack(rollout["timings"])):
+                continue
+            events += _rollout(record, member, stages, trains)
+            for name, time in stages.items():
+                if name != GENERATION:
+                    seconds, exposed = waits.get(name, (0.0, 0.0))
+                    exposed += max(0.0, time.seconds - working.covers(time.began, time.ended))
+                    waits[name] = Overlap(seconds + time.seconds, exposed)
+    if not any(event["ph"] == "b" for event in events):
+        raise ConfigError(f"{str(run.path)!r} holds no rollouts with timings")
+    numbered = list(_numbered(events))
+    out.write_text(json.dumps({"traceEvents": numbered, "displayTimeUnit": "ms"}))
+    return len(numbered), waits
 
 
 def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float, float, int]]:
-    """As `_steps`, of records of consecutive steps."""
+    """Of each of consecutive steps: when the learner began to wait for it, when it began to train, when it was recorded, its
+    number.
+
+    A duration and a date are of two clocks: a step begins when the one before it has ended, whatever they make of it.
+    """
     before = 0.0
     for record in records:
         if "time" in record:
@@ -155,28 +83,50 @@ def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, fl
             before = ended
 
 
-def _at_work(run: RunDir) -> Activity:
+def _learner(steps: list[tuple[float, float, float, int]]) -> Iterator[Event]:
+    for began, trained, ended, step in steps:
+        yield _event("learner", "steps", f"wait for step {step}", began, trained)
+        yield _event("learner", "steps", f"train step {step}", trained, ended)
+
+
+def _actors(spans: Mapping[str, list[tuple[str, float, float]]]) -> Iterator[Event]:
+    for actor, found in spans.items():
+        for name, began, ended in found:
+            yield _event(actor, "weights" if name.startswith("adopt") else "engine", name, began, ended)
+
+
+def _rollout(
+    record: Mapping[str, Any], member: int, stages: Mapping[str, StageTime], trains: Mapping[int, float]
+) -> Iterator[Event]:
+    rollout, name = record["rollouts"][member], f"group {record['group']}.{member}"
+    began, scored = min(time.began for time in stages.values()), max(time.ended for time in stages.values())
+    taken = max(scored, trains.get(record["step"], scored))
+    sampled = [(version, count) for version, count in rollout["spans"] if version is not None]
+    about = {"version": sampled[0][0], "tokens": sum(count for _, count in sampled), "step": record["step"]}
+    common = {"pid": record["actor"], "tid": "rollouts", "cat": "rollout", "id": f"{record['actor']} {name}"}
+    for what, begin, end, args in (
+        (name, began, taken, about),
+        *((stage, time.began, time.ended, {}) for stage, time in stages.items()),
+        ("queue", scored, taken, {}),
+    ):
+        yield {**common, "name": what, "ph": "b", "ts": _us(begin), "args": args}
+        yield {**common, "name": what, "ph": "e", "ts": _us(end)}
+
+
+def _at_work(steps: list[tuple[float, float, float, int]], spans: Mapping[str, list[tuple[str, float, float]]]) -> Activity:
     """When any process of the run decoded or trained: from an actor's first rollout on, but for its idle stretches."""
-    stretches = [(trained, ended) for _, trained, ended, _ in _steps(run)]
-    for _, spans in _spans(run):
-        idle = [(began, ended) for name, began, ended in spans if name == "idle"]
-        starts = [ended for _, ended in idle]
-        ends = [began for began, _ in idle[1:]] + [max((ended for _, _, ended, _ in _steps(run)), default=0.0)]
-        stretches += [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+    stretches = [(trained, ended) for _, trained, ended, _ in steps]
+    last = max((ended for _, _, ended, _ in steps), default=0.0)
+    for found in spans.values():
+        idle = [(began, ended) for name, began, ended in found if name == "idle"]
+        ends = [began for began, _ in idle[1:]] + [last]
+        stretches += [(start, end) for (_, start), end in zip(idle, ends, strict=False) if start < end]
     return Activity(stretches)
 
 
-def _event(process: str, track: str, name: str, began: float, ended: float) -> dict[str, Any]:
+def _event(process: str, track: str, name: str, began: float, ended: float) -> Event:
     start = _us(began)
     return {"ph": "X", "pid": process, "tid": track, "name": name, "ts": start, "dur": max(0, _us(ended) - start)}
-
-
-def _nested(
-    process: str, key: str, name: str, began: float, ended: float, about: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
-    common = {"pid": process, "tid": "rollouts", "cat": "rollout", "id": f"{process} {key}", "name": name}
-    yield {**common, "ph": "b", "ts": _us(began), "args": dict(about)}
-    yield {**common, "ph": "e", "ts": _us(ended)}
 
 
 def _us(seconds: float) -> int:
@@ -184,7 +134,7 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _numbered(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _numbered(events: list[Event]) -> Iterator[Event]:
     """Processes and tracks as the numbers that viewers want, with their names beside them, and the events in time order."""
     processes: dict[str, int] = {}
     tracks: dict[tuple[str, str], int] = {}

@@ -13,8 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
 from async_rlhf.actors.environments.rendering import as_messages
@@ -170,7 +173,7 @@ def lines(trial: Trial) -> list[str]:
         if reward.mean is not None and reward.std is not None:
             found.append(f"  {_bars(reward.histogram)}  mean {reward.mean:.4g}, std {reward.std:.4g}")
         if reward.seconds:
-            found.append("  seconds a call: " + ", ".join(f"{name} {value:.4f}" for name, value in reward.seconds.items()))
+            found.append(f"  seconds a call: {in_words(reward.seconds)}")
         found += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
         found += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
     return found
@@ -283,7 +286,7 @@ def _trial(name: str, scores: Sequence[Score], calls: Sequence[Interval]) -> Rew
         metrics={
             metric: statistics.fmean(score.metrics[metric] for score in scores if metric in score.metrics) for metric in names
         },
-        seconds=_seconds([call.ended - call.began for call in calls]),
+        seconds=quantiles([call.ended - call.began for call in calls]),
     )
 
 
@@ -293,16 +296,18 @@ def _histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:
     low, high = min(values), max(values)
     if low == high:
         return [(low, high, len(values))]
-    width = (high - low) / _BINS
-    counts = Counter(min(_BINS - 1, int((value - low) / width)) for value in values)
-    return [(low + i * width, low + (i + 1) * width, counts[i]) for i in range(_BINS)]
+    counts, edges = np.histogram(values, _BINS)
+    return [(float(begin), float(end), int(count)) for (begin, end), count in zip(pairwise(edges), counts, strict=True)]
 
 
-def _seconds(took: Sequence[float]) -> dict[str, float]:
+def quantiles(took: Sequence[float]) -> dict[str, float]:
+    """Of durations, which may be none."""
     if not (ordered := sorted(took)):
-        return {}  # It applied nowhere.
+        return {}
     at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-    return {
-        "mean": statistics.fmean(ordered),
-        **{name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()},
-    }
+    found = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()}
+    return {"mean": statistics.fmean(ordered), **found}
+
+
+def in_words(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in seconds.items())

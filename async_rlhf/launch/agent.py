@@ -6,8 +6,9 @@
     on close    every process is killed and its directories removed; when it is killed itself its processes end too, for the
                 pipes to their standard input close (`tether`)
 
-`python -m async_rlhf.launch.agent` takes orders from standard input and gives events to standard output; whatever starts it on
-the host (ssh, srun) only passes bytes on. It ends when its input ends, and when it has received nothing for `lost_after_s`.
+`python -m async_rlhf.launch.agent [HOST DEVICES]` takes orders from standard input and gives events to standard output;
+whatever starts it on the host (ssh, srun, Ray) only passes bytes on. It ends when its input ends, and when it has received
+nothing for `lost_after_s`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -30,9 +31,9 @@ from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.launch import orders
 from async_rlhf.launch.depot import Depot
 from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
-from async_rlhf.launch.inventory import this_machine
+from async_rlhf.launch.hosts import Pipe
 from async_rlhf.launch.local import LocalLauncher, LocalProcess, warm
-from async_rlhf.launch.pipe import Pipe
+from async_rlhf.launch.machine import this_machine
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import ON_HOST
 
@@ -137,14 +138,8 @@ class Agent:
 
     def _opened(self, directory: str, accelerators: bool) -> orders.Event:
         found = this_machine(look_for_devices=accelerators)
-        has = orders.Machine(
-            devices=found.devices if self._devices is None else self._devices,
-            device_memory=found.device_memory,
-            device_name=found.device_name,
-            cpus=found.cpus,
-            memory=found.memory,
-            holds=found.holds,
-        )
+        found = found if self._devices is None else replace(found, devices=self._devices)
+        has = orders.Machine(**{name: getattr(found, name) for name in orders.Machine.model_fields})
         return orders.Opened(version=version("async-rlhf"), host=self._host, directory=directory, has=has)
 
     def _started(self, number: int, found: _Life | orders.Event) -> orders.Event:
@@ -162,11 +157,9 @@ class Agent:
             returns = [directory / name for name in message.returns]
             for path in returns:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            devices, cpus = (None if each is None else tuple(each) for each in (message.devices, message.cpus))
+            fields = {name: getattr(message, name) for name in orders.OF_NODE}
             arguments = tuple(each.replace(str(ON_HOST), str(depot.sockets)) for each in message.arguments)
-            log, threads = returns[0], message.threads
-            node = Node(message.name, message.role, arguments, log, devices=devices, cpus=cpus, threads=threads)
-            process = self._launcher.start(directory, node)
+            process = self._launcher.start(directory, Node(**fields | {"arguments": arguments, "log": returns[0]}))
         except OSError as error:
             return orders.Ended(life=message.life, code=FAILED, words=f"it cannot be started: {error}")
         except ConfigError as error:  # another host with fewer devices has come in the place of one
@@ -184,29 +177,31 @@ def serve(agent: Agent, pipe: Pipe) -> NoReturn:
 
     Silence is counted in looks, not by a clock: an agent that was frozen does not take its own absence for the supervisor's.
     """
-    silent_s, said_at, lost_after_s = 0.0, time.monotonic(), _FIRST_ORDER_S
+    silent_s, sent_at, lost_after_s = 0.0, time.monotonic(), _FIRST_ORDER_S
     while silent_s < lost_after_s:
         events: list[orders.Event] = []
         if (frame := pipe.receive(_LOOK_S)) is not None:
-            silent_s, message = 0.0, orders.order(frame)
+            silent_s, message = 0.0, orders.ORDERS.unpack(frame)
             lost_after_s = message.lost_after_s if isinstance(message, orders.Open) else lost_after_s
             events += agent.take(message)
         else:
             silent_s += _LOOK_S
         events += agent.look()
-        if not events and time.monotonic() - said_at >= _ALIVE_S:
+        if not events and time.monotonic() - sent_at >= _ALIVE_S:
             events.append(orders.Alive())
         for event in events:
-            pipe.send(orders.encode(event))
-            said_at = time.monotonic()
+            pipe.send(orders.EVENTS.pack(event))
+            sent_at = time.monotonic()
     raise ConnectionAbortedError(f"no order for {lost_after_s:.0f} s")
 
 
 def main() -> int:
-    """Orders from standard input, events to standard output; what anything prints goes to standard error."""
+    """Orders from standard input, events to standard output; what anything prints goes to standard error.
+
+    Its arguments are those of `Agent`."""
     writes = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    agent = Agent()
+    agent = Agent(sys.argv[1], int(sys.argv[2])) if sys.argv[2:] else Agent()
     warm()
     try:
         serve(agent, Pipe(os.dup(sys.stdin.fileno()), writes))

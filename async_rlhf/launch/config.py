@@ -19,33 +19,24 @@ class LaunchConfig(Section):
     command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "{host}", "python", "-m", "async_rlhf.launch.agent")
     """With `kind = "hosts"`: starts an agent on `{host}`, passes on its standard input and output and nothing else."""
     directory: str = "~/.cache/async-rlhf"
-    """Folder on each host for what is sent; it may be deleted at any time."""
-    paths: dict[str, str] = Field(default_factory=dict)
-    """Where a host has a model directory, or a folder above: `"/here" = "/there"`, with the same digests. Else it is used at
-    the same path, or sent."""
+    """Folder on each host for what is sent; it may be deleted at any time. A model that the host has at the same path, or in
+    its Hub cache, with the same digests is not sent."""
     interface: str | None = None
     """Network interface of this machine that the hosts reach (`eth0`), for the hub without an `address` and for the learner's
     ranks, which have no keys: with ranks on other hosts a trusted network must be named. `"none"`: found."""
     address: str = "auto"
-    """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster, else a local Ray."""
+    """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster."""
     nodes: int | None = Field(default=None, ge=1)
     """With `kind = "ray"`: most nodes; more are taken when they join. `"none"`: as many as there are at the start."""
-    start_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds an agent may take to answer."""
     lost_after_s: float = Field(default=30.0, ge=2)
     """Seconds of silence after which a host counts as lost; its agent then ends what it runs."""
-
-    @field_validator("command")
-    @classmethod
-    def _names_a_program(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        if not command or not command[0]:
-            raise ValueError("it names no program")
-        return command
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> LaunchConfig:
         if self.kind == "hosts" and not self.hosts:
             raise ValueError('kind = "hosts" needs launch.hosts, for example ["gpu1", "gpu2"]')
+        if not self.command or not self.command[0]:
+            raise ValueError("command = []: it names no program")
         if len(set(self.hosts)) < len(self.hosts) or not all(self.hosts):
             raise ValueError(f"hosts = {list(self.hosts)}: each once, none empty; several actors of one host are actors.count")
         if bad := [host for host in self.hosts if host.startswith("-")]:
@@ -66,17 +57,6 @@ class HostConfig(Section):
     """CPUs that `actors.count = "fill"` may fill, and that a `strategy` divides, numbered from 0."""
 
 
-class CpuWeights(Section):
-    """How a `strategy` divides the CPUs of a host: sets with several parts have the sum of their weights."""
-
-    generation: float = Field(default=2.0, gt=0)
-    """Of the actors."""
-    scoring: float = Field(default=1.0, gt=0)
-    """Of the scorer."""
-    learning: float = Field(default=1.0, gt=0)
-    """Of the learner's ranks."""
-
-
 class PlacementConfig(Section):
     """Which process runs where."""
 
@@ -92,9 +72,8 @@ class PlacementConfig(Section):
     scorer."""
     strategy: Literal["flattening", "interleaving", "separation"] | None = None
     """CPUs and devices of generation, scoring and learning. `flattening`: all share all. `interleaving`: the scorer shares the
-    learner's. `separation`: each its own. Threads follow the CPUs. `"none"`: any CPU, devices as `colocate` says."""
-    cpu_weights: CpuWeights = CpuWeights()
-    """With a `strategy`."""
+    learner's. `separation`: each its own. CPUs are divided 2 : 1 : 1, and threads follow them. `"none"`: any CPU, devices as
+    `colocate` says."""
 
     @property
     def colocates(self) -> bool:

@@ -1,7 +1,7 @@
 """A host as the supervisor sees it: the channel to its agent, and the processes that the agent has.
 
     owns        one life of a channel, a thread that sends orders and one that receives events
-    waits for   answers of the agent, for `start_timeout_s`; what takes long there goes on as long as it beats
+    waits for   the first answer of the agent, for `START_S`; what takes long there goes on as long as it beats
     woken by    orders of the supervisor, events of the agent
     on close    the channel is closed, which ends the agent and all it runs
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.launch import orders
@@ -28,6 +28,8 @@ from async_rlhf.launch.placement import Host
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.tether import BEAT
 
+START_S = 120.0
+"""An agent's time to answer: what starts it may have to pull an image, or to wait for a node."""
 _ALIVE_S = 1.0
 _KILL_S = 30.0
 _CLOSE_S = 5.0
@@ -43,51 +45,36 @@ class Channel(Protocol):
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next frame; None after `timeout_s`."""
-        ...
 
     def close(self) -> None:
         """End the agent."""
-        ...
 
 
 class Hosts(Protocol):
-    """Where agents can be had."""
+    """Where agents can be had.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the hosts of this run; they do not change."""
-        ...
+    names: of the hosts of this run. present: those of them that should answer at the start; the others may come. here: what an
+    agent on the supervisor's own machine calls its host. addresses: by which the network knows the hosts.
+    """
 
-    @property
-    def present(self) -> tuple[str, ...]:
-        """Those of them that should answer now; the others may come."""
-        ...
+    names: tuple[str, ...]
+    present: tuple[str, ...]
+    here: str
+    addresses: tuple[str, ...]
 
-    @property
-    def here(self) -> str:
-        """What an agent on the supervisor's own machine calls its host."""
-        ...
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """By which the network knows those."""
-        ...
-
-    def connect(self, name: str, timeout_s: float) -> Channel:
+    def connect(self, name: str) -> Channel:
         """An agent on this host. Raises OSError with the reason when there is none now."""
-        ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Files of one folder, by their names in it. there: where the host may have the same (`orders.Look`); required: it must."""
+    """Files of one folder, by their names in it. there: where the host may have the same (`orders.Look`)."""
 
     here: Path
     names: tuple[str, ...]
     there: str
-    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +130,7 @@ class RemoteProcess:
 
     # By the connection's threads:
 
-    def hears(self, words: bytes) -> None:
+    def beaten(self, words: bytes) -> None:
         self._words.put(words)
 
     def ends(self, code: int, words: str) -> None:
@@ -165,11 +152,9 @@ class RemoteProcess:
 class Connection:
     """One life of a channel to a host. `lost` is the reason when it is over."""
 
-    def __init__(
-        self, name: str, hosts: Hosts, opening: orders.Open, timeout_s: float, places: Sequence[Place], pack: Pack
-    ) -> None:
+    def __init__(self, name: str, hosts: Hosts, opening: orders.Open, places: Sequence[Place], pack: Pack) -> None:
         self.lost = ""
-        self._name, self._hosts, self._opening, self._timeout_s = name, hosts, opening, timeout_s
+        self._name, self._hosts, self._opening = name, hosts, opening
         self._places, self._pack = places, pack
         self._channel: Channel | None = None
         self._directory = ""
@@ -212,12 +197,12 @@ class Connection:
                 try:
                     wanted = self._orders.get(timeout=_ALIVE_S)
                 except Empty:
-                    self._say_alive()
+                    self._send(orders.Alive())
                     continue
                 if isinstance(wanted, RemoteProcess):
                     self._start(wanted)
                 elif wanted is not None:
-                    self._say(wanted)
+                    self._send(wanted)
         except (OSError, WireError, ValueError) as error:
             self._lose(str(error))
         finally:
@@ -225,7 +210,7 @@ class Connection:
             self.ready.set()
 
     def _open(self) -> None:
-        channel = self._hosts.connect(self._name, self._timeout_s)
+        channel = self._hosts.connect(self._name)
         with self._guard:
             self._channel = channel
         if self.lost:  # meanwhile
@@ -233,17 +218,15 @@ class Connection:
             return
         self._receiver = threading.Thread(target=self._receive_all, args=(channel,), name=f"from-{self._name}", daemon=True)
         self._receiver.start()
-        self._say(self._opening)
-        opened = self._answer(orders.Opened, self._timeout_s)
+        self._send(self._opening)
+        opened = self._answer(orders.Opened, START_S)
         if (ours := version("async-rlhf")) != opened.version:
             raise ConnectionRefusedError(f"async-rlhf {opened.version} is installed there, and {ours} here; install the same")
         self._directory = opened.directory
         self.host = Host(self._name, **opened.has.model_dump(), own=opened.host == self._hosts.here)
         for place in self._places:
-            self._say(orders.Look(path=place.there, files={name: known_digest(place.here / name) for name in place.names}))
+            self._send(orders.Look(path=place.there, files={name: known_digest(place.here / name) for name in place.names}))
             looked = self._answer(orders.Looked)  # it reads gigabytes, and beats
-            if looked.problem and place.required:
-                raise FileNotFoundError(f"{looked.problem} (launch.paths names it for {place.here})")
             if not looked.problem:
                 self._found[place] = looked.path
 
@@ -259,28 +242,16 @@ class Connection:
             del self._processes[process.life]
             process.ends(FAILED, f"what it needs cannot be read here: {error}")
             return
-        self._say(orders.Want(digests=sorted(set(digests.values()))))
+        self._send(orders.Want(digests=sorted(set(digests.values()))))
         missing = set(self._answer(orders.Missing).digests)
         for name, path in given.files.items():
             if digests[name] in missing:
                 missing.remove(digests[name])
                 self._send_file(digests[name], path)
         process.returns = list(given.returns.values())
-        devices, cpus = (None if each is None else list(each) for each in (node.devices, node.cpus))
-        self._say(
-            orders.Start(
-                life=process.life,
-                name=node.name,
-                role=node.role,
-                arguments=list(node.arguments),
-                devices=devices,
-                cpus=cpus,
-                threads=node.threads,
-                files=digests,
-                inline=dict(given.inline),
-                returns=list(given.returns),
-            )
-        )
+        fields: dict[str, Any] = {name: getattr(node, name) for name in orders.OF_NODE}
+        fields |= {"files": digests, "inline": dict(given.inline), "returns": list(given.returns)}
+        self._send(orders.Start(life=process.life, **fields))
 
     def _send_file(self, name: str, path: Path) -> None:
         left = path.stat().st_size
@@ -288,16 +259,13 @@ class Connection:
             while True:
                 data = file.read(orders.PIECE_BYTES)
                 left -= len(data)
-                self._say(orders.Piece(digest=name, data=data, last=left <= 0))
+                self._send(orders.Piece(digest=name, data=data, last=left <= 0))
                 if left <= 0 or not data:
                     return
 
-    def _say_alive(self) -> None:
-        self._say(orders.Alive())
-
-    def _say(self, message: orders.Order) -> None:
+    def _send(self, message: orders.Order) -> None:
         assert self._channel is not None
-        self._channel.send(orders.encode(message))
+        self._channel.send(orders.ORDERS.pack(message))
 
     def _answer(self, kind: type[E], timeout_s: float | None = None) -> E:
         """The next answer, which must be of this kind; without a time for as long as the agent lives, which is kept alive.
@@ -310,8 +278,8 @@ class Connection:
                 break
             except Empty:
                 if timeout_s is not None:
-                    raise TimeoutError(f"no answer within {timeout_s:g} s (launch.start_timeout_s)") from None
-                self._say_alive()
+                    raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+                self._send(orders.Alive())
         if found is None:
             raise ConnectionAbortedError(self.lost)
         if not isinstance(found, kind):
@@ -328,7 +296,7 @@ class Connection:
                     silent_s += _ALIVE_S
                 else:
                     silent_s = 0.0
-                    self._handle(orders.event(frame))
+                    self._handle(orders.EVENTS.unpack(frame))
             self._lose(f"it has sent nothing for {self._opening.lost_after_s:.0f} s (launch.lost_after_s)")
         except (OSError, WireError) as error:
             self._lose(str(error))
@@ -338,14 +306,14 @@ class Connection:
     def _handle(self, found: orders.Event) -> None:
         for waiting in list(self._processes.values()):
             if not waiting.pid:
-                waiting.hears(BEAT)
+                waiting.beaten(BEAT)
         if isinstance(found, orders.Opened | orders.Looked | orders.Missing):
             self._answers.put(found)
         elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
             if isinstance(found, orders.Started):
                 process.pid = found.pid
             elif isinstance(found, orders.Beats):
-                process.hears(found.words)
+                process.beaten(found.words)
             elif isinstance(found, orders.Wrote):
                 process.wrote(found.number, found.data)
             else:

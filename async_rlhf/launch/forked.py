@@ -156,20 +156,22 @@ class ForkServer:
         self.process.wait(timeout=_END_S)
 
 
-_servers: list[ForkServer] = []
-_asking = threading.RLock()
+_server: ForkServer | None = None
+_lock = threading.RLock()
 
 
 @atexit.register
 def _close() -> None:
-    while _servers:
-        _servers.pop().close()
+    global _server
+    if _server is not None:
+        _server.close()
+    _server = None
 
 
 def _forget() -> None:
     """In a process that the program around has forked: the server is its parent's."""
-    global _servers, _asking
-    _servers, _asking = [], threading.RLock()
+    global _server, _lock
+    _server, _lock = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -183,29 +185,26 @@ def warm(preload: Sequence[str], variables: Mapping[str, str], idle_s: float = I
     """
     if sys.platform != "linux" or os.environ.get(INHERITED) == "off":
         return None
-    with _asking:
-        if inherited := ForkServer.inherited():
-            _servers.append(inherited)
-        for server in list(_servers):
-            if server.is_there and server.variables == digest(variables):
-                return server
-            _servers.remove(server)
-            server.close()
-        _servers.append(ForkServer.begin(preload, variables, idle_s))
-        return _servers[0]
+    global _server
+    with _lock:
+        _server = ForkServer.inherited() or _server
+        if _server is not None and not (_server.is_there and _server.variables == digest(variables)):
+            _close()
+        _server = _server or ForkServer.begin(preload, variables, idle_s)
+        return _server
 
 
-def fork(preload: Sequence[str], variables: Mapping[str, str], ask: Callable[[ForkServer], int]) -> int | None:
+def fork(preload: Sequence[str], variables: Mapping[str, str], request: Callable[[ForkServer], int]) -> int | None:
     """What a server with these variables is asked for, also where it has just ended; None where there can be none.
 
     Raises OSError.
     """
-    with _asking:
+    with _lock:
         for last in (False, True):
             if (server := warm(preload, variables)) is None:
                 return None
             try:
-                return ask(server)
+                return request(server)
             except ConnectionError as error:
                 server.close()
                 if last:

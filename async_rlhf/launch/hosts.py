@@ -1,52 +1,100 @@
 """Agents that a command starts: ssh, Slurm's srun, kubectl exec, or a plain process of this machine.
 
-    owns        for each channel a process of the command, and a thread that keeps the end of its standard error
-    waits for   nothing but in `receive`
+    owns        for each channel a process of the command, its pipes, and a thread that keeps the end of its standard error
+    waits for   nothing but bytes in `receive`, room in `send`
     woken by    the agent's bytes
     on close    the agent's input ends, and the agent with it; the command is killed when that takes long
 
-The command runs in a session of its own: Ctrl-C at a terminal is for the supervisor to hear.
+The command runs in a session of its own: Ctrl-C at a terminal is for the supervisor.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
+import struct
 import subprocess
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
 from async_rlhf.buffers.errors import WireError
-from async_rlhf.launch.pipe import Pipe
+from async_rlhf.launch.orders import MAX_FRAME_BYTES
 
+_LENGTH = struct.Struct(">I")
+_READ_BYTES = 1 << 16
 _WORDS_BYTES = 4096
 _END_S = 5.0
+
+
+class Pipe:
+    """Frames over a pair of pipes: four bytes of length, most significant first, and as many bytes.
+
+    Owns both descriptors. One thread receives and another may send. Raises OSError when the other side is gone, WireError for
+    what is no frame.
+    """
+
+    def __init__(self, reads: int, writes: int) -> None:
+        self._reads, self._writes = reads, writes
+        weakref.finalize(self, os.close, reads)
+        self._end = weakref.finalize(self, os.close, writes)
+        self._buffer = bytearray()
+        self._sending = threading.Lock()
+
+    def send(self, frame: bytes) -> None:
+        with self._sending:
+            if not self._end.alive:
+                raise BrokenPipeError("it has been closed here")
+            data = memoryview(_LENGTH.pack(len(frame)) + frame)
+            while data:
+                data = data[os.write(self._writes, data) :]
+
+    def end(self, timeout_s: float) -> bool:
+        """Whether the other side reads the end; not when a `send` waits for room longer than this."""
+        if not self._sending.acquire(timeout=timeout_s):
+            return False
+        self._end()
+        self._sending.release()
+        return True
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next frame; None when it is not whole within this time."""
+        while (frame := self._take()) is None:
+            if not select.select([self._reads], [], [], timeout_s)[0]:
+                return None
+            if not (data := os.read(self._reads, _READ_BYTES)):
+                raise ConnectionResetError("the other side has closed the connection")
+            self._buffer += data
+        return frame
+
+    def _take(self) -> bytes | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > MAX_FRAME_BYTES:
+            raise WireError(
+                f"a frame of {length} bytes is announced; the limit is {MAX_FRAME_BYTES}. It is {bytes(self._buffer[:50])!r}",
+                "oversized",
+            )
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        frame = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return frame
 
 
 class CommandHosts:
     """See `connection.Hosts`. command: with `{host}` where the name of a host belongs."""
 
     def __init__(self, names: Sequence[str], command: Sequence[str]) -> None:
-        self._names, self._command = tuple(names), tuple(command)
+        self.names = self.present = tuple(names)
+        self.addresses = tuple(name.rpartition("@")[2] for name in names)
+        self.here, self._command = socket.gethostname(), command
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._names
-
-    @property
-    def present(self) -> tuple[str, ...]:
-        return self._names
-
-    @property
-    def here(self) -> str:
-        return socket.gethostname()
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return tuple(name.rpartition("@")[2] for name in self._names)
-
-    def connect(self, name: str, timeout_s: float) -> CommandChannel:
+    def connect(self, name: str) -> CommandChannel:
         return CommandChannel([word.replace("{host}", name) for word in self._command])
 
     def close(self) -> None:
@@ -97,8 +145,8 @@ class CommandChannel:
         except subprocess.TimeoutExpired:
             return ConnectionAbortedError(f"{self._program} has closed its output")
         lines = [line for line in self._words.decode(errors="replace").splitlines() if line.strip()]
-        said = next((line for line in reversed(lines) if line.startswith("fatal: ")), lines[-1] if lines else "no output")
-        plain = "".join(each if each.isprintable() else "?" for each in said[:500])  # it comes from elsewhere
+        last = next((line for line in reversed(lines) if line.startswith("fatal: ")), lines[-1] if lines else "no output")
+        plain = "".join(each if each.isprintable() else "?" for each in last[:500])  # it comes from elsewhere
         return ConnectionAbortedError(f"its command ({self._program}) ended with code {code}: {plain}")
 
     def _listen(self) -> None:

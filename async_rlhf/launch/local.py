@@ -10,10 +10,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch import affinity, forked
+from async_rlhf.launch import forked, machine
 from async_rlhf.launch.fork_server import IDLE_S
 from async_rlhf.launch.forked import Child, ForkedProcess
-from async_rlhf.launch.inventory import visible
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.launch.sockets import socket_root
@@ -98,30 +97,34 @@ class LocalLauncher:
         """It holds nothing."""
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
+        arguments = [node.role, str(run_dir), *node.arguments]
+        seen = machine.visible(node.devices, os.environ) | machine.with_threads(node.threads)
+        variables = {**role_variables(), **self._variables, **seen}
         with node.log.open("ab") as log, ExitStack() as ours:
             begin = log.tell()  # before the child shares, and moves, this file's position
-            hears, beats = os.pipe()
+            reads, beats = os.pipe()
             ours.callback(os.close, beats)
+            held = [] if self._lock is None else [self._lock.descriptor]
             try:
-                child = self._forked(run_dir, node, log.fileno(), beats) or self._begun(run_dir, node, log.fileno(), beats)
+                given = (node, arguments, variables, log.fileno(), [beats, *held])
+                child = self._forked(*given) or self._begun(*given)
             except (OSError, ConfigError):
-                os.close(hears)
+                os.close(reads)
                 raise
-            return LocalProcess(child, hears, node.log, begin)
+            return LocalProcess(child, reads, node.log, begin)
 
-    def _forked(self, run_dir: Path, node: Node, log: int, beats: int) -> ForkedProcess | None:
+    def _forked(
+        self, node: Node, arguments: list[str], variables: dict[str, str], log: int, passed: list[int]
+    ) -> ForkedProcess | None:
         """By the fork server; None for a role that computes nothing, or with threads of its own."""
         if node.role not in _FORKED or node.threads is not None:
             return None
-        held = [] if self._lock is None else [self._lock.descriptor]
-        own = visible(node.devices, os.environ) | environment(3, 4 if held else None)
-        variables = {**role_variables(), **self._variables, **own}
-        cpus = None if node.cpus is None else affinity.machine_cpus(node.cpus)
-        arguments = (node.role, str(run_dir), *node.arguments)
+        variables = variables | environment(*range(3, 3 + len(passed)))
+        cpus = None if node.cpus is None else machine.machine_cpus(node.cpus)
         reads, writes = os.pipe()
         pid = None
         try:
-            streams = (reads, log, log, beats, *held)
+            streams = (reads, log, log, *passed)
             pid = forked.fork(
                 _IMPORTED_ONCE, variables, lambda server: server.fork(f"{_ROLES}:main", arguments, variables, streams, cpus)
             )
@@ -131,23 +134,17 @@ class LocalLauncher:
                 os.close(writes)
         return None if pid is None else ForkedProcess(pid, writes)
 
-    def _begun(self, run_dir: Path, node: Node, log: int, beats: int) -> subprocess.Popen[bytes]:
-        lock = None if self._lock is None else self._lock.descriptor
-        variables = {
-            **role_variables(),
-            **self._variables,
-            **visible(node.devices, os.environ),
-            **affinity.environment(node.threads),
-            **environment(beats, lock),
-        }
-        with affinity.held_to(node.cpus):
+    def _begun(
+        self, node: Node, arguments: list[str], variables: dict[str, str], log: int, passed: list[int]
+    ) -> subprocess.Popen[bytes]:
+        with machine.held_to(node.cpus):
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", _ROLES, node.role, str(run_dir), *node.arguments],
+                [sys.executable, "-P", "-m", _ROLES, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=variables,
-                pass_fds=(beats,) if lock is None else (beats, lock),
+                env=variables | environment(*passed),
+                pass_fds=passed,
             )
 
 

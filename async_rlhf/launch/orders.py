@@ -3,22 +3,19 @@
     supervisor -> agent   Open, Look, Want, Piece, Start, Kill, Alive
     agent -> supervisor   Opened, Looked, Missing, Started, Beats, Wrote, Ended, Alive
 
-A message is one MessagePack frame, [protocol, fields], checked against the types below before anything looks at it.
+A message is one frame of a `Codec`, checked against the types below before anything looks at it.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-import msgpack
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field
 
-from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.protocol.codec import Codec
 from async_rlhf.buffers.protocol.message import Count, MessageBase, Name
 
-T = TypeVar("T")
-PROTOCOL = 1
 MAX_FRAME_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
 """Of a file, in one message."""
@@ -40,6 +37,9 @@ FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Text = Annotated[str, Field(max_length=1 << 16)]
 Data = Annotated[bytes, Field(max_length=PIECE_BYTES)]
 Exit = Annotated[int, Field(ge=-255, le=255)]
+Numbers = Annotated[tuple[Count, ...], Field(strict=False, max_length=1 << 13)]
+OF_NODE = ("name", "role", "arguments", "devices", "cpus", "threads")
+"""What `Start` has of a `program.Node`."""
 
 
 class Open(MessageBase):
@@ -85,9 +85,9 @@ class Start(MessageBase):
     life: Count
     name: RelativeName
     role: Name
-    arguments: list[Text] = Field(max_length=64)
-    devices: list[Count] | None = Field(default=None, max_length=1024)
-    cpus: list[Count] | None = Field(default=None, max_length=1 << 13)
+    arguments: tuple[Text, ...] = Field(strict=False, max_length=64)
+    devices: Numbers | None = None
+    cpus: Numbers | None = None
     threads: int | None = Field(default=None, ge=1)
     files: dict[RelativeName, FileDigest] = Field(max_length=_MAX_FILES)
     inline: dict[RelativeName, Annotated[bytes, Field(max_length=_MAX_INLINE_BYTES)]] = Field(max_length=64)
@@ -171,43 +171,7 @@ class Ended(MessageBase):
     words: Text
 
 
-Order = Annotated[Open | Look | Want | Piece | Start | Kill | Alive, Field(discriminator="type")]
-Event = Annotated[Opened | Looked | Missing | Started | Beats | Wrote | Ended | Alive, Field(discriminator="type")]
-ORDERS: TypeAdapter[Order] = TypeAdapter(Order)
-EVENTS: TypeAdapter[Event] = TypeAdapter(Event)
-
-
-def encode(message: Order | Event) -> bytes:
-    """One frame. Raises WireError for one that is too large."""
-    frame: bytes = msgpack.packb([PROTOCOL, message.model_dump()])
-    if len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"a message {message.type!r} of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}", "oversized")
-    return frame
-
-
-def order(frame: bytes) -> Order:
-    """Raises WireError."""
-    return _checked(ORDERS, frame)
-
-
-def event(frame: bytes) -> Event:
-    """Raises WireError."""
-    return _checked(EVENTS, frame)
-
-
-def _checked(kinds: TypeAdapter[T], frame: bytes) -> T:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}", "oversized")
-    try:
-        envelope = msgpack.unpackb(frame, max_ext_len=0, max_array_len=1 << 14, max_map_len=1 << 14)
-    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"a frame that is no MessagePack within the limits: {error}") from error
-    if not isinstance(envelope, list) or len(envelope) != 2:
-        raise WireError("a frame that is no [protocol, message]")
-    if envelope[0] != PROTOCOL:
-        raise WireError(f"protocol {envelope[0]!r}; this is {PROTOCOL}", "protocol")
-    try:
-        return kinds.validate_python(envelope[1])
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise WireError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "field") from error
+Order = Open | Look | Want | Piece | Start | Kill | Alive
+Event = Opened | Looked | Missing | Started | Beats | Wrote | Ended | Alive
+ORDERS: Codec[Order] = Codec(Order, "an agent's orders", MAX_FRAME_BYTES, has_plain_keys=True)
+EVENTS: Codec[Event] = Codec(Event, "an agent's events", MAX_FRAME_BYTES, has_plain_keys=True)

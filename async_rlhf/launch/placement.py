@@ -14,22 +14,33 @@ its host. A device is given once; with `colocate` or the strategy `flattening` o
 `interleaving` once to a rank and once to a scorer. Hosts are looked through in their order, so another one at the end moves
 nothing; only actors on CPUs that are more than the CPUs there were (they stay on the first host) are spread over it.
 
-With a strategy each process is also held to some of its host's CPUs (`cpu_sets`) and computes with as many threads as its set
-has CPUs, divided by the processes of its kind there. Evaluations have the set of generation; the hub and relays, which compute
-nothing, every CPU.
+With a strategy each process is also held to some of its host's CPUs and computes with as many threads as its set has CPUs,
+divided by the processes of its kind there. Evaluations have the set of generation; the hub and relays, which compute nothing,
+every CPU.
+
+    flattening      generation, scoring and learning all use every CPU
+    interleaving    generation | scoring and learning: scores are computed on the learner's CPUs, beside generation
+    separation      generation | scoring | learning
+
+The strategies are those of APP (Xiao et al., An Adaptive Placement and Parallelism Framework for Accelerating RLHF Training,
+https://arxiv.org/abs/2312.11819), with one difference: there the policy generates on the devices on which it is trained, and
+`interleaving` spreads the frozen models over halves of them; here generation is a process of its own, so the frozen models lie
+beside the learner.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle, islice, pairwise
 from typing import Literal
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.cpu_sets import Part, Strategy, Weights, cpu_sets
-from async_rlhf.launch.program import Node
+from async_rlhf.launch.program import Node, rank_name, scorer_name
+
+Strategy = Literal["flattening", "interleaving", "separation"]
+Part = Literal["generation", "scoring", "learning"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +75,7 @@ class Wanted:
 
     threads: of one process. evaluates_beside: evaluations are made while training goes on. learner_hosts: names, empty for
     all; on CPUs, for the first. away: no actor is on the first host. actor_share: with `colocate`, the share of a
-    device's memory that an engine takes. strategy: None leaves every process every CPU. cpu_weights: of all parts, with a
-    strategy.
+    device's memory that an engine takes. strategy: None leaves every process every CPU.
     """
 
     ranks: int = 1
@@ -83,7 +93,6 @@ class Wanted:
     colocate: bool = False
     actor_share: float = 0.5
     strategy: Strategy | None = None
-    cpu_weights: Weights = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,14 +120,6 @@ class Placement:
         """The node with its place; one that has none is started as the launcher finds the machine."""
         slot = self.slots.get(node.name)
         return node if slot is None else replace(node, **vars(slot))
-
-
-def rank_name(rank: int) -> str:
-    return f"learner-rank-{rank}" if rank else "learner"
-
-
-def scorer_name(host: int) -> str:
-    return f"scorer-{host}" if host else "scorer"
 
 
 def place(wanted: Wanted, inventory: Inventory) -> Placement:
@@ -318,6 +319,14 @@ def _check_shares(wanted: Wanted, rooms: _Rooms) -> None:
 
 
 _PARTS: dict[str, Part] = {"learner": "learning", "actor": "generation", "scorer": "scoring", "evaluation": "generation"}
+_WEIGHTS: Mapping[Part, int] = {"generation": 2, "scoring": 1, "learning": 1}  # generation takes most of a run's time
+_SETS: dict[Strategy, tuple[tuple[Part, ...], ...]] = {
+    "flattening": (("generation", "scoring", "learning"),),
+    "interleaving": (("generation",), ("scoring", "learning")),
+    "separation": (("generation",), ("scoring",), ("learning",)),
+}
+_FEW: tuple[tuple[Part, ...], ...] = (("generation", "scoring"), ("learning",))
+"""With fewer CPUs than sets, and where actors score by themselves."""
 
 
 def _with_cpus(slots: Mapping[str, Slot], wanted: Wanted, strategy: Strategy, rooms: _Rooms) -> dict[str, Slot]:
@@ -338,7 +347,7 @@ def _with_cpus(slots: Mapping[str, Slot], wanted: Wanted, strategy: Strategy, ro
     for machine in {machine for machine, kind in of_kind if kind in _PARTS}:
         kinds = [kind for kind in _PARTS if of_kind[machine, kind]]
         parts = {_PARTS[kind] for kind in kinds if kind != "evaluation"} or {"generation"}
-        found = _sets_of(rooms.hosts[machine], strategy, parts, wanted.cpu_weights)
+        found = cpu_sets(strategy, parts, rooms.hosts[machine])
         sets |= {(machine, kind): found[_PARTS[kind]] for kind in kinds if _PARTS[kind] in found}
     held = dict(slots)
     for name, slot in slots.items():
@@ -348,9 +357,38 @@ def _with_cpus(slots: Mapping[str, Slot], wanted: Wanted, strategy: Strategy, ro
     return held
 
 
-def _sets_of(host: Host, strategy: Strategy, parts: Collection[Part], weights: Weights) -> dict[Part, tuple[int, ...]]:
+def cpu_sets(strategy: Strategy, parts: Collection[Part], host: Host) -> dict[Part, tuple[int, ...]]:
+    """The CPUs of a host that each of `parts` may use, by number from 0: consecutive, in the order of the strategy's sets.
+
+    Each set gets one, and the rest goes by weight. Raises ConfigError when there are fewer CPUs than sets.
+    """
     if not host.holds:
         raise ConfigError(
             f"placement.strategy = {strategy!r}: {host} cannot hold processes to CPUs (Linux can, macOS cannot); leave it out"
         )
-    return cpu_sets(strategy, parts, weights, host.cpus, str(host))
+    for chosen in (_SETS[strategy], _FEW):
+        sets = [each for each in (tuple(part for part in own if part in parts) for own in chosen) if each]
+        if host.cpus >= len(sets):
+            ends = accumulate(shares([sum(_WEIGHTS[part] for part in each) for each in sets], host.cpus), initial=0)
+            return {part: tuple(range(*span)) for each, span in zip(sets, pairwise(ends), strict=True) for part in each}
+    raise ConfigError(
+        f"placement.strategy = {strategy!r} needs {len(sets)} CPUs of {host} ({' | '.join(map(' and '.join, sets))}), "
+        f"which has {host.cpus} for the run; set 'flattening', with which all share them, or say more in placement.hosts"
+    )
+
+
+def shares(weights: Sequence[int], num_cpus: int) -> list[int]:
+    """Whole shares of `num_cpus`, at least one each, of the others by largest remainders (Hamilton's method); equal ones go to
+    the first."""
+    found, total = [1] * len(weights), sum(weights)
+    while sum(found) < num_cpus:
+        owed = [weight * num_cpus - has * total for weight, has in zip(weights, found, strict=True)]
+        found[owed.index(max(owed))] += 1
+    return found
+
+
+def as_ranges(cpus: tuple[int, ...] | None) -> str:
+    """Consecutive CPUs as Linux writes them, `0-3`; `all` for None."""
+    if cpus is None:
+        return "all"
+    return f"{cpus[0]}-{cpus[-1]}" if len(cpus) > 1 else str(cpus[0])

@@ -82,6 +82,18 @@ class Launcher(Protocol):
         ...
 
 
+def rank_name(rank: int) -> str:
+    return f"learner-rank-{rank}" if rank else "learner"
+
+
+def scorer_name(host: int) -> str:
+    return f"scorer-{host}" if host else "scorer"
+
+
+def actor_name(index: int) -> str:
+    return f"actor-{index}"
+
+
 def hub_node(addresses: tuple[str, ...], log: Path) -> Node:
     """addresses: where it listens; the first is for this machine's processes."""
     return Node("hub", "hub", addresses, log)
@@ -93,7 +105,7 @@ def learner_node(address: str, log: Path) -> Node:
 
 def rank_node(rank: int, meeting: str, log: Path) -> Node:
     """One of the learner's ranks above 0. meeting: IP:PORT, where rank 0 waits for the others."""
-    return Node(f"learner-rank-{rank}", "learner_rank", (str(rank), meeting), log)
+    return Node(rank_name(rank), "learner_rank", (str(rank), meeting), log)
 
 
 def scorer_node(name: str, address: str, log: Path) -> Node:
@@ -107,12 +119,7 @@ def relay_node(name: str, hub_address: str, address: str, log: Path) -> Node:
 
 def actor_node(address: str, index: int, log: Path, scorer: str = "") -> Node:
     """scorer: where the scorer process listens, if there is one."""
-    name = actor_name(index)
-    return Node(name, "actor", (address, name, scorer), log)
-
-
-def actor_name(index: int) -> str:
-    return f"actor-{index}"
+    return Node(actor_name(index), "actor", (address, actor_name(index), scorer), log)
 
 
 def evaluation_node(model: str, label: str, step: int, log: Path) -> Node:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from async_rlhf.launch.exit_codes import FAILED, FATAL, HOST_LOST, ending
 from async_rlhf.launch.network import free_port
-from async_rlhf.launch.placement import rank_name
-from async_rlhf.launch.program import Launcher, Node, Process, rank_node
+from async_rlhf.launch.program import Launcher, Node, Process, rank_name, rank_node
 from async_rlhf.launch.tether import BEAT
 
 # How long the end of rank 0 waits for news of a host that is lost.
@@ -36,7 +35,7 @@ class RankProcesses:
     def __init__(self, hosts: Sequence[str], processes: Sequence[Process]) -> None:
         """By rank. hosts: as in `Node`."""
         self._hosts, self._processes = hosts, processes
-        self._heard: set[int] = set()
+        self._beaten: set[int] = set()
         self._code: int | None = None
         self._words = ""
         self._cause_by = 0.0
@@ -53,7 +52,7 @@ class RankProcesses:
             elif ended := [rank for rank, code in codes.items() if code]:
                 rank = min(ended, key=lambda rank: _rank_of_end(codes[rank]))
                 if not self._may_follow(rank, codes[rank]):
-                    self._blame(rank, codes)
+                    self._end_by(rank, codes)
         return self._code
 
     def _may_follow(self, rank: int, code: int) -> bool:
@@ -66,10 +65,10 @@ class RankProcesses:
 
     def read_beats(self) -> bytes:
         """A beat when every rank has beaten since the last one: it is as silent as its most silent rank."""
-        self._heard |= {rank for rank, process in enumerate(self._processes) if process.read_beats()}
-        if len(self._heard) < len(self._processes):
+        self._beaten |= {rank for rank, process in enumerate(self._processes) if process.read_beats()}
+        if len(self._beaten) < len(self._processes):
             return b""
-        self._heard.clear()
+        self._beaten.clear()
         return BEAT
 
     def failure_message(self) -> str:
@@ -77,10 +76,10 @@ class RankProcesses:
 
     def kill(self) -> None:
         if self._code is None:
-            silent = [self._name(rank) for rank in range(len(self._processes)) if rank not in self._heard]
+            silent = [self._name(rank) for rank in range(len(self._processes)) if rank not in self._beaten]
             self._end(FAILED, f"{' and '.join(silent)} sent no beats" if silent else "")
 
-    def _blame(self, rank: int, codes: dict[int, int]) -> None:
+    def _end_by(self, rank: int, codes: dict[int, int]) -> None:
         code, words = codes[rank], self._processes[rank].failure_message()
         if rank == 0:
             self._end(code, words)

@@ -28,31 +28,21 @@ class Connections:
     """To the hosts of a run. opening: the first order to each agent. places: what hosts may have already. pack: what a node
     is given."""
 
-    def __init__(
-        self, hosts: Hosts, opening: Open, start_timeout_s: float, places: Sequence[Place] = (), pack: Pack = nothing
-    ) -> None:
-        self._hosts, self._places = hosts, places
-        self._new = partial(Connection, hosts=hosts, opening=opening, timeout_s=start_timeout_s, places=places, pack=pack)
+    def __init__(self, hosts: Hosts, opening: Open, places: Sequence[Place] = (), pack: Pack = nothing) -> None:
+        self._hosts, self._places, self.present = hosts, places, hosts.present
+        self._new = partial(Connection, hosts=hosts, opening=opening, places=places, pack=pack)
         self._connections: dict[str, Connection] = {}
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        return self._hosts.names
-
-    @property
-    def present(self) -> tuple[str, ...]:
-        return self._hosts.present
-
-    @property
     def awaited(self) -> tuple[str, ...]:
-        """Those of them that are not there yet."""
-        return tuple(name for name in self.hosts if name not in self._connections)
+        """Hosts that are not there yet."""
+        return tuple(name for name in self._hosts.names if name not in self._connections)
 
     def inventory(self) -> Inventory:
         """What the hosts have, after `check`; one that is not there yet is taken to be like the first that is."""
         found = {name: connection.host for name, connection in self._connections.items()}
         like = next(iter(found.values()))
-        return tuple(found.get(name) or replace(like, name=name, own=False) for name in self.hosts)
+        return tuple(found.get(name) or replace(like, name=name, own=False) for name in self._hosts.names)
 
     def check(self) -> None:
         """Connect to every host at once. Raises ConfigError naming the first that cannot be used."""

@@ -23,9 +23,9 @@ _BEAT_S = 1.0
 BEAT, PROGRESS, PERCENT = b".", b"+", b"%"
 
 
-def environment(beats: int, lock: int | None) -> dict[str, str]:
+def environment(beats: int, lock: int = -1) -> dict[str, str]:
     """What the launcher adds to a role's environment: the descriptors that it inherits."""
-    return {_VARIABLE: f"{beats} {-1 if lock is None else lock}"}
+    return {_VARIABLE: f"{beats} {lock}"}
 
 
 class Tether:
@@ -62,21 +62,21 @@ class Tether:
     def beat(self) -> None:
         """Beat now; from the first call on only these calls do, so that a loop that hangs sends no beats."""
         self._by_thread = False
-        self._say(BEAT)
+        self._send(BEAT)
 
     def progress(self, done: int = 0, of: int = 1) -> None:
         """Something that this role is for has been done; where it is known how much there is, `done` of `of` in all."""
         before, self._percent = self._percent, 100 * done // of
-        self._say(PROGRESS + PERCENT * (self._percent - before))
+        self._send(PROGRESS + PERCENT * (self._percent - before))
 
-    def _say(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         if self._beats is not None:
             with suppress(BlockingIOError, BrokenPipeError):  # the supervisor has enough to read, or is gone
                 os.write(self._beats, word)
 
     def _beat_on(self) -> None:
         while self._by_thread:
-            self._say(BEAT)
+            self._send(BEAT)
             time.sleep(_BEAT_S)
 
     @staticmethod

@@ -27,8 +27,8 @@ _BACKLOG = 128
 def parse(address: str) -> tuple[str, int]:
     """HOST:PORT, [IPv6]:PORT or a port alone, as an IP address and a port. Raises ConfigError."""
     host, colon, port = address.rpartition(":")
-    host = (host.removeprefix("[").removesuffix("]") if colon else "") or "127.0.0.1"
-    host = "127.0.0.1" if host == "localhost" else host
+    host = host.removeprefix("[").removesuffix("]") if colon else ""
+    host = "127.0.0.1" if host in ("", "localhost") else host
     try:
         ipaddress.ip_address(host)
     except ValueError:

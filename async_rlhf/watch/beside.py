@@ -28,13 +28,13 @@ def beside(path: Path, address: str, token_file: Path | None, say: Callable[[str
     with closing(addresses.listen(address, token)) as bound:
         say(addresses.announcement(path, bound, token))
         command = [sys.executable, "-P", "-m", __name__, str(path), str(bound.fileno()), *map(str, filter(None, [token_file]))]
-        hears, tether = os.pipe()
+        reads, tether = os.pipe()
 
         def keep() -> None:
             while not ended.is_set():
-                subprocess.run(command, stdin=hears, pass_fds=[bound.fileno()], start_new_session=True, check=False)
+                subprocess.run(command, stdin=reads, pass_fds=[bound.fileno()], start_new_session=True, check=False)
                 ended.wait(_PAUSE_S)
-            os.close(hears)
+            os.close(reads)
 
         keeper = threading.Thread(target=keep, name="page", daemon=True)
         keeper.start()

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from async_rlhf.buffers.errors import ConfigError, SpoolError
 from async_rlhf.buffers.spool.deposit import check_open, put
 from async_rlhf.watch import address as addresses
-from async_rlhf.watch.server import LOCAL, Guard, until_interrupted
+from async_rlhf.watch.http import LOCAL, Guard, healthy, until_interrupted
 
 DEFAULT = "127.0.0.1:8266"
 SOCKET = ".listen"
@@ -47,7 +47,7 @@ def intake(spool: Path, token: str | None = None, hosts: tuple[str, ...] = LOCAL
             return PlainTextResponse(f"{str(error).replace(str(spool), spool.name)}\n", status)
         return JSONResponse({"rows": found.rows, "bytes": found.num_bytes})
 
-    routes = [Route("/rows", rows, methods=["POST"]), Route("/healthz", lambda request: PlainTextResponse("ok\n"))]
+    routes = [Route("/rows", rows, methods=["POST"]), Route("/healthz", healthy)]
     app = Starlette(routes=routes)
     app.add_middleware(Guard, token=token, hosts=None if token else hosts, max_body_bytes=MAX_BODY_BYTES)
     return app

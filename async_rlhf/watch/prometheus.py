@@ -1,7 +1,7 @@
 """Runs as Prometheus metrics: of each run, by the label `run`, its newest step, ledger and actors.
 
-Names and units follow Prometheus' own practice (base units, `_total` for what only rises); `alerts.yml` rests on them. A run
-that has not reported a number has no sample of it.
+Names and units follow Prometheus' own practice (base units, `_total` for what only rises); the numbers of a step have their own
+names as the label `metric`. `alerts.yml` rests on them. A run that has not reported a number has no sample of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.series import is_number
+from async_rlhf.watch.series import is_number, numbers
 
 ALERTS = Path(__file__).with_name("alerts.yml")
 
@@ -28,37 +28,12 @@ _GAUGES = (
     ("staleness_bound_steps", "config", "max_staleness", "queue.max_staleness"),
     ("exit_code", "ended", "code", "How the run ended, as its command's exit code"),
     ("last_step_timestamp_seconds", "last", "time", "When the newest step was recorded"),
-    ("evaluation_reward", "evaluation", "mean_reward", "Mean reward on held-out prompts, newest evaluation"),
-    ("evaluation_accuracy_ratio", "evaluation", "accuracy", "Share of held-out prompts solved, newest evaluation"),
     ("weights_version", "hub", "version", "Newest published weights"),
     ("waits_for_prompts", "hub", "lacks_prompts", "Whether the learner waits and the spool has no prompts"),
     ("waits_for_room", "hub", "lacks_room", "Whether too little is left on the disk to begin a group"),
     ("spool_problem", "spool", "has_problem", "Whether the spool cannot be used now"),
     ("ledger_closes", "ledger", "closes", "Whether the ledger adds up; always 1"),
     ("actors", "counts", "actors", "Actors that the hub knows"),
-    ("reward", "last", "reward", "Mean reward of the completions of the newest step"),
-    ("tokens_per_second", "last", "tokens_per_second", "Completion tokens trained on a second"),
-    ("step_seconds", "last", "step_time", "Duration of the newest step"),
-    ("staleness_mean_steps", "last", "staleness/mean", "Mean staleness of its tokens"),
-    ("staleness_max_steps", "last", "staleness/max", "Largest staleness of its tokens"),
-    ("staleness_violations", "last", "staleness/violations", "Tokens over the bound; always 0"),
-    ("learner_idle_ratio", "last", "idle/learner", "Share of the step in which the learner waited for its batch"),
-    ("actor_idle_ratio", "last", "idle/actor", "Share of the actors' time in which no sequence was decoded"),
-    ("queue_depth_groups", "last", "queue/depth", "Groups that are ready and not taken"),
-    ("completion_tokens_mean", "last", "completions/mean_length", "Mean length of completions"),
-    ("completions_clipped_ratio", "last", "completions/clipped_ratio", "Share of completions that a budget of tokens cut"),
-    ("reward_failed_ratio", "last", "rewards/failed_ratio", "Share of scores that failed"),
-    ("constant_groups_ratio", "last", "frac_reward_zero_std", "Share of groups that teach nothing"),
-    ("entropy_nats", "last", "entropy", "Entropy of the policy, per token"),
-    ("kl_behaviour_nats", "last", "kl/behaviour", "Mean log-ratio to the sampling policy, per token"),
-    ("kl_reference_nats", "last", "kl/reference", "Mean log-ratio to the frozen initial model, per token"),
-    ("importance_ratio_max", "last", "is/ratio_max", "Largest ratio proximal / behaviour"),
-    ("effective_sample_ratio", "last", "is/ess", "Effective sample size as a share of tokens"),
-    ("mismatch_nats", "last", "mismatch/abs_log_ratio", "Engine against learner on tokens of the same weights alone"),
-    ("gradient_norm", "last", "grad_norm", "Norm of the gradient before it is cut"),
-    ("learning_rate", "last", "learning_rate", "Of the policy's optimizer"),
-    ("checkpoints_failed", "last", "checkpoint/failed", "Checkpoints that could not be written since the learner's start"),
-    ("records_lost_lines", "last", "records/lost_lines", "Lines that the run's records should have and have not"),
 )
 _TOTALS = (
     ("steps", "", "step", "Steps the learner has done"),
@@ -67,6 +42,10 @@ _TOTALS = (
     ("spool_rows", "spool", "rows", "Rows that have come into the spool and are bound to groups"),
     ("spool_rejected_lines", "spool", "rejected", "Lines of the spool that were set aside"),
     ("credited_groups", "ledger", "credited", "Attempts at groups that were permitted"),
+)
+_BY_METRIC = (
+    ("step", "last", "Numbers of the newest step, as metrics.jsonl has them: docs/metrics.md"),
+    ("evaluation", "evaluation", "Of the newest evaluation: mean_reward; accuracy, the share of held-out prompts solved"),
 )
 _ACTOR = (
     ("version", "version", "Weights that the actor serves"),
@@ -98,6 +77,12 @@ class RunsCollector(Collector):
                 for run, parts in found.items():
                     _add(family, (run,), parts[part].get(key))
                 yield family
+        for name, part, words in _BY_METRIC:
+            family = GaugeMetricFamily(f"async_rlhf_{name}", words, labels=("run", "metric"))
+            for run, parts in found.items():
+                for metric, value in numbers(parts[part]).items():
+                    family.add_metric((run, metric), value)
+            yield family
         restarts = CounterMetricFamily("async_rlhf_restarts", "Processes that were started again", labels=("run", "role"))
         groups = GaugeMetricFamily("async_rlhf_ledger_groups", "Attempts at groups, by where they are", labels=("run", "place"))
         for run, parts in found.items():

@@ -1,6 +1,6 @@
 """The runs that are watched: one, or those in a directory. All viewers and scrapes share one reading of them.
 
-A thread looks again every `PERIOD_S` seconds, at a run in full only while its page is open; answers are of what was read
+A thread looks again every `PERIOD_S` seconds, in full at those runs whose page was opened last; answers are of what was read
 last. A run is known by the name of its directory and by nothing else, so a request can name no other file.
 """
 
@@ -26,7 +26,6 @@ from async_rlhf.watch.series import is_number
 PERIOD_S = 2.0
 MAX_RUNS = 200
 """The newest of a directory; the page shows how many more there are."""
-_OPEN_S = 30.0
 _MAX_READINGS = 16
 _MAX_TEXT = 4000
 _NOTHING: dict[str, Any] = {
@@ -37,12 +36,11 @@ _OF_EVALUATION = ("label", "step", "time", "mean_reward", "rewards", "solved_by"
 
 
 class _Run:
-    """One run: its summary, and once its page was opened what was read of its files. opened_at: by the clock of `Runs`."""
+    """One run and its summary."""
 
     def __init__(self, run: RunDir) -> None:
-        self.run, self.opened_at = run, -math.inf
+        self.run = run
         self.summary: dict[str, Any] = {}
-        self.reading: RunReading | None = None
         self._ledger, self._stamp = Ledger(run.path), tuple[object, ...]()
 
     def look(self) -> None:
@@ -72,6 +70,8 @@ class Runs:
         self.path, self._clock = path, clock
         self.more, self.is_one, self.revision = 0, False, 0
         self._runs: dict[str, _Run] = {}
+        self._readings: dict[Path, RunReading] = {}
+        """What was read of the files of a run, once its page was opened; the one opened last is last."""
         self._read_at = -math.inf
         # The one is held while hubs are queried, which may take seconds; the other only while files are read.
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
@@ -133,7 +133,7 @@ class Runs:
             return [plain(group) for group in self._open(name).completions()]
 
     def refresh(self) -> None:
-        """Look again at every run, and read on those whose page is open."""
+        """Look again at every run, and read on those whose page was opened last."""
         with self._looking:
             known = {run.run.path: run for run in self._runs.values()}
             found = {name: known.get(run.path) or _Run(run) for name, run in self._found().items()}
@@ -141,11 +141,10 @@ class Runs:
                 run.look()
             self._runs, self._read_at = found, self._clock()
         with self._lock:
-            for run in found.values():
-                if run.reading is not None and self._read_at - run.opened_at <= _OPEN_S:
-                    run.reading.refresh()
-                elif self._read_at - run.opened_at > 20 * _OPEN_S:
-                    run.reading = None
+            there = {run.run.path for run in found.values()}
+            self._readings = {path: reading for path, reading in self._readings.items() if path in there}
+            for reading in self._readings.values():
+                reading.refresh()
             self.revision += 1
 
     def _keep_reading(self) -> None:
@@ -162,16 +161,15 @@ class Runs:
 
     def _open(self, name: str) -> RunReading:
         self._be_current()
-        found = self._runs[name]
-        before, found.opened_at = found.opened_at, self._clock()
-        if found.reading is None or found.opened_at - before > _OPEN_S:
-            found.reading = found.reading or RunReading(found.run)
-            found.reading.refresh()
+        run = self._runs[name].run
+        if (reading := self._readings.pop(run.path, None)) is None:
+            reading = RunReading(run)
+            reading.refresh()
             self.revision += 1
-            readings = sorted((run for run in self._runs.values() if run.reading), key=lambda run: run.opened_at)
-            for run in readings[:-_MAX_READINGS]:
-                run.reading = None
-        return found.reading
+        self._readings[run.path] = reading
+        for path in list(self._readings)[:-_MAX_READINGS]:
+            del self._readings[path]
+        return reading
 
     def _found(self) -> dict[str, RunDir]:
         """By name, newest first."""

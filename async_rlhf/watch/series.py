@@ -7,11 +7,11 @@ that a spike of one step among a million is still seen. When a run has outgrown 
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_BUCKETS = 1000
 """More points than a picture of a curve has columns."""
@@ -21,66 +21,56 @@ MAX_STEP = 10**9
 """A step beyond it is damage."""
 _MAX_AGES = 33
 """Ages of tokens that are distinguished in a bucket; all older ones count as the oldest."""
+_COUNT, _SUM, _LOW, _HIGH = range(4)
+_NOTHING = np.array([0.0, 0.0, math.inf, -math.inf]).reshape(4, 1, 1)
 
 
-@dataclass
-class _Curve:
-    """Of one metric: number of the bucket, and what is in it; plain numbers, a fifth of the bytes that objects take."""
+class _Table:
+    """Curves by name: an array [4, curves, buckets] of the count, sum, smallest and largest value in each bucket."""
 
-    at: array[int] = field(default_factory=lambda: array("q"))
-    count: array[int] = field(default_factory=lambda: array("q"))
-    total: array[float] = field(default_factory=lambda: array("d"))
-    low: array[float] = field(default_factory=lambda: array("d"))
-    high: array[float] = field(default_factory=lambda: array("d"))
+    def __init__(self, max_buckets: int, max_curves: int) -> None:
+        self._max = max_curves
+        self.rows: dict[Any, int] = {}
+        self.cells = np.tile(_NOTHING, (1, 0, max_buckets))
 
-    def add(self, bucket: int, value: float, low: float, high: float, count: int = 1) -> None:
-        """value: the sum of `count` values."""
-        if self.at and self.at[-1] == bucket:
-            self.count[-1] += count
-            self.total[-1] += value
-            self.low[-1] = min(self.low[-1], low)
-            self.high[-1] = max(self.high[-1], high)
-            return
-        self.at.append(bucket)
-        self.count.append(count)
-        self.total.append(value)
-        self.low.append(low)
-        self.high.append(high)
+    def add(self, bucket: int, values: Mapping[Any, float]) -> None:
+        for name in values:
+            if name not in self.rows and len(self.rows) < self._max:
+                self.rows[name] = len(self.rows)
+        if (more := len(self.rows) - self.cells.shape[1]) > 0:
+            self.cells = np.concatenate([self.cells, np.tile(_NOTHING, (1, more, self.cells.shape[2]))], axis=1)
+        kept = {self.rows[name]: value for name, value in values.items() if name in self.rows}
+        rows, new = list(kept), np.fromiter(kept.values(), float, len(kept))
+        self.cells[_COUNT, rows, bucket] += 1
+        self.cells[_SUM, rows, bucket] += new
+        self.cells[_LOW, rows, bucket] = np.minimum(self.cells[_LOW, rows, bucket], new)
+        self.cells[_HIGH, rows, bucket] = np.maximum(self.cells[_HIGH, rows, bucket], new)
 
-    def halved(self) -> _Curve:
-        new = _Curve()
-        for at, count, total, low, high in zip(self.at, self.count, self.total, self.low, self.high, strict=True):
-            new.add(at // 2, total, low, high, count)
-        return new
+    def halve(self, odd: int) -> None:
+        """Each two neighbours become one. odd: 1 where the first bucket is the second of its pair."""
+        _, curves, buckets = self.cells.shape
+        empty = np.tile(_NOTHING, (1, curves, 2))
+        pairs = np.concatenate([empty[:, :, :odd], self.cells, empty[:, :, odd:]], axis=2)
+        one, other = pairs[:, :, 0:-1:2], pairs[:, :, 1::2]
+        merged = np.stack([*(one[:2] + other[:2]), np.minimum(one[2], other[2]), np.maximum(one[3], other[3])])
+        self.cells = np.tile(_NOTHING, (1, curves, buckets))
+        self.cells[:, :, : merged.shape[2]] = merged
 
     def cut(self, bucket: int) -> None:
         """Forget this bucket and all behind it."""
-        while self.at and self.at[-1] >= bucket:
-            for values in (self.at, self.count):
-                values.pop()
-            for sums in (self.total, self.low, self.high):
-                sums.pop()
-
-    def plain(self, width: int, bucket: int) -> dict[str, list[float]]:
-        begin = bisect_left(self.at, bucket)
-        return {
-            "step": [at * width for at in self.at[begin:]],
-            "mean": [total / count for total, count in zip(self.total[begin:], self.count[begin:], strict=True)],
-            "min": self.low[begin:].tolist(),
-            "max": self.high[begin:].tolist(),
-        }
+        self.cells[:, :, bucket:] = _NOTHING
 
 
 class History:
     """The curves of every metric of a run, and its tokens by age. Steps rise; one that does not takes back those from it on.
 
-    max_buckets: the most points a curve has. width: steps in a bucket, a power of two.
+    max_buckets: the most points a curve has. width: steps in a bucket, a power of two. The first bucket is that of the first
+    step.
     """
 
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
         self._max = max_buckets
-        self._curves: dict[str, _Curve] = {}
-        self._ages: dict[int, dict[int, int]] = {}
+        self._curves, self._ages = _Table(max_buckets, MAX_METRICS), _Table(max_buckets, _MAX_AGES)
         self._cuts = 0
         self._first_step = MAX_STEP
         self.width = 1
@@ -88,7 +78,7 @@ class History:
 
     @property
     def metrics(self) -> list[str]:
-        return list(self._curves)
+        return list(self._curves.rows)
 
     @property
     def layout(self) -> str:
@@ -98,56 +88,57 @@ class History:
     def add(self, step: int, values: Mapping[str, float], ages: Mapping[int, int] | None = None) -> None:
         """values: finite numbers by metric. ages: tokens of the step by their staleness."""
         if step <= self.last_step:
-            self._cut(step)
+            # a learner that goes on from a checkpoint makes these steps again; earlier ones of the same bucket go too
+            self._cuts += 1
+            for table in (self._curves, self._ages):
+                table.cut(max(0, self._bucket(step)))
+            self._first_step = min(step, self._first_step)
         self.last_step = step
-        self._first_step = min(step, self._first_step)
-        while step // self.width - self._first_step // self.width >= self._max:
-            self._halve()
-        bucket = step // self.width
-        for name, value in values.items():
-            if (curve := self._curves.get(name)) is None:
-                if len(self._curves) >= MAX_METRICS:
-                    continue
-                curve = self._curves[name] = _Curve()
-            curve.add(bucket, value, value, value)
-        if ages:
-            known = self._ages.setdefault(bucket, {})
-            for age, tokens in ages.items():
-                age = min(max(age, 0), _MAX_AGES - 1)
-                known[age] = known.get(age, 0) + tokens
+        self._first_step = step if self._first_step == MAX_STEP else self._first_step
+        while self._bucket(step) >= self._max:
+            odd = self._first_step // self.width % 2
+            self.width *= 2
+            for table in (self._curves, self._ages):
+                table.halve(odd)
+        self._curves.add(self._bucket(step), values)
+        counts: dict[int, int] = {}
+        for age, tokens in (ages or {}).items():
+            age = min(max(age, 0), _MAX_AGES - 1)
+            counts[age] = counts.get(age, 0) + tokens
+        self._ages.add(self._bucket(step), counts)
 
     def after(self, metrics: Iterable[str], step: int = 0, layout: str = "") -> dict[str, Any]:
         """Ready for JSON: what has changed for a reader that knows the buckets of this layout up to this step; or all of it.
 
         metrics: whose curves are given. from: the first step that is given; what the reader has from there on is replaced.
         """
-        bucket = step // self.width if layout == self.layout else 0
-        ages = sorted(at for at in self._ages if at >= bucket)
+        begin = step // self.width * self.width if layout == self.layout else 0
+        cut = max(0, self._bucket(begin))
+        ages = self._ages.cells[_SUM, :, cut:]
+        there = np.flatnonzero(ages.any(axis=0))
         return {
             "layout": self.layout,
             "width": self.width,
-            "from": bucket * self.width,
+            "from": begin,
             "last": self.last_step,
-            "curves": {name: self._curves[name].plain(self.width, bucket) for name in metrics if name in self._curves},
-            "ages": {"step": [at * self.width for at in ages], "tokens": [self._ages[at] for at in ages]},
+            "curves": {name: self._plain(self._curves.rows[name], cut) for name in metrics if name in self._curves.rows},
+            "ages": {
+                "step": self._steps(cut + there),
+                "tokens": [{age: int(ages[row, at]) for age, row in self._ages.rows.items() if ages[row, at]} for at in there],
+            },
         }
 
-    def _halve(self) -> None:
-        self.width *= 2
-        self._curves = {name: curve.halved() for name, curve in self._curves.items()}
-        ages: dict[int, dict[int, int]] = {}
-        for at, counts in self._ages.items():
-            known = ages.setdefault(at // 2, {})
-            for age, tokens in counts.items():
-                known[age] = known.get(age, 0) + tokens
-        self._ages = ages
+    def _bucket(self, step: int) -> int:
+        return step // self.width - self._first_step // self.width
 
-    def _cut(self, step: int) -> None:
-        """A learner that goes on from a checkpoint makes these steps again; earlier ones of the same bucket go too."""
-        self._cuts += 1
-        for curve in self._curves.values():
-            curve.cut(step // self.width)
-        self._ages = {at: counts for at, counts in self._ages.items() if at < step // self.width}
+    def _steps(self, buckets: NDArray[np.int64]) -> list[int]:
+        found: list[int] = ((self._first_step // self.width + buckets) * self.width).tolist()
+        return found
+
+    def _plain(self, row: int, cut: int) -> dict[str, list[Any]]:
+        there = cut + np.flatnonzero(self._curves.cells[_COUNT, row, cut:])
+        count, total, low, high = self._curves.cells[:, row, there]
+        return {"step": self._steps(there), "mean": (total / count).tolist(), "min": low.tolist(), "max": high.tolist()}
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:

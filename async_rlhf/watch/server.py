@@ -14,48 +14,28 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import ctypes
-import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from functools import lru_cache
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import uvicorn
-from anyio import to_thread
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.run.run_dir import no_run
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch import document, prometheus
-from async_rlhf.watch.connections import Connection, most
+from async_rlhf.watch.http import LOCAL, Guard, healthy, until_interrupted
 from async_rlhf.watch.runs import Runs, as_json
 from async_rlhf.watch.series import MAX_STEP
 
-MAX_HEADER_BYTES = 16 << 10
-MAX_PATH_BYTES = 2 << 10
-_OPEN = ("/healthz", "/readyz")
-LOCAL = ("127.0.0.1", "localhost", "[::1]")
-_GRACE_S = 2
-THREADS = 4
-"""That make answers."""
 _MAX_CURVES = 64
-# From glibc's malloc.h.
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-_LARGE_BYTES = 1 << 17
+_MOST_KEPT = 64
 
 
 def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | None = LOCAL) -> Starlette:
@@ -79,7 +59,7 @@ def routes(runs: Runs) -> list[BaseRoute]:
         Route("/api/runs/{name}/completions", answers.completions),
         Route("/metrics", answers.metrics),
         Route("/alerts.yml", lambda request: FileResponse(prometheus.ALERTS, media_type="text/plain; charset=utf-8")),
-        Route("/healthz", lambda request: PlainTextResponse("ok\n")),
+        Route("/healthz", healthy),
         Route("/readyz", answers.ready),
     ]
 
@@ -97,54 +77,9 @@ def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str]
 
 def show(runs: Runs, bound: socket.socket, token: str | None) -> None:
     """Serve the page of these runs, which are read meanwhile, on a listening socket until Ctrl-C."""
-    keep_little()
     with closing(runs):
         runs.start()
         until_interrupted(application(runs, token, (*LOCAL, addresses.shown(bound)[0])), bound)
-
-
-def keep_little() -> None:
-    """From now on all threads share one arena of glibc's allocator, and a large block is given back when it is freed. Before
-    other threads begin; other allocators are left as they are.
-
-    An answer may have megabytes. An arena keeps the most that its thread ever took, and glibc keeps what is freed.
-    """
-    with suppress(OSError, AttributeError):
-        allocator = ctypes.CDLL(None)
-        allocator.mallopt(_M_ARENA_MAX, 1)
-        allocator.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-
-
-def until_interrupted(app: ASGIApp, bound: socket.socket) -> None:
-    """Serve on a listening socket until Ctrl-C."""
-    with suppress(KeyboardInterrupt):  # uvicorn has closed its connections, and raises it once more
-        server(app).run(sockets=[bound])
-
-
-def server(app: ASGIApp) -> uvicorn.Server:
-    """Serves an application over HTTP on the sockets it is run with; takes no long header and no body worth the name."""
-
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        # Answers are made one after the other; each further thread would only keep the memory that its largest one took.
-        to_thread.current_default_thread_limiter().total_tokens = THREADS
-        await app(scope, receive, send)
-
-    return uvicorn.Server(
-        uvicorn.Config(
-            served,
-            http=Connection,
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=most(),
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_graceful_shutdown=_GRACE_S,
-        )
-    )
 
 
 def save(path: Path, out: Path) -> None:
@@ -155,130 +90,52 @@ def save(path: Path, out: Path) -> None:
         raise ConfigError(f"--save {str(out)!r} cannot be written: {error}") from error
 
 
-class Guard:
-    """Before every request: its size, its host or token, and that no page of another site sends something. Adds headers by
-    which a browser gives the answers to no other site.
-
-    max_body_bytes: of what is sent, whose length must be given; 0: nothing can be sent.
-    """
-
-    def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str] | None, max_body_bytes: int = 0) -> None:
-        self._app, self._hosts, self._max_body_bytes = app, hosts, max_body_bytes
-        self._token = None if token is None else token.encode()
-        self._headers = {
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cross-origin-resource-policy": "same-origin",
-        }
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                added = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-                message = {**message, "headers": [*message["headers"], *added]}
-            await send(message)
-
-        await (self._refusal(scope) or self._app)(scope, receive, with_headers)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        length = headers.get("content-length", "0")
-        if not self._max_body_bytes and (length != "0" or "transfer-encoding" in headers):
-            return PlainTextResponse("nothing can be sent here: a request has no body\n", 413)
-        if "transfer-encoding" in headers:
-            return PlainTextResponse("send it whole, with its Content-Length\n", 411)
-        if not length.isdecimal() or len(length) > 12 or int(length) > self._max_body_bytes:
-            return PlainTextResponse(f"a body has at most {self._max_body_bytes} bytes; split it\n", 413)
-        if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_PATH_BYTES:
-            return PlainTextResponse(f"a path and its query have at most {MAX_PATH_BYTES} bytes\n", 414)
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            return PlainTextResponse(f"headers have at most {MAX_HEADER_BYTES} bytes\n", 431)
-        if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
-            return PlainTextResponse(f"requested by another name than {', '.join(self._hosts)}\n", 421)
-        if scope["method"] not in ("GET", "HEAD") and _is_elsewhere(headers):
-            return PlainTextResponse("sent by a page of another site: nothing is taken from there\n", 403)
-        if self._token is not None and scope["path"] not in _OPEN and not self._is_token(headers.get("authorization", "")):
-            return PlainTextResponse(
-                "a token is needed\n", 401, {"www-authenticate": 'Basic realm="async-rlhf", charset="UTF-8"'}
-            )
-        return None
-
-    def _is_token(self, authorization: str) -> bool:
-        """Takes as long for a nearly right one as for any other."""
-        kind, _, given = authorization.partition(" ")
-        sent = given.encode() if kind.lower() == "bearer" else b""
-        if kind.lower() == "basic":
-            with suppress(binascii.Error, ValueError):
-                sent = base64.b64decode(given, validate=True).partition(b":")[2]
-        assert self._token is not None
-        return secrets.compare_digest(sent, self._token)
-
-
 class _Answers:
-    """Runs in threads: an answer may wait for a disk. The same answer is made once for all viewers.
-
-    One is made at a time, however many are requested: a whole one takes ten times its size while it is made, and what several
-    threads take at once the process keeps.
-    """
+    """Made in one thread, one after the other: a whole one takes ten times its size while it is made, and what several threads
+    take at once the process keeps. The same answer is made once for all viewers."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._state = lru_cache(maxsize=64)(self._made)
+        self._made: dict[tuple[str, tuple[int, str] | None], bytes] = {}
         self._made_of = 0
-        self._making = threading.Lock()
 
     def page(self, request: Request) -> Response:
         headers = {"cache-control": "no-cache", "content-security-policy": document.policy()}
         return Response(document.page(), media_type="text/html", headers=headers)
 
     def listing(self, request: Request) -> Response:
-        self._runs.names()  # which may wait for hubs
-        with self._making:
-            return _json(as_json(document.listing(self._runs)).encode())
+        return _json(as_json(document.listing(self._runs)).encode())
 
     def state(self, request: Request) -> Response:
         query = request.query_params
         wanted = (_step(query["step"]), query.get("layout", "")[:40]) if "step" in query else None
         name = self._known(request)
         self._runs.touch(name)
-        with self._making:
-            revision = self._runs.revision
-            # what was made of an earlier reading is requested no more, and may be a megabyte each
-            if revision != self._made_of:
-                self._made_of = revision
-                self._state.cache_clear()
-            return _json(self._state(name, wanted, revision))
+        # what was made of an earlier reading is requested no more, and may be a megabyte each
+        if self._runs.revision != self._made_of or len(self._made) >= _MOST_KEPT:
+            self._made_of = self._runs.revision
+            self._made.clear()
+        if (key := (name, wanted)) not in self._made:
+            found = self._runs.state(name)
+            if wanted is not None:
+                found["history"] = self._runs.curves(name, document.METRICS, *wanted)
+            self._made[key] = as_json(found).encode()
+        return _json(self._made[key])
 
     def curves(self, request: Request) -> Response:
         metrics = request.query_params.getlist("metric")[:_MAX_CURVES]
-        name = self._known(request)
-        with self._making:
-            return _json(as_json(self._runs.curves(name, metrics)).encode())
+        return _json(as_json(self._runs.curves(self._known(request), metrics)).encode())
 
     def completions(self, request: Request) -> Response:
-        name = self._known(request)
-        with self._making:
-            return _json(as_json(self._runs.completions(name)).encode())
+        return _json(as_json(self._runs.completions(self._known(request))).encode())
 
     def metrics(self, request: Request) -> Response:
-        self._runs.names()
-        with self._making:
-            text = prometheus.exposition(self._runs)
+        text = prometheus.exposition(self._runs)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def ready(self, request: Request) -> Response:
         ready = bool(self._runs.names())
         return PlainTextResponse("ready\n" if ready else "no run has been read yet\n", 200 if ready else 503)
-
-    def _made(self, name: str, wanted: tuple[int, str] | None, revision: int) -> bytes:
-        found = self._runs.state(name)
-        if wanted is not None:
-            found["history"] = self._runs.curves(name, document.METRICS, *wanted)
-        return as_json(found).encode()
 
     def _known(self, request: Request) -> str:
         name: str = request.path_params["name"]
@@ -295,15 +152,3 @@ def _step(text: str) -> int:
 
 def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
-
-
-def _is_elsewhere(headers: Headers) -> bool:
-    """Whether a page of another site has sent it, by headers of browsers; other programs send none."""
-    origin = headers.get("origin")
-    other = origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
-    return other or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-
-
-def _name(host: str) -> str:
-    """Of a Host header, without the port."""
-    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()

@@ -40,8 +40,7 @@ def timeline(
     steps: records of metrics, oldest first. spans: lines of each actor's span file. samples: lines of rollouts.jsonl. What is
     damaged is left out.
     """
-    learner = [span for record in steps[-MOST_STEPS - 1 :] for span in _learner([record])]
-    learner = _learner(steps[-MOST_STEPS - 1 :]) or learner
+    learner = _learner([record for record in steps[-MOST_STEPS - 1 :] if _learner([record])])
     if not learner:
         return {"began": 0.0, "ended": 0.0, "lanes": []}
     ended = max(span.ended for span in learner)

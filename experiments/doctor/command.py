@@ -19,7 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
-from async_rlhf.launch.inventory import this_machine
+from async_rlhf.launch.machine import this_machine
 
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgpack
@@ -24,53 +20,45 @@ from async_rlhf.launch.agent import Agent, serve
 from async_rlhf.launch.connection import Connection, Place, nothing
 from async_rlhf.launch.depot import Depot
 from async_rlhf.launch.exit_codes import HOST_LOST
+from async_rlhf.launch.hosts import CommandChannel, CommandHosts, Pipe
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
-from async_rlhf.launch.orders import Look, Missing, Open, Piece, Start, Want, encode
-from async_rlhf.launch.pipe import Pipe
+from async_rlhf.launch.orders import EVENTS, ORDERS, Look, Missing, Open, Piece, Start, Want
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import is_private
 from tests.conftest import has_ended, wait_for
 
 
+def opening(directory: Path, lost_after_s: float = 60.0) -> Open:
+    return Open(directory=str(directory), lost_after_s=lost_after_s)
+
+
 class Spoken:
-    """An agent's process, and the supervisor's end of its pipes."""
+    """An agent's process, and the supervisor's end of its channel."""
 
     def __init__(self, directory: Path, lost_after_s: float) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "async_rlhf.launch.agent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.pipe = Pipe(os.dup(self.process.stdout.fileno()), os.dup(self.process.stdin.fileno()))
-        self.process.stdin.close()
-        self.process.stdin = None
-        self.say(Open(directory=str(directory), lost_after_s=lost_after_s))
+        self.channel = CommandChannel([sys.executable, "-m", "async_rlhf.launch.agent"])
+        self.process = self.channel._process
+        self.say(opening(directory, lost_after_s))
         self.opened = self.hear(orders.Opened)
 
     def say(self, order: orders.Order) -> None:
-        self.pipe.send(encode(order))
+        self.channel.send(ORDERS.pack(order))
 
     def hear(self, kind: type[Any]) -> Any:
         """The next event of this kind."""
-        found = wait_for(lambda: self._of(kind), kind.__name__)
-        assert isinstance(found, kind)
-        return found
 
-    def finish(self) -> tuple[int, str]:
-        """Exit code and what it said on standard error."""
-        said = self.process.communicate(timeout=300)[1].decode()
-        return self.process.returncode, said
+        def look() -> Any:
+            frame = self.channel.receive(0.1)
+            found = None if frame is None else EVENTS.unpack(frame)
+            return found if isinstance(found, kind) else None
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=300)
+        return wait_for(look, kind.__name__)
 
-    def _of(self, kind: type[Any]) -> Any:
-        frame = self.pipe.receive(0.1)
-        found = None if frame is None else orders.event(frame)
-        return found if isinstance(found, kind) else None
+    def end(self) -> str:
+        """How it ended, and what it said last."""
+        with pytest.raises(ConnectionAbortedError) as raised:
+            wait_for(lambda: self.channel.receive(0.1) and None, "its end")
+        return str(raised.value)
 
 
 @pytest.fixture
@@ -83,14 +71,13 @@ def agent(tmp_path: Path) -> Iterator[Callable[..., Spoken]]:
 
     yield start
     for each in started:
-        each.close()
+        each.channel.close()
 
 
 def a_hub_without_a_run(life: int, **inline: bytes) -> Start:
     """It ends at once: its directory holds no run."""
-    return Start(
-        life=life, name="hub-0", role="hub", arguments=["ipc:///nowhere"], files={}, inline=inline, returns=["logs/hub-0.log"]
-    )  # fmt: skip
+    node = {"life": life, "name": "hub-0", "role": "hub", "arguments": ("ipc:///nowhere",)}
+    return Start(**node, files={}, inline=inline, returns=["logs/hub-0.log"])  # type: ignore[arg-type]
 
 
 def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
@@ -126,9 +113,8 @@ def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
     assert b"is no run directory" in spoken.hear(orders.Wrote).data
     ended = spoken.hear(orders.Ended)
     assert (ended.life, ended.code) == (7, 3) and "is no run directory" in ended.words
-    assert spoken.pipe.end(1.0)
-    code, said = spoken.finish()
-    assert code == 0 and "ends with its supervisor" in said
+    assert spoken.channel._pipe.end(1.0)
+    assert "ended with code 0: the agent ends with its supervisor" in spoken.end()
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["contents"]
 
 
@@ -153,64 +139,25 @@ def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_
 
 
 def test_an_agent_that_hears_nothing_ends(agent: Callable[..., Spoken]) -> None:
-    code, said = agent(lost_after_s=5.0).finish()
-    assert code == 0 and "no order for" in said
-
-
-class Reading:
-    """A channel and its only host: an agent that has read what it was to look at when it has heard twice of its supervisor."""
-
-    names = present = addresses = ("far",)
-    here = "near"
-
-    def __init__(self) -> None:
-        self._events: SimpleQueue[bytes] = SimpleQueue()
-        self.num_heard = 0
-
-    def connect(self, name: str, timeout_s: float) -> Reading:
-        return self
-
-    def send(self, frame: bytes) -> None:
-        if isinstance(order := orders.order(frame), Open):
-            here = version("async-rlhf")
-            has = orders.Machine(devices=0, device_memory=None, device_name="", cpus=1, memory=None)
-            self._events.put(encode(orders.Opened(version=here, host="far", directory="/own", has=has)))
-        elif isinstance(order, orders.Alive):
-            self.num_heard += 1
-            if self.num_heard == 2:
-                self._events.put(encode(orders.Looked(path="/its", problem="")))
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        with suppress(Empty):
-            return self._events.get(timeout=timeout_s)
-        return None
-
-    def close(self) -> None: ...
+    said = agent(lost_after_s=5.0).end()
+    assert "ended with code 0" in said and "no order for" in said
 
 
 def test_an_agent_hears_of_its_supervisor_while_it_reads_for_long(tmp_path: Path) -> None:
+    """For longer than after which it would end by itself."""
+    slow = "depot.Depot.problem = lambda *_: time.sleep(8) or 'changed'"
+    program = f"import time; from async_rlhf.launch import agent, depot; {slow}; agent.main()"
     (tmp_path / "rows").write_bytes(b"rows")
-    channel, place = Reading(), Place(tmp_path, ("rows",), "/its")
-    connection = Connection("far", channel, Open(directory="/own", lost_after_s=60.0), 60.0, [place], nothing)
-    assert connection.ready.wait(60) and not connection.lost and channel.num_heard >= 2
+    hosts, place = CommandHosts(("far",), [sys.executable, "-c", program]), Place(tmp_path, ("rows",), "/its")
+    connection = Connection("far", hosts, opening(tmp_path, 4.0), [place], nothing)
+    assert connection.ready.wait(120) and not connection.lost
     connection.close()
-
-
-def test_a_host_with_fewer_devices_than_its_place_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    agent = Agent()
-    agent.take(Open(directory=str(tmp_path), lost_after_s=60.0))
-    agent.take(a_hub_without_a_run(1).model_copy(update={"devices": [5]}))
-    ended = wait_for(lambda: next((each for each in agent.look() if isinstance(each, orders.Ended)), None), "its end")
-    assert isinstance(ended, orders.Ended) and ended.code == HOST_LOST
-    assert "device 5 of this machine is to be used" in ended.words and "shows 2 devices" in ended.words
-    agent.close()
 
 
 def test_an_agent_hears_of_its_supervisor_while_a_start_waits_for_the_fork_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two is killed meanwhile: it is begun and ended."""
+    """One of three is killed meanwhile: it is begun and ended. One is for a device that is not there, which counts as lost."""
     imported, begin = threading.Event(), LocalLauncher.start
 
     def slow(launcher: LocalLauncher, run_dir: Path, node: Node) -> LocalProcess:
@@ -218,18 +165,21 @@ def test_an_agent_hears_of_its_supervisor_while_a_start_waits_for_the_fork_serve
         return begin(launcher, run_dir, node)
 
     monkeypatch.setattr(LocalLauncher, "start", slow)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     agent = Agent()
-    agent.take(Open(directory=str(tmp_path), lost_after_s=60.0))
+    agent.take(opening(tmp_path))
     assert isinstance(wait_for(agent.look, "it to open")[0], orders.Opened)
-    for life in (1, 2):
-        assert agent.take(a_hub_without_a_run(life).model_copy(update={"name": f"hub-{life}"})) == []
+    for life, devices in ((1, None), (2, None), (3, (5,))):
+        wanted = a_hub_without_a_run(life).model_copy(update={"name": f"hub-{life}", "devices": devices})
+        assert agent.take(wanted) == []
     assert agent.take(orders.Kill(life=2)) == [] and agent.look() == []
     imported.set()
     events: list[orders.Event] = []
-    wait_for(lambda: events.extend(agent.look()) or sum(isinstance(each, orders.Ended) for each in events) == 2, "two ends")
+    wait_for(lambda: events.extend(agent.look()) or sum(isinstance(each, orders.Ended) for each in events) == 3, "their ends")
     started = [each.life for each in events if isinstance(each, orders.Started)]
-    ends = {each.life: each.code for each in events if isinstance(each, orders.Ended)}
-    assert started == [1, 2] and ends[1] == 3 and ends[2] < 0
+    ends = {each.life: each for each in events if isinstance(each, orders.Ended)}
+    assert started == [1, 2] and ends[1].code == 3 and ends[2].code < 0 and ends[3].code == HOST_LOST
+    assert "device 5 of this machine is to be used" in ends[3].words and "shows 2 devices" in ends[3].words
     agent.close()
 
 
@@ -238,8 +188,8 @@ def test_an_agent_hears_of_its_supervisor_while_a_start_waits_for_the_fork_serve
     [
         (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes is announced; the limit is 4194304"),
         (b"Welcome to gpu1!\n", "It is b'Welcome to gpu1"),
-        (b"\0\0\0\1\xc1", "no MessagePack"),
-        (b"\0\0\0\1\x05", "no [protocol, message]"),
+        (b"\0\0\0\1\xc1", "what is no message"),
+        (b"\0\0\0\1\x05", "what is no message"),
         ((99, {"type": "alive"}), "protocol 99"),
         ((1, {"type": "erase"}), "'erase'"),
         ((1, {"type": "want", "digests": ["../../etc/passwd"]}), "pattern"),
@@ -251,7 +201,7 @@ def test_what_is_no_order_ends_the_agent_with_the_reason(data: bytes | tuple[int
     reads, orders_to = os.pipe()
     events_from, writes = os.pipe()
     ours = Pipe(events_from, orders_to)
-    ours.send(encode(Open(directory=str(tmp_path), lost_after_s=60.0)))
+    ours.send(ORDERS.pack(opening(tmp_path)))
     if isinstance(data, tuple):
         ours.send(msgpack.packb(data))
     else:
@@ -268,11 +218,11 @@ def test_what_is_no_order_ends_the_agent_with_the_reason(data: bytes | tuple[int
 )
 def test_no_order_names_a_file_outside_the_agent_s_directory(name: str) -> None:
     good = a_hub_without_a_run(1)
-    assert orders.order(encode(good)) == good
+    assert ORDERS.unpack(ORDERS.pack(good)) == good
     for field in ("files", "inline", "returns", "name"):
         values = {"files": {name: "0" * 32}, "inline": {name: b""}, "returns": [name], "name": name}
-        with pytest.raises(WireError, match="no plain relative name"):
-            orders.order(msgpack.packb([1, good.model_dump() | {field: values[field]}]))
+        with pytest.raises(WireError, match=r"\nstart\."):
+            ORDERS.unpack(msgpack.packb([1, good.model_dump() | {field: values[field]}]))
 
 
 def test_a_content_is_kept_only_when_it_is_whole(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,27 +24,32 @@ def test_long_freezes_on_both_sides_of_the_watchdog_cost_no_group(small: Any) ->
     assert problems(run, config) == [] and run.read_ledger()["ledger"]["quarantined"] == 0
 
 
-def books(path: Path, config: Any, groups: list[list[int]], **ledger: Any) -> list[str]:
-    """What the bookkeeper says of a run whose steps trained these groups."""
+GOOD = [[0, 1, 2, 3], [4, 5, 6, 7]]
+SILENT, ENDED = "attempt 0: anna was silent for 2 s", "attempt 1: ben ended: its process is gone"
+
+
+@pytest.mark.parametrize(
+    ("groups", "ledger", "reasons", "found"),
+    [
+        (GOOD, {}, [], []),
+        ([[0, 1, 2, 3], [4, 5, 6]], {}, [], ["groups never trained: [7] (0 were quarantined)"]),
+        ([[0, 1, 2, 3], [3, 5, 6, 7]], {}, [], ["groups trained more than once: [3]", "groups never trained: [4]"]),
+        (GOOD, {"closes": False}, [], ["the ledger does not close"]),
+        (GOOD, {"trained": 9}, [], ["the ledger has 9 trained groups"]),
+        (GOOD, {}, [SILENT, ENDED], []),
+        (GOOD, {}, [SILENT], ["group 7 was quarantined, and no actor ended with it"]),
+    ],
+)
+def test_the_bookkeeper_sees_what_is_lost_repeated_or_left_open(
+    small: Any, groups: list[list[int]], ledger: dict[str, Any], reasons: list[str], found: list[str]
+) -> None:
+    config = small(max_steps=2)
     run = RunDir.create(config)
     records = [{"step": i, "groups": each, "staleness/violations": 0} for i, each in enumerate(groups, 1)]
     run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     total = sum(map(len, groups))
     run.ledger.write_text(json.dumps({"ledger": {"closes": True, "trained": total, "quarantined": 0, **ledger}}))
-    return problems(run, config)
-
-
-def test_the_bookkeeper_sees_what_is_lost_repeated_or_left_open(small: Any, tmp_path: Path) -> None:
-    good = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert books(tmp_path, small(name="good", max_steps=2), good) == []
-    [lost] = books(tmp_path, small(name="lost", max_steps=2), [[0, 1, 2, 3], [4, 5, 6]])
-    assert lost == "groups never trained: [7] (0 were quarantined)"
-    twice = books(tmp_path, small(name="twice", max_steps=2), [[0, 1, 2, 3], [3, 5, 6, 7]])
-    assert twice[0] == "groups trained more than once: [3]"
-    assert "does not close" in books(tmp_path, small(name="open", max_steps=2), good, closes=False)[0]
-    guilty = {"group": 7, "reasons": ["attempt 0: anna was silent for 2 s", "attempt 1: ben ended: its process is gone"]}
-    run = RunDir.existing(small(name="good").run_dir)
-    for reasons, num_found in ((guilty["reasons"], 0), (guilty["reasons"][:1], 1)):
-        (run.path / "quarantine.jsonl").write_text(json.dumps({**guilty, "reasons": reasons}) + "\n")
-        assert len(problems(run, small(name="good", max_steps=2))) == num_found
-    assert "ledger has 9" in books(tmp_path, small(name="wrong", max_steps=2), good, trained=9)[0]
+    if reasons:
+        (run.path / "quarantine.jsonl").write_text(json.dumps({"group": 7, "reasons": reasons}) + "\n")
+    seen = problems(run, config)
+    assert len(seen) == len(found) and all(each.startswith(words) for each, words in zip(seen, found, strict=True)), seen

@@ -26,34 +26,26 @@ def lives(made: Child, now: float, lived_s: float, *, progress: bool) -> float:
     return made.died(now + lived_s, 0.5)
 
 
-def test_pauses_double_and_deaths_add_up_while_a_role_only_starts() -> None:
-    made = child()
-    assert [lives(made, 1000.0 * i, 900.0, progress=False) for i in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert made.deaths == 8 > MAX_DEATHS
-
-
-def test_a_life_with_work_ten_times_as_long_as_the_pause_before_it_forgives_all_deaths() -> None:
-    made = child()
-    for i in range(4):
-        lives(made, 100.0 * i, 1.0, progress=False)  # the last pause is 4 s
-    assert lives(made, 1000.0, 39.9, progress=True) == 8 and made.deaths == 5
-    assert lives(made, 2000.0, 80.0, progress=True) == 0.5 and made.deaths == 1
-
-
-def test_a_role_that_works_a_little_each_time_is_given_up_too() -> None:
-    made = child()
-    lives(made, 0.0, 0.0, progress=False)
-    for i in range(1, MAX_DEATHS):
-        lives(made, 100.0 * i, 4.9, progress=True)
-    assert made.deaths == MAX_DEATHS
-
-
-def test_work_of_an_earlier_life_counts_for_nothing_and_a_start_that_failed_is_a_death() -> None:
-    made = child()
-    lives(made, 0.0, 100.0, progress=True)
-    lives(made, 1000.0, 100.0, progress=False)
-    made.died(1200.0, 0.5)  # it could not be started
-    assert made.deaths == 3
+@pytest.mark.parametrize(
+    ("role", "lived", "pauses", "deaths"),
+    [
+        ("actor", [(900.0, False)] * 8, [0.5, 1, 2, 4, 8, 16, 30, 30], 8),  # pauses double while a role only starts
+        ("actor", [(1.0, False)] * 4 + [(39.9, True)], [0.5, 1, 2, 4, 8], 5),
+        ("actor", [(1.0, False)] * 4 + [(40.0, True)], [0.5, 1, 2, 4, 0.5], 1),  # ten times as long as the pause before it
+        ("actor", [(0.0, False)] + [(4.9, True)] * 5, [0.5, 1, 2, 4, 8, 16], MAX_DEATHS),  # works a little each time
+        ("actor", [(100.0, True), (100.0, False)], [0.5, 1], 2),  # work of an earlier life counts for nothing
+        ("scorer", [(299.0, False)] * 2, [0.5, 1], 2),  # it does not say what it has done
+        ("scorer", [(299.0, False)] * 2 + [(300.0, False)], [0.5, 1, 0.5], 1),
+    ],
+)
+def test_deaths_add_up_and_pauses_double_until_a_life_was_one_of_work(
+    role: str, lived: list[tuple[float, bool]], pauses: list[float], deaths: int
+) -> None:
+    made = child(role)
+    assert [lives(made, 1000.0 * i, s, progress=progress) for i, (s, progress) in enumerate(lived)] == pauses
+    assert made.deaths == deaths
+    made.died(made.start_at, 0.5)  # it could not be started
+    assert made.deaths == deaths + 1
 
 
 def test_a_lost_host_is_no_death_and_its_pauses_grow_until_it_works_again() -> None:
@@ -66,7 +58,10 @@ def test_a_lost_host_is_no_death_and_its_pauses_grow_until_it_works_again() -> N
     made.started(PROCESS, 2000.0)
     made.progressed()
     assert made.lost(2001.0, 0.5, "refused") == (0.5, True)
-    assert lives(made, 3000.0, 1.0, progress=False) == 0.5 and made.deaths == 1
+    relay = child("relay")
+    assert [relay.lost(float(i), 0.5, "no route") for i in range(3)][-1] == (2, False)
+    relay.started(PROCESS, 1000.0)
+    assert relay.lost(2000.0, 0.5, "no route") == (0.5, True), "after a long life it is news"
 
 
 def test_what_came_after_its_end_is_no_part_of_a_life() -> None:
@@ -78,23 +73,6 @@ def test_what_came_after_its_end_is_no_part_of_a_life() -> None:
     made.ends_well(11.0)
     made.died(500.0, 0.5)
     assert made.deaths == 2
-
-
-def test_a_host_that_is_lost_again_after_a_long_life_of_its_relay_is_news() -> None:
-    made = child("relay")
-    assert [made.lost(float(i), 0.5, "no route") for i in range(3)][-1] == (2, False)
-    made.started(PROCESS, 1000.0)
-    assert made.lost(2000.0, 0.5, "no route") == (0.5, True)
-
-
-def test_a_scorer_which_does_not_say_what_it_did_has_worked_after_five_minutes() -> None:
-    made = child("scorer")
-    lives(made, 0.0, 299.0, progress=False)
-    assert made.deaths == 1
-    lives(made, 1000.0, 299.0, progress=False)
-    assert made.deaths == 2
-    lives(made, 2000.0, 300.0, progress=False)
-    assert made.deaths == 1
 
 
 def test_a_supervisor_that_was_frozen_finds_nobody_silent() -> None:
@@ -112,22 +90,13 @@ def test_a_supervisor_that_was_frozen_finds_nobody_silent() -> None:
     assert made.beats(time()) == b"." and made.silent_s(time()) == 0.0
 
 
-def test_a_role_that_has_never_worked_is_given_up_when_it_ends_by_the_same_error_twice() -> None:
-    made = child("learner")
-    for error in ("OSError: no room", "ValueError: no such thing", ""):
+@pytest.mark.parametrize("has_worked", [False, True])
+def test_the_same_error_twice_in_a_row_gives_up_a_role_that_has_never_worked(has_worked: bool) -> None:
+    made, given_up = child("learner"), list[bool]()
+    made.has_worked = has_worked
+    for error in ("OSError: no room", "", *["ValueError: no such thing"] * (MAX_DEATHS - 2)):
         made.started(PROCESS, 0.0)
         made.died(5.0, 0.5, error)
-        assert not made.given_up(MAX_DEATHS)
-    for _ in range(2):
-        made.started(PROCESS, 0.0)
-        made.died(5.0, 0.5, "ValueError: no such thing")
-    assert made.given_up(MAX_DEATHS), "twice in a row"
-
-
-def test_the_same_error_of_a_role_that_has_worked_before_is_an_accident_until_there_are_too_many() -> None:
-    made = child("learner")
-    made.started(PROCESS, 0.0)
-    made.has_worked = True
-    for deaths in range(1, MAX_DEATHS + 1):
-        made.died(5.0, 0.5, "ValueError: no such thing")
-        assert made.given_up(MAX_DEATHS) == (deaths >= MAX_DEATHS)
+        given_up.append(made.given_up(MAX_DEATHS))
+    first = MAX_DEATHS if has_worked else 4
+    assert given_up == [number >= first for number in range(1, MAX_DEATHS + 1)]

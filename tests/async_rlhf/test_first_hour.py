@@ -99,9 +99,9 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of these sources. Built from a copy: a build leaves files."""
-    folder = tmp_path_factory.mktemp("sdist")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The sdist of these sources, made from a copy, for a build leaves files; its wheel; and where that is installed."""
+    folder = tmp_path_factory.mktemp("built")
     (folder / "copy").mkdir()
     for name in SOURCES:
         source, target = REPOSITORY / name, folder / "copy" / name
@@ -110,29 +110,17 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(source, target)
     run(sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')", cwd=folder / "copy")
-    (made,) = folder.glob("*.tar.gz")
-    return made
+    (sdist,) = folder.glob("*.tar.gz")
+    pip = (sys.executable, "-m", "pip")
+    run(*pip, "wheel", str(sdist), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    run(*pip, "install", "--no-deps", "--no-compile", "--target", str(folder / "site"), str(wheel), cwd=folder)
+    return sdist, wheel, folder / "site"
 
 
-@pytest.fixture(scope="module")
-def wheel(sdist: Path) -> Path:
-    """Made of what the sdist has."""
-    folder = sdist.parent
-    pip = (sys.executable, "-m", "pip", "wheel", str(sdist), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
-    run(*pip, cwd=folder)
-    (made,) = folder.glob("*.whl")
-    return made
-
-
-@pytest.fixture(scope="module")
-def site(wheel: Path) -> Path:
-    """Where the wheel is installed."""
-    folder = wheel.parent / "site"
-    run(
-        *(sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--target", str(folder), str(wheel)),
-        cwd=wheel.parent,
-    )
-    return folder
+@pytest.fixture
+def site(built: tuple[Path, Path, Path]) -> Path:
+    return built[2]
 
 
 @pytest.fixture
@@ -148,7 +136,8 @@ def project(tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "project"
 
 
-def test_sdist_and_wheel_have_the_package_its_configurations_and_nothing_else(sdist: Path, wheel: Path) -> None:
+def test_sdist_and_wheel_have_the_package_its_configurations_and_nothing_else(built: tuple[Path, Path, Path]) -> None:
+    sdist, wheel, _ = built
     with tarfile.open(sdist) as sources:
         folders = {name.split("/")[1] for name in sources.getnames() if name.count("/") > 1}
     assert folders == {"async_rlhf", "async_rlhf.egg-info"}

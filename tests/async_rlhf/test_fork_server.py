@@ -26,9 +26,6 @@ from tests.conftest import REPOSITORY, Command, gone, wait_for
 VARIABLES = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(REPOSITORY)}
 
 
-# -- what is forked --------------------------------------------------------------------------------------------------
-
-
 def report(arguments: list[str]) -> int:
     """What this process has been given, as JSON in its standard output."""
     numpy = sys.modules["numpy"]
@@ -56,9 +53,6 @@ def wait_on_input(arguments: list[str]) -> int:
 
 def fail(arguments: list[str]) -> int:
     raise RuntimeError("on purpose")
-
-
-# --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -118,7 +112,15 @@ def test_a_fork_is_a_child_with_all_that_it_inherits_and_nothing_of_the_server(s
     }
 
 
-def test_a_fork_ends_by_a_signal_an_error_or_its_closed_input_as_a_child_does(server: ForkServer) -> None:
+def test_a_fork_ends_by_a_signal_an_error_or_its_closed_input_and_holds_a_lock_as_a_child_does(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    lock = RunLock.take(tmp_path / "lock")
+    holding = Forked(server, "wait_on_input", lock.descriptor)
+    lock.release()
+    assert is_held(tmp_path / "lock")
+    holding.finish()
+    assert not is_held(tmp_path / "lock") and server.is_there
     killed, closed, failed = (Forked(server, name) for name in ("wait_on_input", "wait_on_input", "fail"))
     assert killed.process.poll() is None
     killed.process.kill()
@@ -129,7 +131,7 @@ def test_a_fork_ends_by_a_signal_an_error_or_its_closed_input_as_a_child_does(se
 
 
 def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "_servers", [])
+    monkeypatch.setattr(forked, "_server", None)
 
     def fork() -> Forked:
         made: list[Forked] = []
@@ -141,9 +143,10 @@ def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: p
         assert forked.fork(["numpy"], VARIABLES, ask)
         return made[0]
 
-    first, (server,) = fork(), list(forked._servers)
+    first, server = fork(), forked._server
+    assert server is not None
     server.process.kill()
-    second, (other,) = fork(), list(forked._servers)
+    second, other = fork(), forked._server
     assert other is not server and first.process.poll() is None
     assert forked.warm(["numpy"], {**VARIABLES, "CUDA_VISIBLE_DEVICES": "3"}) is other
     assert forked.warm(["numpy"], {**VARIABLES, "OMP_NUM_THREADS": "7"}) is not other, "a library has read it by now"
@@ -151,7 +154,10 @@ def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: p
     forked._close()
 
 
-def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_and_hears_no_terminal(server: ForkServer) -> None:
+def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_hears_no_terminal_and_ends_when_it_is_idle(
+    server: ForkServer,
+) -> None:
+    idle, stays = (ForkServer.begin(["numpy"], VARIABLES, idle_s) for idle_s in (0.01, math.inf))
     assert Forked(server, "wait_on_input").finish()[0] == 0
     process = psutil.Process(server.process.pid)
     assert process.num_threads() == 1 and process.open_files() == [] and process.num_fds() <= 4
@@ -162,15 +168,10 @@ def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_and_hears_no_te
     orphan = psutil.Process(int(orphans.stdout))
     assert orphan.ppid() != os.getpid()
     orphan.kill()
-
-
-def test_a_lock_is_held_by_the_fork_and_not_by_the_server(server: ForkServer, tmp_path: Path) -> None:
-    lock = RunLock.take(tmp_path / "lock")
-    forked = Forked(server, "wait_on_input", lock.descriptor)
-    lock.release()
-    assert is_held(tmp_path / "lock")
-    forked.finish()
-    assert not is_held(tmp_path / "lock") and server.is_there
+    wait_for(lambda: not idle.is_there, "the end of the idle one")
+    assert Forked(stays, "wait_on_input").finish()[0] == 0
+    for each in (idle, stays):
+        each.close()
 
 
 def test_a_server_that_hangs_or_cannot_import_is_an_error_with_a_name(
@@ -182,18 +183,10 @@ def test_a_server_that_hangs_or_cannot_import_is_an_error_with_a_name(
     with pytest.raises(OSError, match="the fork server has not answered for 600 s"):
         server.fork("no:matter", [], VARIABLES, [0, 1, 2])
     assert not server.is_there
-    monkeypatch.setattr(forked, "_servers", [])
+    monkeypatch.setattr(forked, "_server", None)
     with pytest.raises(OSError, match="the fork server ends while it begins"):
         forked.fork(["no_such_module"], VARIABLES, lambda each: each.fork("no:matter", [], VARIABLES, [0, 1, 2]))
     forked._close()
-
-
-def test_a_server_without_requests_ends_after_its_time() -> None:
-    idle, stays = (ForkServer.begin(["numpy"], VARIABLES, idle_s) for idle_s in (0.01, math.inf))
-    wait_for(lambda: not idle.is_there, "the end of the idle one")
-    assert Forked(stays, "wait_on_input").finish()[0] == 0
-    for each in (idle, stays):
-        each.close()
 
 
 def test_servers_end_with_the_command_that_uses_them(
@@ -210,13 +203,13 @@ def test_servers_end_with_the_command_that_uses_them(
 
 def test_a_server_serves_only_the_process_it_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork of the program around has none yet, and what a shell passes on is another's; "off" means none at all."""
-    monkeypatch.setattr(forked, "_servers", ["the parent's"])
+    monkeypatch.setattr(forked, "_server", "the parent's")
     told, tell = os.pipe()
     if not (child := os.fork()):
-        os.write(tell, str(len(forked._servers)).encode())
+        os.write(tell, str(forked._server).encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(told, 9) == b"0" and len(forked._servers) == 1
+    assert os.read(told, 9) == b"None" and forked._server is not None
     os.close(told)
     os.close(tell)
     monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", f"{os.getppid()} 3 4 digest")

@@ -36,22 +36,15 @@ def evaluated(run: RunDir, **rewards: float) -> None:
 def test_the_new_run_has_the_old_ones_configuration_but_for_its_model_its_name_and_what_is_overridden(source: RunDir) -> None:
     config = forked(source, "new", {"learner.learning_rate": 1e-5})
     changed = {line.split(":")[0] for line in differences(source.config(), config)}
-    assert changed == {"name", "model", "learner.learning_rate"}
-    assert config.run_dir == source.path.parent / "new"
-    assert config.model == str(source.path / "checkpoints" / "step_000003" / "model")
-
-
-def test_what_was_changed_while_the_old_run_went_on_holds_for_the_new_one(source: RunDir) -> None:
+    assert changed == {"name", "model", "learner.learning_rate"} and config.run_dir == source.path.parent / "new"
     source.forget_end()  # no change is taken by a run that has ended for good
     assert ask(source, {"guard.max_kl": 2.0, "checkpoint.save_every": 7}) is not None
     config = forked(source, "new", {"checkpoint.save_every": 9})
-    assert (config.guard.max_kl, config.checkpoint.save_every) == (2.0, 9)
-
-
-def test_the_checkpoint_is_the_newest_the_best_or_the_one_that_is_named(source: RunDir) -> None:
+    assert (config.guard.max_kl, config.checkpoint.save_every) == (2.0, 9), "what was changed while the old run went on holds"
     evaluated(source, s1=0.9, s2=0.6, s3=0.5)
-    models = [forked(source, "new", {}, **chosen).model for chosen in ({}, {"best": True}, {"from_step": 2})]  # type: ignore[arg-type]
-    assert [Path(model).parent.name for model in models] == ["step_000003", "step_000002", "step_000002"]
+    for chosen, step in (({}, 3), ({"best": True}, 2), ({"from_step": 2}, 2)):
+        model = forked(source, "new", {}, **chosen).model  # type: ignore[arg-type]
+        assert model == str(source.path / "checkpoints" / f"step_{step:06d}" / "model")
 
 
 def test_its_manifest_names_the_run_and_the_step_that_it_came_from(source: RunDir) -> None:

@@ -1,27 +1,44 @@
-"""A run with actors and a learner rank on other hosts: agents that a command starts, here as processes of this machine."""
+"""A run with actors and a learner rank on other hosts: agents that a command starts, here as processes of this machine; what a
+process there is given, and which address it is told."""
 
 from __future__ import annotations
 
+import os
+import socket
 import stat
 import sys
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.environments.stand_in import STAND_IN
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
-from async_rlhf.launch.program import role_of
+from async_rlhf.buffers.transport import keys, link
+from async_rlhf.cli.commands import app
+from async_rlhf.inspect.chaos import problems
+from async_rlhf.launch import connection
+from async_rlhf.launch.network import LOOPBACK, free_port, interface_towards, own_address
+from async_rlhf.launch.orders import Start
+from async_rlhf.launch.program import actor_node, rank_node, relay_node, role_of, scorer_node
 from async_rlhf.preparation import prepare
+from async_rlhf.run.config import Config, load, override
+from async_rlhf.run.hosts import node_files as staging
 from async_rlhf.run.hosts.connections import connect, found_by
+from async_rlhf.run.hosts.node_files import pack, places
 from async_rlhf.run.hosts.placement import inventory_of, placement_of
+from async_rlhf.run.processes.agreement import shared
+from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
-from tests.async_rlhf.test_faults import trained_groups
+from tests.async_rlhf.test_agreement import machine
 from tests.async_rlhf.test_supervisor import Heard
-from tests.async_rlhf.two_hosts import AHEAD_S, clock_ahead
 from tests.conftest import has_ended
 
 AGENT = (sys.executable, "-m", "async_rlhf.launch.agent")
@@ -49,6 +66,16 @@ ANOTHER_VERSION = (
 )
 
 
+AHEAD_S = 300.0
+
+
+def clock_ahead(folder: Path, seconds: float) -> str:
+    """A value of PYTHONPATH with which the clock of a Python process, and of all that it starts, is so far ahead."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(f"import time\n_time = time.time\ntime.time = lambda: _time() + {seconds}\n")
+    return ":".join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
 @pytest.fixture
 def on_hosts(small: Any, tmp_path: Path) -> Any:
     """`on_hosts(**overrides)`: the small run with two actors, each on a host of its own."""
@@ -70,14 +97,10 @@ def agents() -> list[psutil.Process]:
     return found
 
 
-def assert_nothing_lost(run: RunDir, num_steps: int) -> None:
-    """Of a run that was drained: every step and every group once, the bound kept, the ledger closed."""
-    metrics = run.read_metrics()
-    assert [record["step"] for record in metrics] == list(range(1, num_steps + 1))
-    assert sorted(trained_groups(run.path)) == list(range(4 * num_steps))
-    assert all(record["staleness/violations"] == 0 for record in metrics)
-    ledger = run.read_ledger()["ledger"]
-    assert ledger["closes"] and ledger["trained"] == 4 * num_steps and ledger["quarantined"] == 0
+def assert_nothing_lost(run: RunDir) -> None:
+    """Of a run that was drained."""
+    done = run.config().model_copy(update={"max_steps": len(run.read_metrics())})
+    assert problems(run, done) == [] and run.read_ledger()["ledger"]["quarantined"] == 0
 
 
 @pytest.mark.rest
@@ -130,7 +153,7 @@ def test_a_run_on_hosts_goes_on_while_a_relay_and_a_host_are_lost_and_uses_them_
         "again from 0.5 s on"
         for name in ("actor-0", "actor-1", "relay-1", "scorer-1")
     ]
-    assert_nothing_lost(run, supervisor.num_records)
+    assert_nothing_lost(run)
     for name in ("actor-0", "actor-2"):  # the other one may be starting still
         assert "ended: drained" in run.log(name).read_text() and run.spans(name).read_text()
     written = run.config()
@@ -179,27 +202,172 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
             {"launch.command": [sys.executable, "-c", "print('Welcome to {host}')"]},
             "may pass on nothing.*It is b'Welcome to",
         ),
-        (
-            {"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"], "launch.start_timeout_s": 0.5},
-            r"no answer within 0.5 s \(launch.start_timeout_s\)",
-        ),
+        ({"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"]}, r"no answer within 5 s"),
         ({"launch.command": [sys.executable, "-c", ANOTHER_VERSION]}, "async-rlhf 0.0.1 is installed there, and .* here"),
-        ({"launch.paths": {"/": "/nowhere"}}, r"/nowhere/.*cannot be read: No such file.*launch.paths names it for"),
     ],
 )
 def test_a_host_that_is_not_fit_is_named_before_the_run_begins(
-    on_hosts: Any, overrides: dict[str, Any], message: str, tmp_path: Path
+    on_hosts: Any, overrides: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "no answer" in message:
+        monkeypatch.setattr(connection, "START_S", 5.0)
     with pytest.raises(ConfigError, match=f"the run cannot be started: .*{message}"):
         prepare(on_hosts(**overrides))
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_that_differs_where_it_was_named_is_refused(on_hosts: Any, tmp_path: Path) -> None:
-    config = on_hosts()
-    model = Path(config.model)
-    for name in (path.name for path in model.iterdir()):
-        (tmp_path / "other").mkdir(exist_ok=True)
-        (tmp_path / "other" / name).write_bytes((model / name).read_bytes() + b" ")
-    with pytest.raises(ConfigError, match=r"has digest .* instead of"):
-        connect(on_hosts(**{"launch.paths": {config.model: str(tmp_path / "other")}}))
+LAUNCH = {"launch.kind": "hosts", "launch.hosts": ["gpu1"]}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Of a folder with a model, data, and a reward that imports its neighbour, which imports another."""
+    folder = machine(tmp_path)
+    (folder / "judge.py").write_text("import near\n\ndef judge(completion):\n    return near.ONE\n")
+    (folder / "near.py").write_text("from far import ONE\n")
+    (folder / "far.py").write_text("import json\nimport near\nONE = 1.0\n")
+    (folder / "other.py").write_text("raise SystemExit\n")
+    keys.create(folder / "keys", ["actor-0"], link.new_pair)
+    return load(folder / "config.toml", {"output_dir": str(folder / "runs"), "security.keys": str(folder / "keys"), **LAUNCH})
+
+
+def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Config, tmp_path: Path) -> None:
+    run, there = RunDir.create(config, load_rows(config.data)), tmp_path / "there" / "actor-0"
+    given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there), {})
+    Start(life=1, name="actor-0", role="actor", arguments=(), files=dict.fromkeys(given.files, "0" * 32),
+          inline=dict(given.inline), returns=list(given.returns))  # fmt: skip
+    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far")}
+    assert {name for name in given.files if name.endswith(".py")} == own
+    for name, data in ({name: path.read_bytes() for name, path in given.files.items()} | dict(given.inline)).items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(data)
+        (there / name).chmod(0o600)
+    # Nothing of here is left: the config there names only files that are there.
+    (tmp_path / "judge.py").rename(tmp_path / "judge.away")
+    (tmp_path / "near.py").unlink()
+    its = RunDir.existing(there).config()
+    assert its.model == f"{there}/model" and its.rewards.functions[0] == f"own={there}/rewards/0/judge.py:judge"
+    secret = (tmp_path / "keys" / "for-actor-0" / "peer.secret").read_text().strip()
+    assert keys.load_peer(Path(its.security.keys or "")).secret.decode() == secret
+    assert "hub.secret" not in {Path(name).name for name in (*given.inline, *given.files)}
+    (tmp_path / "judge.away").rename(tmp_path / "judge.py")
+    assert shared(its, RunData(there, its.data)) == shared(config, RunData(run.path, config.data))
+    run.retire()
+
+
+def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import far\nfrom async_rlhf import loss\n\n@loss()\ndef plain(inputs, weight_N, config):\n    ...\n"
+    )
+    (tmp_path / "zero.json").write_text("{}")
+    own = {"backend": "deepspeed", "deepspeed_config": str(tmp_path / "zero.json")}
+    config = override(config, {"loss.kind": f"{tmp_path}/own.py:plain", "learner": own})
+    given = pack(config, rank_node(1, "10.0.0.1:2222", tmp_path / "log"), "/own/rank", {})
+    files = {"loss/0/own.py", "loss/0/far.py", "loss/0/near.py", "deepspeed/zero.json"}
+    assert {name for name in given.files if not name.startswith("model/")} == files
+    assert given.files["model/model.safetensors"] and list(given.inline) == ["config.toml"]
+    its = tomllib.loads(given.inline["config.toml"].decode())
+    assert (its["model"], its["loss"]["kind"]) == ("/own/rank/model", "/own/rank/loss/0/own.py:plain")
+    assert its["learner"]["deepspeed_config"] == "/own/rank/deepspeed/zero.json"
+    assert given.returns == {"logs/learner-rank-1.log": tmp_path / "log"}
+
+
+def test_a_model_that_a_host_has_is_named_and_not_sent(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = actor_node(config.address, 0, tmp_path / "log")
+    (tmp_path / "runs/run/data").mkdir(parents=True)
+    (place,) = places(config)
+    assert place.there == config.model and "model.safetensors" in place.names
+    given = pack(config, node, "/own/actor-0", {place: "/there/model"})
+    assert 'model = "/there/model"' in given.inline["config.toml"].decode()
+    assert not any(name.startswith("model/") for name in given.files)
+    assert "model/model.safetensors" in pack(config, node, "/own/actor-0", {}).files
+    monkeypatch.setattr(staging, "HF_HUB_CACHE", str(tmp_path))  # a snapshot is looked for in the host's own cache
+    (place,) = places(config)
+    assert place.there == "{hub}/model"
+    assert 'model = "/its/hub/model"' in pack(config, node, "/own", {place: "/its/hub/model"}).inline["config.toml"].decode()
+
+
+def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(config: Config, tmp_path: Path) -> None:
+    run = RunDir.create(config.model_copy(update={"address": "tcp://10.0.0.1:5555"}), load_rows(config.data))
+    keys.add(config.security.directory or tmp_path, ["relay-1:relay"], link.new_pair)
+    relay, scorer, log = "ipc://{sockets}/relay", "ipc://{sockets}/scorer", tmp_path / "log"
+    nodes = relay_node("relay-1", "tcp://10.0.0.1:5555", relay, log), scorer_node("scorer-1", scorer, log)
+    given = {each.role: pack(run.config(), each, "/own/it", {}) for each in (*nodes, actor_node(relay, 7, log, scorer))}
+    run.retire()
+    own_keys = {"keys/hub.public", "keys/peer.secret"}
+    for role, inline, folders in (
+        ("relay", {"config.toml", *own_keys}, set()),
+        ("scorer", {"config.toml"}, {"rewards", "model"}),
+        ("actor", {"config.toml"}, {"rewards", "model", "data"}),
+    ):
+        assert set(given[role].inline) == inline
+        assert {name.partition("/")[0] for name in given[role].files} == folders
+    assert 'keys = "none"' in given["actor"].inline["config.toml"].decode()
+    assert 'keys = "/own/it/keys"' in given["relay"].inline["config.toml"].decode()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"launch.kind": "hosts"}, "needs launch.hosts"),
+        ({"launch.hosts": ["a", "a"]}, "each once"),
+        ({"launch.hosts": ["-oProxyCommand=x"]}, "begins with '-'"),
+        ({"launch.kind": "slurm"}, "launch.kind = 'slurm'"),
+        ({"launch.command": []}, "names no program"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(small: Any, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"launch.hosts": ["no.such.host.invalid"]}, "'no.such.host.invalid' cannot be reached.*choose launch.interface"),
+        ({"launch.interface": "eth99"}, "launch.interface = 'eth99': there is none"),
+        ({"address": "tcp://*:5555", "security.keys": "keys"}, "hosts need one they can connect to"),
+        (
+            {"rewards.functions": ["mine=remote"], "rewards.options.mine": {"address": "ipc:///x"}},
+            "served on this machine only",
+        ),
+        ({"environment.function": f"mine={STAND_IN}"}, "served on this machine only"),
+    ],
+)
+def test_a_run_that_hosts_could_not_reach_is_refused(
+    small: Any, overrides: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys.create(tmp_path / "keys", [], link.new_pair)
+    with pytest.raises(ConfigError, match=message):
+        connect(small(**{**LAUNCH, **overrides}))
+
+
+def test_the_command_names_a_launcher_and_check_says_which_host_is_not_fit() -> None:
+    refused = CliRunner().invoke(app, ["train", "quick", "--launcher", "slurm"])
+    assert refused.exit_code == 3 and "launch.kind = 'slurm'" in refused.output
+    hosts = ["--set", 'launch.hosts=["localhost"]', "--set", "launch.kind=hosts", "--set", 'launch.command=["false"]']
+    checked = CliRunner().invoke(app, ["check", "quick", *hosts])
+    assert checked.exit_code == 3 and "host 'localhost': its command (false) ended with code 1" in checked.output
+
+
+def test_the_hub_s_address_is_the_one_that_reaches_the_hosts() -> None:
+    assert own_address([LOOPBACK, "localhost"], None) == own_address([], "lo") == LOOPBACK
+    assert interface_towards(LOOPBACK) == "lo"
+    with socket.socket() as listening:
+        listening.bind((LOOPBACK, free_port(LOOPBACK)))
+
+
+def test_keys_are_added_for_the_actors_that_lack_them_and_no_others_change(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    keys.provide(directory, ["actor-0"], link.new_pair)
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    keys.provide(directory, ["actor-0", "actor-1", "relay-1:relay"], link.new_pair)
+    keys.provide(directory, ["relay-1:relay"], link.new_pair)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    holders = {holder.name: holder.roles for holder in keys.load_hub(directory).allowed.values()}
+    assert holders.keys() == {"local", "actor-0", "actor-1", "relay-1"} and holders["actor-1"] == {"actor"}
+    assert holders["relay-1"] == {"relay"}
+    assert (directory / "for-actor-1" / "peer.secret").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="actors of the machine 'actor-0' may be called so"):
+        keys.provide(directory, ["actor-0-1"], link.new_pair)

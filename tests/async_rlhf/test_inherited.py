@@ -70,39 +70,31 @@ def test_where_no_socket_can_lie_tmpdir_and_the_limit_are_named(
     assert not Path(small().run_dir).exists()
 
 
-def test_a_umask_that_takes_our_own_rights_is_refused() -> None:
-    before = os.umask(0o277)
+def test_what_a_run_could_not_live_with_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    umask, ignored = os.umask(0o277), signal.getsignal(signal.SIGCHLD)
     try:
         with pytest.raises(ConfigError, match=r"umask 0277 takes from you the rights.* 022, or 077"):
             check_inherited()
         os.umask(0o077)
         check_inherited()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        with pytest.raises(ConfigError, match="SIGCHLD is ignored"):
+            check_inherited()
     finally:
-        os.umask(before)
-
-
-def test_few_descriptors_are_refused_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+        os.umask(umask)
+        signal.signal(signal.SIGCHLD, ignored)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 4096))
     with pytest.raises(ConfigError, match=r"may open 64 files \(ulimit -n\), and a run needs 256"):
         check_inherited()
     for enough in (256, resource.RLIM_INFINITY):
         monkeypatch.setattr(resource, "getrlimit", lambda which, most=enough: (most, most))
         check_inherited()
-
-
-def test_a_locale_that_is_not_utf_8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locale, "getpreferredencoding", lambda do_setlocale: "ISO-8859-1")
     with pytest.raises(ConfigError, match=r"files are read as ISO-8859-1 \(LC_ALL, .*: set PYTHONUTF8=1"):
         check_inherited()
 
 
-def test_an_ignored_sigchld_is_refused_in_a_program_and_undone_by_the_command() -> None:
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        with pytest.raises(ConfigError, match="SIGCHLD is ignored"):
-            check_inherited()
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+def test_the_command_does_not_inherit_that_the_ends_of_children_are_ignored() -> None:
     begin = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
     look = "import signal; from async_rlhf.cli import commands as c; c.app = lambda: print(int(signal.getsignal(17))); c.main()"
     command = [sys.executable, "-c", begin, sys.executable, "-c", look]

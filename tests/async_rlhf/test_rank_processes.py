@@ -85,7 +85,7 @@ def test_it_is_as_silent_as_its_most_silent_rank_which_is_named(
     wait_for(process.read_beats, "a beat of both")
     process.kill()
     process, _ = start(STAY, "exec sleep 1000", STAY)
-    wait_for(lambda: process.read_beats() or len(process._heard) == 2, "the beats of two")
+    wait_for(lambda: process.read_beats() or len(process._beaten) == 2, "the beats of two")
     assert not process.read_beats() and process.poll() is None
     process.kill()
     assert (process.poll(), process.failure_message()) == (1, "rank 1 sent no beats")

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
-from async_rlhf.launch.inventory import parse, this_machine, visible
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
+from async_rlhf.launch.machine import parse, this_machine, visible
 from async_rlhf.launch.placement import Host
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.ranks import rank_nodes

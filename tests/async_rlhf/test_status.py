@@ -1,13 +1,15 @@
-"""Where a run stands, when it ends while it is asked."""
+"""What a person reads: where a run stands, also when it ends while it is asked, and the lines printed while it goes on."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from rich.console import Console
 from async_rlhf.inspect.status import lines, read, watch
 from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
+from async_rlhf.run.display.console import Display, beginning, line, sample_line
+from async_rlhf.run.display.notebook import NotebookDisplay
 from async_rlhf.run.run_dir import RunDir
 
 
@@ -26,8 +30,12 @@ def sockets() -> Iterator[Path]:
         yield directory
 
 
-def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: Callable[..., Any], sockets: Path) -> None:
-    run = RunDir.create(small())
+@pytest.fixture
+def run(small: Any) -> RunDir:
+    return RunDir.create(small())
+
+
+def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(run: RunDir, sockets: Path) -> None:
     run.announce(sockets)
 
     def ends() -> None:
@@ -46,10 +54,9 @@ def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(small: C
 
 
 def test_a_run_whose_hub_has_ended_is_ending_while_its_last_checkpoint_is_evaluated(
-    small: Callable[..., Any], sockets: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("async_rlhf.inspect.status._PATIENCE_S", 0.05)
-    run = RunDir.create(small())
     run.announce(sockets)
     run.ledger.write_text('{"state": "drained"}')
     begun = run.lock_file.stat().st_mtime_ns
@@ -60,10 +67,10 @@ def test_a_run_whose_hub_has_ended_is_ending_while_its_last_checkpoint_is_evalua
     run.retire()
 
 
-def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
+def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(run: RunDir) -> None:
     actor = {"version": 1, "groups": 0, "silent_s": 0.0}
     run.ledger.write_text(json.dumps({"waiting_for": "prompts", "actors": {"actor-0": actor}}))
+    assert "actor-0: version 1, 0 groups, last message 0.0 s ago" in lines(run, read(run))
     run.retire()
     assert lines(run, read(run)) == [
         f"{run.path}: stopped, step 0 of 4",
@@ -72,20 +79,16 @@ def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(small: Callabl
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_is_watched_until_it_ends(small: Callable[..., Any], terminal: bool) -> None:
-    run, shown = RunDir.create(small()), io.StringIO()
+def test_a_run_is_watched_until_it_ends(run: RunDir, terminal: bool) -> None:
+    shown = io.StringIO()
     looks = iter([lambda: None, lambda: run.metrics.write_text('{"step": 1}\n'), run.retire])
     watch(run, Console(file=shown, force_terminal=terminal, width=200), sleep=lambda seconds: next(looks)())
-    heads = [text for text in shown.getvalue().splitlines() if "step " in text and " of 4" in text]
+    heads = [text.rsplit(": ")[-1] for text in shown.getvalue().splitlines() if "step " in text and " of 4" in text]
     assert "stopped, step 1 of 4" in heads[-1] and not run.is_alive()
-    if not terminal:
-        assert [head.rsplit(": ")[-1] for head in heads] == [
-            "starting, step 0 of 4", "starting, step 1 of 4", "stopped, step 1 of 4",
-        ]  # fmt: skip
+    assert terminal or heads == ["starting, step 0 of 4", "starting, step 1 of 4", "stopped, step 1 of 4"]
 
 
-def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
+def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(run: RunDir) -> None:
     for role in ("actor", "hub", "actor"):
         run.count_restart(role)
     assert "started again: actor 2, hub 1" in lines(run, read(run))
@@ -96,8 +99,7 @@ def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(small: Callable
     assert read(run)["restarts"] == {"hub": 1}
 
 
-def test_of_many_evaluations_the_first_the_best_and_the_newest_are_shown(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
+def test_of_many_evaluations_and_changes_those_that_count_are_shown(run: RunDir) -> None:
     made = {"label": "step", "accuracy": 0.0, "num_prompts": 8, "failed": 0}
     rewards = [0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6]
     records = [{**made, "step": i, "mean_reward": reward} for i, reward in enumerate(rewards, 1)]
@@ -105,10 +107,6 @@ def test_of_many_evaluations_the_first_the_best_and_the_newest_are_shown(small: 
     told = lines(run, read(run))[-6:]
     assert [text.split(":")[0].rsplit(" ", 1)[-1] for text in told[:-1]] == ["1", "3", "5", "6", "7"]
     assert told[1].endswith("(best)") and told[-1] == "2 more evaluations"
-
-
-def test_of_many_changes_the_newest_are_shown_and_a_ledger_that_is_given_is_read_on(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small())
     ledger = Ledger(run.path)
 
     def change(numbers: range) -> list[str]:
@@ -120,3 +118,71 @@ def test_of_many_changes_the_newest_are_shown_and_a_ledger_that_is_given_is_read
     told = change(range(11, 14))
     assert told[0] == f"changed 3 times before that: {run.path / 'changes.jsonl'}"
     assert told[1:] == [f"changed: guard.max_kl null -> 1.0, from step {step} on" for step in range(4, 14)]
+
+
+RECORD = dict.fromkeys(("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor"), 0)
+ROLLOUTS = [{"text": "leets", "scores": {"exact": 1.0, "judge": "timed out"}}]
+SAMPLE = {"step": 3, "prompt": "Spell steel", "rollouts": ROLLOUTS}
+
+
+@pytest.fixture
+def printed() -> tuple[Display, Callable[[], list[str]]]:
+    file = io.StringIO()
+    return Display(Console(file=file, soft_wrap=True)), lambda: file.getvalue().splitlines()
+
+
+def test_before_the_first_step_each_thing_that_is_waited_for_is_printed_once(printed: Any) -> None:
+    display, lines = printed
+    loading = {"version": None, "actors": {}}
+    generating = {"version": 0, "actors": {"actor-0": {}}, "ledger": {"queued": 3, "leased": 13}}
+    for status in ({}, {}, loading, loading, {**loading, "version": 0}, generating, generating):
+        display.waiting(status, 16)
+    assert lines() == [
+        "starting the processes",
+        "the learner loads its model",
+        "the actors load their model",
+        "the first batch is generated",
+    ]
+    assert beginning(generating, 16)[1] == "3 of 16 groups are ready, 13 in work"
+
+
+def test_a_step_says_how_long_the_rest_will_take_and_when_scores_failed(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "failed" not in line(RECORD) and "failed" not in line({**RECORD, "rewards/failed_ratio": 0.0})
+    assert line({**RECORD, "rewards/failed_ratio": 0.25}).endswith("failed scores: 25.0%")
+    display, lines = printed
+    clock = iter([0.0, 20.0, 40.0])
+    monkeypatch.setattr("async_rlhf.run.display.console.time.monotonic", lambda: next(clock))
+    for step in (1, 11, 100):
+        display.step({**RECORD, "step": step}, 100)
+    assert "left" not in lines()[0] and lines()[1].endswith("left 0:02:58") and "left" not in lines()[2]
+
+
+def test_on_a_terminal_an_evaluation_has_a_bar_below_the_steps_until_it_ends() -> None:
+    file = io.StringIO()
+    with Display(Console(file=file, force_terminal=True, width=120)) as display:
+        display.step({**RECORD, "step": 5}, 100)
+        display.evaluating("the start", 40)
+        display.evaluating("the start", None)
+        between = len(file.getvalue())
+        display.step({**RECORD, "step": 6}, 100)
+    drawn = file.getvalue()
+    assert "5/100" in drawn[:between] and "evaluation of the start: 40%" in drawn[:between]
+    assert "6/100" in drawn[between:] and "evaluation" not in drawn[between:]
+
+
+def test_a_sample_is_shown_now_and_then_and_what_is_none_never(printed: Any, tmp_path: Path) -> None:
+    display, lines = printed
+    for record in ({}, {"rollouts": []}, {**SAMPLE, "rollouts": [7]}, SAMPLE, {**SAMPLE, "step": 4}):
+        display.sample(record)
+    assert lines() == ["sample of step 3: 'Spell steel' -> 'leets'  (exact 1.0, judge timed out)"]
+    assert len(sample_line({**SAMPLE, "prompt": "x" * 10_000})) < 200
+
+
+def test_a_notebook_shows_what_is_said_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions and reasons come from models and from users' code."""
+    drawn: list[str] = []
+    display = SimpleNamespace(display=lambda page, display_id: SimpleNamespace(update=drawn.append), HTML=str)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with NotebookDisplay() as notebook:
+        notebook.event("<script>alert(1)</script> & more")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in drawn[-1] and "<script" not in drawn[-1]

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import lines, read
-from async_rlhf.launch import affinity
+from async_rlhf.launch import machine
 from async_rlhf.launch.connection import NodeFiles
-from async_rlhf.launch.cpu_sets import PARTS, Part, Strategy, cpu_sets, shares
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.hosts import CommandHosts
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.orders import Open
-from async_rlhf.launch.placement import Host, Placement, Wanted, place
+from async_rlhf.launch.placement import Host, Part, Placement, Strategy, Wanted, cpu_sets, place, shares
 from async_rlhf.launch.program import Node, Process
 from async_rlhf.launch.remote import Connections, RemoteLauncher
 from async_rlhf.launch.sockets import ON_HOST
@@ -38,15 +36,13 @@ from async_rlhf.run.hosts.placement import placement_of, table, with_threads
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
 
-EQUAL: dict[Part, float] = {"generation": 1, "scoring": 1, "learning": 1}
-USUAL: dict[Part, float] = {"generation": 2, "scoring": 1, "learning": 1}
+PARTS: tuple[Part, ...] = ("generation", "scoring", "learning")
 parts_of_a_host = st.sets(st.sampled_from(PARTS), min_size=1)
-weights_of_parts = st.fixed_dictionaries({part: st.floats(0.01, 100) for part in PARTS})
 strategies = st.sampled_from(["flattening", "interleaving", "separation"])
 
 
-@given(st.lists(st.fractions(Fraction(1, 100), 100), min_size=1, max_size=6), st.integers(0, 200))
-def test_shares_add_up_are_at_least_one_and_within_one_of_the_exact_share(weights: list[Fraction], more: int) -> None:
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(0, 200))
+def test_shares_add_up_are_at_least_one_and_within_one_of_the_exact_share(weights: list[int], more: int) -> None:
     num_cpus = len(weights) + more
     found, exact = shares(weights, num_cpus), [weight * num_cpus / sum(weights) for weight in weights]
     assert sum(found) == num_cpus and min(found) >= 1
@@ -56,12 +52,12 @@ def test_shares_add_up_are_at_least_one_and_within_one_of_the_exact_share(weight
     assert [has for _, has in heavier] == sorted(found), "more weight, not fewer CPUs"
 
 
-@given(strategies, parts_of_a_host, weights_of_parts, st.integers(1, 64))
+@given(strategies, parts_of_a_host, st.integers(1, 64))
 def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
-    strategy: Strategy, parts: set[Part], weights: dict[Part, float], num_cpus: int
+    strategy: Strategy, parts: set[Part], num_cpus: int
 ) -> None:
     try:
-        sets = cpu_sets(strategy, parts, weights, num_cpus, "this machine")
+        sets = cpu_sets(strategy, parts, Host(cpus=num_cpus))
     except ConfigError as error:
         assert num_cpus == 1 and strategy != "flattening" and {"learning"} < parts and "has 1 for the run" in str(error)
         return
@@ -81,15 +77,15 @@ def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
 
 
 def test_on_two_cpus_scoring_is_with_the_learner_or_with_generation_and_on_four_it_has_its_own() -> None:
-    found = {name: cpu_sets(name, PARTS, USUAL, 2, "") for name in ("interleaving", "separation")}
+    found = {name: cpu_sets(name, PARTS, Host(cpus=2)) for name in ("interleaving", "separation")}
     assert found["interleaving"] == {"generation": (0,), "scoring": (1,), "learning": (1,)}
     assert found["separation"] == {"generation": (0,), "scoring": (0,), "learning": (1,)}
-    assert cpu_sets("separation", PARTS, USUAL, 4, "") == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
-    assert cpu_sets("interleaving", PARTS, USUAL, 4, "")["learning"] == (2, 3)
+    assert cpu_sets("separation", PARTS, Host(cpus=4)) == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
+    assert cpu_sets("interleaving", PARTS, Host(cpus=4))["learning"] == (2, 3)
 
 
 def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
-    return place(Wanted(scorer=True, cpu_weights=USUAL, **wanted), hosts)
+    return place(Wanted(scorer=True, **wanted), hosts)
 
 
 def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host() -> None:
@@ -129,7 +125,7 @@ def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
     wanted: Wanted, inventory: tuple[Host, ...], strategy: Strategy
 ) -> None:
     try:
-        slots = place(replace(wanted, strategy=strategy, cpu_weights=USUAL), inventory).slots
+        slots = place(replace(wanted, strategy=strategy), inventory).slots
     except ConfigError:
         return
     together = {"flattening": {"learner", "scorer", "actor"}, "interleaving": {"learner", "scorer"}, "separation": set[str]()}
@@ -217,10 +213,10 @@ def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
         assert allowed(process.pid) == {min(before)} and os.sched_getaffinity(0) == before
     finally:
         process.kill()
-    assert affinity.assigned_threads(affinity.environment(7)) == 7 and affinity.assigned_threads({}) is None
-    assert affinity.environment(7, {})["OMP_WAIT_POLICY"] == "PASSIVE", "threads that wait leave their CPU to other parts"
-    assert affinity.environment(7, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
-    assert affinity.environment(None) == {}
+    assert machine.assigned_threads(machine.with_threads(7)) == 7 and machine.assigned_threads({}) is None
+    assert machine.with_threads(7, {})["OMP_WAIT_POLICY"] == "PASSIVE", "threads that wait leave their CPU to other parts"
+    assert machine.with_threads(7, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert machine.with_threads(None) == {}
     with pytest.raises(ConfigError, match="CPU 4096 of this machine"):
         LocalLauncher().start(tmp_path, Node("hub", "hub", (), tmp_path / "hub.log", cpus=(4096,)))
     assert os.sched_getaffinity(0) == before
@@ -232,7 +228,6 @@ def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[...
     connections = Connections(
         hosts,
         Open(directory=str(tmp_path / "there"), lost_after_s=60.0),
-        60.0,
         pack=lambda node, directory, found: NodeFiles({}, inline, {"hub.log": node.log}),
     )
     try:
@@ -244,7 +239,7 @@ def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[...
         hub = launcher.start(tmp_path, node)
         wait_for(lambda: hub.pid, "the agent to start it")
         assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
-        assert affinity.assigned_threads(psutil.Process(hub.pid).environ()) == 3
+        assert machine.assigned_threads(psutil.Process(hub.pid).environ()) == 3
         hub.kill()
     finally:
         connections.close()
@@ -264,7 +259,7 @@ def allowed(pid: int) -> set[int]:
 
 def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any]) -> None:
     config, inventory = small(**{"placement.strategy": "separation", "scoring.placement": "process"}), (Host(cpus=2),)
-    placement = place(Wanted(scorer=True, strategy="separation", cpu_weights=USUAL), inventory)
+    placement = place(Wanted(scorer=True, strategy="separation"), inventory)
     assert [line.split() for line in table(config, inventory, placement)] == [
         ["process", "host", "devices", "CPUs"],
         ["hub", "this", "machine", "none", "all"],

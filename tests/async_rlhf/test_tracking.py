@@ -128,14 +128,11 @@ def test_weights_and_biases_writes_offline_without_a_network(
     assert b"reward" in written.read_bytes()
 
 
-def test_what_is_sent_of_a_record_are_its_finite_numbers() -> None:
+def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"step": 3, "time": 1.0, "loss": 0.5, "applied": True, "nan": float("nan"), "groups": [1], "none": None}
     assert dict(measures({**record, "sampled": {"pass_at": {"4": 0.25}}})) == {
         "loss": 0.5, "applied": 1.0, "sampled/pass_at/4": 0.25,
     }  # fmt: skip
-
-
-def test_a_service_whose_library_is_missing_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     check_tracking(TrackingConfig())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[wandb\]'"):

@@ -99,9 +99,6 @@ def test_every_evaluation_that_was_due_has_a_line_and_the_killed_one_was_made_ag
     assert [(record["label"], record["step"]) for record in watched.made] == [("start", 0), ("step", 3), ("end", 6)]
     assert all("/checkpoints/step_" in record["model"] for record in watched.made[1:])
     assert watched.run.read_evaluations() == watched.made, "none is missing"
-
-
-def test_each_evaluation_says_how_far_it_is(watched: Watched) -> None:
     shown = watched.heard.percents
     assert set(shown) == {"the start", "step 3", "the end"}
     assert all((percents[0], percents[-1]) == (0, None) for percents in shown.values())
@@ -117,13 +114,6 @@ def test_the_best_checkpoint_and_those_that_wait_for_an_evaluation_outlive_the_n
     assert {f"step_{best:06d}", "step_000006"} <= kept and "step_000004" not in kept
 
 
-@pytest.mark.rest
-def test_each_step_says_its_learning_rate(watched: Watched) -> None:
-    peak = watched.config.learner.learning_rate
-    found = [record["learning_rate"] / peak for record in watched.run.read_metrics()]
-    assert found == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1])
-
-
 def test_tensorboard_has_every_number_of_every_step_and_evaluation(watched: Watched) -> None:
     found: dict[tuple[str, int], float] = {}
     for file in (watched.run.path / "tensorboard").iterdir():
@@ -134,9 +124,15 @@ def test_tensorboard_has_every_number_of_every_step_and_evaluation(watched: Watc
     wanted |= {(name, r["step"]): v for r in watched.made for name, v in measures(r, "evaluation/")}
     assert found == {key: pytest.approx(value, rel=1e-5) for key, value in wanted.items()}
     assert ("reward", 6) in found and ("evaluation/sampled/pass_at/2", 3) in found
+    peak = watched.config.learner.learning_rate
+    rates = [record["learning_rate"] / peak for record in watched.run.read_metrics()]
+    assert rates == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1])
 
 
-def test_the_run_is_shown_with_its_evaluations(watched: Watched) -> None:
+def test_the_run_is_shown_and_drawn_with_its_evaluations(watched: Watched) -> None:
+    out = watched.run.path / "picture.svg"
+    code, output = invoke("plot", str(watched.run.path), "--out", str(out))
+    assert code == 0 and out.read_text().startswith("<?xml"), output
     code, output = invoke("status", str(watched.run.path), "--watch")
     assert code == 0 and "finished, step 6 of 6" in output, output
     assert re.search(r"held-out accuracy at step 3: .*; pass@1 \d\.\d+, pass@2 \d\.\d+ \(2 samples\)", output)
@@ -149,9 +145,5 @@ def test_a_resumed_finished_run_is_evaluated_no_more_and_shows_its_sampled_group
     assert code == 0 and output.count("prompt:") == 2, output
     assert "4 more groups: --limit 6 shows all" in output and "the groups in rollouts.jsonl are shown" in output
     assert invoke("rollouts", "show", str(watched.run.path), "--step", "99")[0] == 3
-
-
-def test_the_run_is_drawn(watched: Watched) -> None:
-    out = watched.run.path / "picture.svg"
-    code, output = invoke("plot", str(watched.run.path), "--out", str(out))
-    assert code == 0 and out.read_text().startswith("<?xml"), output
+    code, output = invoke("rollouts", "replay", str(watched.run.path), "--name", "again")
+    assert code == 3 and "queue.keep_rollouts = true" in output and not (watched.run.path.parent / "again").exists(), output

@@ -69,28 +69,20 @@ def records(steps: int, seed: int = 0, begin: int = 1) -> Iterator[dict[str, Any
 def group(step: int) -> dict[str, Any]:
     """A sampled group: two completions, the second sampled by two versions."""
     began = BEGAN + step - 2
-    timings = {
-        "generation.began": began,
-        "generation.ended": began + 0.6,
-        "judge.began": began + 0.6,
-        "judge.ended": began + 0.9,
-    }
-    common = {"finish_reason": "stop", "weight": 1.0, "timings": timings}
-    one = {
-        "text": "steel",
-        "tokens": [31, 32, 17, 17, 24, 1],
-        "spans": [[step - 1, 6]],
-        "scores": {"judge": 0.2},
-        "advantage": -0.8,
-    }
-    two = {
-        "text": "leets",
-        "tokens": [24, 17, 17, 32, 31, 1],
-        "spans": [[step - 2, 3], [step - 1, 3]],
-        "scores": {"judge": 1.0},
-    }
-    rollouts = [{**common, **one}, {**common, **two, "advantage": 0.8}]
-    return {"step": step, "group": step, "actor": "actor-0", "prompt": f"Spell backward: steel ({step})", "rollouts": rollouts}
+    stages = {"generation.began": 0.0, "generation.ended": 0.6, "judge.began": 0.6, "judge.ended": 0.9}
+    timings = {name: began + after for name, after in stages.items()}
+    rollouts = [
+        {
+            "finish_reason": "stop", "weight": 1.0, "timings": timings, "text": text, "tokens": tokens, "spans": spans,
+            "scores": {"judge": score}, "advantage": 2 * score - 1.2,
+        }
+        for text, tokens, spans, score in (
+            ("steel", [31, 32, 17, 17, 24, 1], [[step - 1, 6]], 0.2),
+            ("leets", [24, 17, 17, 32, 31, 1], [[step - 2, 3], [step - 1, 3]], 1.0),
+        )
+    ]  # fmt: skip
+    prompt = f"Spell backward: steel ({step})"
+    return {"step": step, "group": step, "attempt": 0, "actor": "actor-0", "prompt": prompt, "rollouts": rollouts}
 
 
 def episode(step: int) -> dict[str, Any]:
@@ -128,18 +120,10 @@ def status(steps: int) -> dict[str, Any]:
     places = {"trained": 16 * steps, "queued": 12, "in_flight": 16, "leased": 20, "stale": 6, "filtered": 0, "failed": 3}
     ledger = {"credited": sum(places.values()) + 1, **places, "quarantined": 1, "closes": True}
     actors = {f"actor-{i}": {"version": steps - 1 - i, "groups": 10, "silent_s": 0.2} for i in range(2)}
-    return {
-        "state": "running",
-        "step": steps,
-        "version": steps - 1,
-        "fence": 1,
-        "waiting_for": "",
-        "lacks_prompts": False,
-        "lacks_room": False,
-        "spool": {"rows": 4 * steps, "rejected": 2, "ended": False, "problem": ""},
-        "ledger": ledger,
-        "actors": actors,
-    }
+    spool = {"rows": 4 * steps, "rejected": 2, "ended": False, "problem": ""}
+    lacks = {"waiting_for": "", "lacks_prompts": False, "lacks_room": False}
+    numbers = {"state": "running", "step": steps, "version": steps - 1, "fence": 1}
+    return {**numbers, **lacks, "spool": spool, "ledger": ledger, "actors": actors}
 
 
 def learned(step: int, steps: int) -> float:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from starlette.applications import Starlette
 
 from async_rlhf.watch import address
+from async_rlhf.watch.http import server
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.server import application, server
+from async_rlhf.watch.server import application
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Whatever stands in the files of one run, the page shows the others, and marks that one."""
+"""Whatever stands in the files of a run, the page shows the others and marks that one; commands name it in a clear line, wait
+for nothing without end, and signal no process."""
 
 from __future__ import annotations
 
@@ -6,16 +7,24 @@ import json
 import os
 import random
 import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_runs import made_run
+from typer.testing import CliRunner
 
-from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.inspect.status import lines, read
+from async_rlhf.cli.commands import app
+from async_rlhf.inspect import status
+from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.document import METRICS, listing, page, snapshot
 from async_rlhf.watch.prometheus import exposition
@@ -28,7 +37,7 @@ LEAVES = [
 ]  # fmt: skip
 NAMES = [
     "config.toml", "metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "events.jsonl", "changes.jsonl", "quarantine.jsonl",
-    "spans/actor-0.jsonl", "ledger.json", "restarts.json", "placement.json", "manifest.json",
+    "spans/actor-0.jsonl", "ledger.json", "restarts.json", "placement.json", "manifest.json", "run.json", "lock",
 ]  # fmt: skip
 
 
@@ -42,11 +51,22 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (pattern / "events.jsonl").write_text('{"time": 1.0, "event": "best", "run_dir": "x", "text": "better"}\n')
     (pattern / "placement.json").write_text('{"slots": {}}')
     (pattern / "manifest.json").write_text('{"format": 1}')
+    (pattern / "run.json").write_text('{"sockets": "/nowhere"}')
     return directory
 
 
+def said(run: Path | RunDir, verb: str) -> str:
+    """What a command says of a run, which ends in order and speaks to no terminal."""
+    path = run if isinstance(run, Path) else run.path
+    result = CliRunner().invoke(app, [*verb.split(), str(path)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code in (0, 3, 8), (verb, result.exit_code, result.output)
+    assert all(line.isprintable() for line in result.output.split("\n")) and "Traceback" not in result.output
+    return result.output
+
+
 def seen(runs: Path, bad: str) -> None:
-    """Every answer of the page, a saved one, and `status` of the bad run."""
+    """Every answer of the page, a saved one, and what commands say of the bad run, also while it lives."""
     found = Runs(runs)
     assert set(found.names()) == {"good", bad}
     for name in found.names():
@@ -57,26 +77,34 @@ def seen(runs: Path, bad: str) -> None:
     assert listed["good"]["step"] == 4 and bad in listed
     assert b'async_rlhf_steps_total{run="good"} 4.0' in exposition(found)
     page(snapshot(found)).encode()
+    for verb in ("status", "stop", "rollouts show"):
+        said(runs / bad, verb)
+    if not (runs / bad / "lock").exists():
+        with held(runs / bad):
+            said(runs / bad, "status")
+
+
+@contextmanager
+def bad_run(watched: Path, name: str = "bad") -> Iterator[Path]:
+    """Beside the good one, until the end of the block; then everything that is shown is looked at."""
+    bad = shutil.copytree(watched / "pattern", watched / "runs" / name)
     try:
-        run = RunDir.existing(runs / bad)
-        "\n".join(lines(run, read(run)))
-    except AsyncRLHFError as error:
-        assert str(error)
+        yield bad
+        seen(watched / "runs", name)
+    finally:
+        shutil.rmtree(bad)
 
 
 @given(st.sampled_from(NAMES), st.integers(0, 1 << 32), st.integers(1, 3))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_value_in_a_file_of_one_run_blinds_the_page(watched: Path, name: str, seed: int, blows: int) -> None:
     chance = random.Random(seed)
-    bad = shutil.copytree(watched / "pattern", watched / "runs" / "bad")
-    try:
+    with bad_run(watched) as bad:
+        (bad / "lock").write_text('{"host": "x", "pid": 7}') if name == "lock" else None
         text = (bad / name).read_text()
         for _ in range(blows):
             text = spoilt(text, chance, chance.choice(LEAVES))
         (bad / name).write_text(text)
-        seen(watched / "runs", "bad")
-    finally:
-        shutil.rmtree(bad)
 
 
 def spoilt(text: str, chance: random.Random, leaf: str) -> str:
@@ -96,7 +124,7 @@ def spoilt(text: str, chance: random.Random, leaf: str) -> str:
     try:
         value = json.loads(lines[number])
         assert isinstance(value, dict | list)
-    except (ValueError, AssertionError):
+    except (ValueError, AssertionError, RecursionError):
         return "\n".join([*lines[:number], leaf, *lines[number:]])
     at, mark = value, "the leaf"
     while True:  # down to some value
@@ -112,36 +140,133 @@ def spoilt(text: str, chance: random.Random, leaf: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", ["config.toml", *NAMES[1:], "checkpoints/latest/model/tokenizer.json"])
+@pytest.mark.parametrize("name", [*NAMES, "checkpoints/latest/model/tokenizer.json", "queue/00000001.log"])
 @pytest.mark.parametrize("kind", ["pipe", "directory", "bytes"])
 def test_what_is_no_file_is_marked_and_waited_for_by_nothing(watched: Path, name: str, kind: str) -> None:
-    bad = shutil.copytree(watched / "pattern", watched / "runs" / "bad")
-    try:
+    with bad_run(watched) as bad:
         path = bad / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         {"pipe": os.mkfifo, "directory": Path.mkdir, "bytes": lambda path: path.write_bytes(b"\xff\xfe\0" * 50)}[kind](path)
-        seen(watched / "runs", "bad")
-    finally:
-        shutil.rmtree(bad)
 
 
 @pytest.mark.parametrize("name", ['"><img src=x onerror=alert(1)>{}\\', "a b", "é😀", "..a", "%2e", "run=1,b"])
 def test_any_name_of_a_run_is_shown(watched: Path, name: str) -> None:
-    bad = shutil.copytree(watched / "pattern", watched / "runs" / name)
-    try:
-        seen(watched / "runs", name)
-    finally:
-        shutil.rmtree(bad)
+    with bad_run(watched, name):
+        pass
 
 
-def test_an_integer_of_5000_digits_marks_its_run_and_names_the_key(watched: Path) -> None:
-    bad = shutil.copytree(watched / "pattern", watched / "runs" / "bad")
-    try:
-        (bad / "config.toml").write_text(f"max_steps = {'9' * 5000}\n")
-        seen(watched / "runs", "bad")
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("= no toml", "config.toml is damaged: "),
+        (f"max_steps = {'9' * 5000}\n", "config.toml is damaged: max_steps (line 1): numbers are integers from"),
+    ],
+)
+def test_a_damaged_configuration_marks_its_run_and_names_the_place(watched: Path, content: str, problem: str) -> None:
+    with bad_run(watched) as bad:
+        (bad / "config.toml").write_text(content)
         summary = Runs(watched / "runs").summaries()["bad"]
-        assert summary["state"] == "cannot be read"
-        assert summary["problems"][0].startswith("config.toml is damaged: max_steps (line 1): numbers are integers from")
+        assert summary["state"] == "cannot be read" and summary["problems"][0].startswith(problem)
+
+
+GOOD = {"step": 1, "reward": 0.5, "staleness/mean": 0, "staleness/max": 0, "tokens_per_second": 1, "idle/learner": 0}
+LEDGER = {"state": "running", "ledger": {"credited": 1, "trained": 1, "closes": True}}
+
+
+@pytest.fixture
+def run(small: Callable[..., Any]) -> RunDir:
+    made = RunDir.create(small())
+    made.retire()
+    made.ledger.write_text(json.dumps(LEDGER))
+    made.metrics.write_text(json.dumps(GOOD) + "\n")
+    return made
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """The run lives, by its lock."""
+    lock = RunLock.take(run / "lock")
+    try:
+        yield
     finally:
-        shutil.rmtree(bad)
+        lock.release()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.toml", "= \x1b[2J", "config.toml is damaged"),
+        ("config.toml", b"\xff\xd8\xff", "config.toml cannot be read"),
+        ("config.toml", 'model = "\\u001b[2J"\nmax_steps = 0', "max_steps = 0"),
+        ("config.toml", None, "config.toml is no regular file"),
+        ("metrics.jsonl", b"\0" * 100 + b"\n", "metrics.jsonl: 1 of its last 1 lines"),
+        ("metrics.jsonl", '{"step": "many"}\n', "metrics.jsonl: 1 of its last 1 lines"),
+        ("metrics.jsonl", '{"step": 3}\n', "a record that cannot be shown (KeyError: 'reward')"),
+        ("metrics.jsonl", json.dumps({**GOOD, "reward": "\x1b[2J"}) + "\n", "cannot be shown (ValueError"),
+        ("ledger.json", '{"ledger": {"credited": "\x1b[2J"}}', "ledger.json"),
+        ("ledger.json", '{"actors": []}', "ledger.json: actors: Input should be a valid dictionary"),
+        ("evaluations.jsonl", '{"num": 1}\n', "evaluations.jsonl: 1 of its last 1 lines"),
+        ("evaluations.jsonl", '{"label": "start"}\n', "cannot be shown (KeyError: 'num_prompts')"),
+    ],
+)
+def test_what_is_spoilt_is_named_in_one_line(name: str, content: str | bytes | None, message: str, run: RunDir) -> None:
+    path = run.path / name
+    path.unlink(missing_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    [line] = [line for line in said(run, "status").split("\n") if message in line]
+    assert "\x1b" not in line
+
+
+def test_stop_signals_no_process_that_a_file_names(run: RunDir) -> None:
+    (run.path / "run.json").write_text(json.dumps({"pid": os.getpid(), "created": 0, "address": "ipc://x", "scorer": ""}))
+    run.lock_file.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
+    assert "is not running" in said(run, "stop")
+    with held(run.path):
+        run.lock_file.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
+        assert "no supervisor that can be seen from here" in said(run, "stop")
+        run.lock_file.write_text(json.dumps({"host": "\x1b[2J", "pid": 7}))
+        assert "running on another host (process 7 on host \\x1b[2J)" in said(run, "stop")
+
+
+def test_no_address_of_a_file_is_dialled(run: RunDir, socket_dir: Path) -> None:
+    """A socket that is not in a private directory of this user's runs, and one of a run that does not live."""
+    (socket_dir / "async-rlhf-open").mkdir(mode=0o755)
+    for directory in (socket_dir, socket_dir / "async-rlhf-open"):
+        (run.path / "run.json").write_text(json.dumps({"sockets": str(directory)}))
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as hub:
+            hub.bind(hub_address(directory))
+            assert "is no socket directory" not in said(run, "status"), "nothing lives: it is not even looked at"
+            with held(run.path):
+                assert "is no socket directory of a run of this user" in said(run, "status")
+            assert not hub.poll(100)
+
+
+@pytest.mark.parametrize("answer", [None, [], [b""], [b"\x80"], [b"\xff" * 9, b"x"]])
+def test_a_hub_that_answers_nonsense_or_nothing_is_not_waited_for(
+    answer: list[bytes] | None, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_PATIENCE_S", 0.5)
+    with socket_directory() as directory, zmq.Context() as context, context.socket(zmq.ROUTER) as hub:
+        hub.bind(hub_address(directory))
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                if hub.poll(50):
+                    peer, *_ = hub.recv_multipart()
+                    if answer is not None:
+                        hub.send_multipart([peer, *answer])
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            run.announce(directory)
+            with held(run.path):
+                assert "the hub does not answer" in said(run, "status")
+        finally:
+            over.set()
+            serving.join(30)

@@ -68,63 +68,43 @@ def test_every_section_is_drawn_and_fits_the_screen(browser: Browser, site: Site
     assert browser.complaints() == []
 
 
-def test_tokens_are_coloured_by_the_version_that_sampled_them(browser: Browser, site: Site) -> None:
+def parts_of(browser: Browser, place: int) -> list[list[str]]:
+    """Of the text of a completion: title and text of each part, and its background."""
+    shown = f"[...document.querySelectorAll('.rollout')[{place}].querySelector('.text').children]"
+    return browser.ask(f"{shown}.map((s) => [s.title, s.textContent, getComputedStyle(s).backgroundColor])")  # type: ignore[no-any-return]
+
+
+def test_tokens_are_coloured_by_the_version_that_sampled_them_and_those_of_an_environment_are_not(
+    browser: Browser, site: Site, tmp_path: Path
+) -> None:
     browser.run("document.body.dataset.ready = ''")
     browser.open(f"{site.url}#short")
-    second = "document.querySelectorAll('.rollout')[1].querySelector('.text')"
     # There is no checkpoint, so the tokenizer is that of the model it began with.
-    assert browser.ask(f"[...{second}.children].map((s) => [s.title, s.textContent])") == [
-        ["version 58", "lee"],
-        ["version 59", "ts"],
-    ]
-    assert browser.ask(f"new Set([...{second}.children].map((s) => getComputedStyle(s).backgroundColor)).size") == 2
-
-
-def test_what_an_environment_has_answered_is_told_from_what_was_sampled(browser: Browser, tmp_path: Path) -> None:
-    with serving(Runs(made_run(tmp_path / "tools", 60, sampled=episode))) as site:
-        browser.open(site.url)
-        first = "document.querySelector('.rollout .text')"
-        assert browser.ask(f"[...{first}.children].map((s) => [s.title, s.textContent])") == [
-            ["version 58", "<34 * 12>"],
-            ["given by the environment", "408\n"],
-            ["version 59", "408"],
-        ]
-        backgrounds = browser.ask(f"[...{first}.children].map((s) => getComputedStyle(s).backgroundColor)")
-        assert len(set(backgrounds)) == 3 and backgrounds[1] == "rgba(0, 0, 0, 0)"
+    (*one, first), (*other, second) = parts_of(browser, 1)
+    assert [one, other] == [["version 58", "lee"], ["version 59", "ts"]] and first != second
+    with serving(Runs(made_run(tmp_path / "tools", 60, sampled=episode))) as tools:
+        browser.open(tools.url)
+        parts = parts_of(browser, 0)
+        given = ["given by the environment", "408\n", "rgba(0, 0, 0, 0)"]
+        assert [part[:2] for part in parts] == [["version 58", "<34 * 12>"], given[:2], ["version 59", "408"]]
+        assert parts[1] == given and len({background for *_, background in parts}) == 3
         assert "calculator 1" in browser.text(".rollout .pale") and "v58: 10, read: 4, v59: 4" in browser.text(".rollout .pale")
         assert browser.complaints() == []
 
 
-def test_an_upright_line_marks_the_step_from_which_on_something_was_changed(browser: Browser, site: Site) -> None:
-    browser.open(f"{site.url}#short")
-    assert "dotted upright line" in browser.text("#events")
-    assert browser.ask("view.state.changed") == [30] and browser.complaints() == []
-    browser.open(f"{site.url}#broken")
-    assert browser.ask("view.state.changed") == [] and "upright" not in browser.text("#events")
-
-
-def test_a_run_without_a_step_says_so(browser: Browser, site: Site) -> None:
+def test_an_empty_and_a_broken_run_say_so_and_their_texts_stay_texts(browser: Browser, site: Site) -> None:
     browser.open(f"{site.url}#empty")
     assert "No step yet: stopped." in browser.text("#tiles") and "none yet" in browser.text("#completions")
-    assert browser.complaints() == []
-
-
-def test_a_broken_run_names_what_is_broken_and_its_texts_stay_texts(browser: Browser, site: Site) -> None:
     browser.open(f"{site.url}#broken")
     assert "metrics.jsonl: damaged lines that are left out: 1" in browser.text("#problems")
     assert "no ledger.json" in browser.text("#ledger")
+    assert browser.ask("view.state.changed") == [] and "upright" not in browser.text("#events")
     assert HOSTILE in browser.text("#completions") and HOSTILE in browser.text("#events")
-    assert (
-        browser.ask("document.title") == "broken · async-rlhf" and browser.ask("document.querySelectorAll('img').length") == 0
-    )
-    assert browser.complaints() == []
-
-
-def test_even_markup_that_came_in_would_not_run(browser: Browser, site: Site) -> None:
-    browser.open(f"{site.url}#short")
+    assert browser.ask("document.title") == "broken · async-rlhf"
+    assert browser.ask("document.querySelectorAll('img').length") == 0 and browser.complaints() == []
     browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
     browser.wait("document.querySelector('img').complete")
-    assert browser.ask("document.title") == "short · async-rlhf"
+    assert browser.ask("document.title") == "broken · async-rlhf", "even markup that came in would not run"
     assert any("Content Security Policy" in complaint for complaint in browser.complaints())
 
 
@@ -138,15 +118,10 @@ def test_a_new_step_is_shown_without_asking_for_the_page_again(browser: Browser,
         browser.wait("document.querySelector('#tiles b').textContent === '11' && window.same")
 
 
-def test_runs_are_compared_and_one_is_opened(browser: Browser, site: Site) -> None:
+def test_runs_are_compared_one_is_opened_and_any_metric_of_it_is_drawn(browser: Browser, site: Site) -> None:
     browser.open(site.url)
-    assert browser.ask("[...document.querySelectorAll('#runs a')].map((a) => a.textContent).sort()") == [
-        "broken",
-        "empty",
-        "long",
-        "short",
-    ]
-    assert pixels(browser) > 10
+    names = "[...document.querySelectorAll('#runs a')].map((a) => a.textContent).sort()"
+    assert browser.ask(names) == ["broken", "empty", "long", "short"] and pixels(browser) > 10
     browser.open(site.url, (500, 900))
     assert browser.ask("[...document.querySelectorAll('#runs .scroll')].every((e) => e.scrollWidth <= e.clientWidth)")
     before = browser.ask("document.querySelectorAll('#compared .legend')[1].children.length")
@@ -154,7 +129,11 @@ def test_runs_are_compared_and_one_is_opened(browser: Browser, site: Site) -> No
     browser.wait(f"document.querySelectorAll('#compared .legend')[1].children.length === {before - 1}")
     browser.run("[...document.querySelectorAll('#runs a')].find((a) => a.textContent === 'short').click()")
     browser.wait("document.getElementById('title').textContent === 'short' && document.getElementById('tiles')")
-    assert browser.complaints() == []
+    assert "dotted upright line" in browser.text("#events") and browser.ask("view.state.changed") == [30]
+    assert browser.ask("document.querySelector('#other .plot canvas')") is None
+    browser.run("const s = document.querySelector('#other select'); s.value = 'learning_rate'; s.onchange()")
+    browser.wait("document.querySelector('#other .plot canvas') !== null")
+    assert browser.text("#other .legend") == "learning_rate 2.0e-4" and browser.complaints() == []
 
 
 def test_a_saved_page_shows_the_same_and_asks_for_nothing(browser: Browser, made: Path, tmp_path: Path) -> None:
@@ -162,8 +141,7 @@ def test_a_saved_page_shows_the_same_and_asks_for_nothing(browser: Browser, made
     browser.open((tmp_path / "page.html").as_uri())
     assert browser.text("#tiles b") == "60" and "as it was on" in browser.text("#standing")
     assert pixels(browser) > 12 and "lee" in browser.text("#completions")
-    assert browser.ask("performance.getEntriesByType('resource').length") == 0
-    assert browser.complaints() == []
+    assert browser.ask("performance.getEntriesByType('resource').length") == 0 and browser.complaints() == []
 
 
 def test_a_browser_gives_the_token_as_a_password(browser: Browser, made: Path) -> None:
@@ -172,12 +150,3 @@ def test_a_browser_gives_the_token_as_a_password(browser: Browser, made: Path) -
         browser.open(f"http://me:{token}@127.0.0.1:{site.port}/")
         assert browser.text("#tiles b") == "60"
     browser.complaints()
-
-
-def test_any_metric_of_the_run_can_be_drawn(browser: Browser, site: Site) -> None:
-    browser.open(f"{site.url}#short")
-    assert browser.ask("document.querySelector('#other .plot canvas')") is None
-    browser.run("const s = document.querySelector('#other select'); s.value = 'learning_rate'; s.onchange()")
-    browser.wait("document.querySelector('#other .plot canvas') !== null")
-    assert browser.text("#other .legend") == "learning_rate 2.0e-4"
-    assert browser.complaints() == []

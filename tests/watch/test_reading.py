@@ -1,20 +1,31 @@
-"""A run is read once, then only what was added; what is damaged is named and the rest is shown."""
+"""A run is read once, then only what was added, into curves that stay short and lose no spike; what is damaged is named and the
+rest is shown, to Prometheus too."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from made_runs import BEGAN, HOSTILE, broken_run, group, made_run, records, write_lines
+from prometheus_client.parser import text_string_to_metric_families
+from serving import serving
 
 from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.completions import decoder, pieces
 from async_rlhf.watch.events import changed_from, events
+from async_rlhf.watch.prometheus import ALERTS, exposition
 from async_rlhf.watch.reading import RunReading
+from async_rlhf.watch.runs import Runs
+from async_rlhf.watch.series import MAX_BUCKETS, MAX_METRICS, History, ages, numbers
 from async_rlhf.watch.timeline import Span, stacked, timeline
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller" / "tokenizer.json"
@@ -71,13 +82,10 @@ def test_the_metrics_of_a_long_run_are_read_at_even_distances(tmp_path: Path, mo
     assert reading.history.last_step == 3001
 
 
-def test_a_run_without_a_step_has_nothing_to_draw_and_no_problem(tmp_path: Path) -> None:
-    reading = read(made_run(tmp_path / "run", 0))
-    assert reading.history.metrics == [] and reading.timeline()["lanes"] == [] and reading.problems == []
-    assert reading.completions() == [] and reading.events([]) == []
-
-
-def test_of_a_damaged_run_what_can_be_read_is_shown(tmp_path: Path) -> None:
+def test_of_a_damaged_run_what_can_be_read_is_shown_and_of_an_empty_one_nothing(tmp_path: Path) -> None:
+    empty = read(made_run(tmp_path / "empty", 0))
+    assert empty.history.metrics == [] and empty.timeline()["lanes"] == [] and empty.problems == []
+    assert empty.completions() == [] and empty.events([]) == []
     reading = read(broken_run(tmp_path / "run"))
     assert steps(reading) == [step for step in range(1, 31) if step not in (11, 12)]
     assert reading.problems == [
@@ -86,13 +94,6 @@ def test_of_a_damaged_run_what_can_be_read_is_shown(tmp_path: Path) -> None:
     ]
     assert reading.completions()[0]["prompt"] == HOSTILE
     assert [event["text"] for event in reading.events([])] == [f"a {HOSTILE}"]
-
-
-def test_a_file_that_is_no_regular_one_is_named(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", 2)
-    (run / "changes.jsonl").unlink()
-    os.mkfifo(run / "changes.jsonl")
-    assert any("changes.jsonl is no regular file" in problem for problem in read(run).problems)
 
 
 def test_changes_evaluations_and_refused_steps_stand_in_one_list(tmp_path: Path) -> None:
@@ -132,14 +133,9 @@ def test_what_is_no_line_of_a_file_of_events_spoils_no_other() -> None:
     assert len(found) == 15 and all(event["step"] is None and isinstance(event["text"], str) for event in found)
 
 
-def test_the_text_of_a_completion_is_divided_where_the_version_changed() -> None:
+def test_the_text_of_a_completion_is_divided_where_the_version_changed_or_stays_whole() -> None:
     decode = decoder(TOKENIZER, 0.0)
-    tokens = [24, 17, 17, 32, 31, 1]
-    assert pieces("leets", tokens, [[7, 3], [8, 3]], decode) == [(7, "lee"), (8, "ts")]
-
-
-def test_a_text_whose_parts_do_not_add_up_stays_whole() -> None:
-    decode = decoder(TOKENIZER, 0.0)
+    assert pieces("leets", [24, 17, 17, 32, 31, 1], [[7, 3], [8, 3]], decode) == [(7, "lee"), (8, "ts")]
     assert pieces("other", [24, 17, 17], [[7, 1], [8, 2]], decode) == [(8, "other")]
     assert pieces("leets", [24, 17, 10**9], [[7, 1], [8, 2]], decode) == [(8, "leets")]
     assert pieces("leets", [24, 17, 17], [[7, 1], [8, 2]], None) == [(8, "leets")]
@@ -159,3 +155,162 @@ def test_groups_at_the_same_time_stand_below_one_another() -> None:
     assert [[span.label for span in row] for row in stacked(groups)] == [["0", "2"], ["1"], ["3"]]
     assert len(stacked(groups, rows=1)) == 1
     assert timeline([], {}, [])["lanes"] == []
+
+
+def history(values: Iterable[float], max_buckets: int = 8) -> History:
+    made = History(max_buckets)
+    for step, value in enumerate(values, 1):
+        made.add(step, {"reward": value})
+    return made
+
+
+def curve(made: History) -> dict[str, list[float]]:
+    return made.after(["reward"])["curves"]["reward"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300))
+def test_however_long_it_is_a_curve_is_short_and_keeps_its_smallest_and_largest(values: list[float]) -> None:
+    made = history(values)
+    found = curve(made)
+    assert len(found["step"]) <= 8
+    assert min(found["min"]) == min(values) and max(found["max"]) == max(values)
+    assert all(low <= mean + 1e-6 and mean <= high + 1e-6
+               for low, mean, high in zip(found["min"], found["mean"], found["max"], strict=True))  # fmt: skip
+    counted = [sum(1 for step in range(1, len(values) + 1) if step // made.width == at // made.width) for at in found["step"]]
+    whole = sum(mean * count for mean, count in zip(found["mean"], counted, strict=True))
+    assert whole == pytest.approx(sum(values), abs=1e-3)
+
+
+def test_a_million_steps_have_as_many_points_as_a_picture_has_columns() -> None:
+    made = History()
+    for step in range(0, 1_000_000, 7):
+        made.add(step, {"reward": float(step)})
+    assert MAX_BUCKETS // 2 <= len(curve(made)["step"]) <= MAX_BUCKETS
+    assert curve(made)["max"][-1] == 999_999 // 7 * 7
+
+
+@given(st.lists(st.integers(1, 12), max_size=60), st.data())
+def test_a_reader_who_is_told_only_what_changed_knows_all(back: list[int], data: st.DataObject) -> None:
+    """Whatever is restored and made again meanwhile. The reader joins parts as the page does."""
+    made, step, known = History(8), 0, dict[str, Any](layout="", last=0, curve={"step": [], "mean": []})
+    for by in back:
+        step = max(1, step + 1 if by < 11 else step - by)
+        made.add(step, {"reward": float(data.draw(st.integers(0, 9)))})
+        if by % 3 == 0:
+            told = made.after(["reward"], known["last"], known["layout"])
+            kept = [i for i, at in enumerate(known["curve"]["step"]) if at < told["from"] and told["layout"] == known["layout"]]
+            joined = {k: [known["curve"][k][i] for i in kept] + told["curves"]["reward"][k] for k in ("step", "mean")}
+            known = {"layout": told["layout"], "last": told["last"], "curve": joined}
+            assert joined == {k: curve(made)[k] for k in ("step", "mean")}
+
+
+def test_a_learner_that_goes_on_from_a_checkpoint_takes_its_later_steps_back() -> None:
+    made = History()
+    for step in (1, 2, 3, 2):
+        made.add(step, {"reward": float(step)}, {0: 10})
+    assert curve(made) == {"step": [1, 2], "mean": [1, 2], "min": [1, 2], "max": [1, 2]}
+    assert made.after([])["ages"] == {"step": [1, 2], "tokens": [{0: 10}, {0: 10}]}
+
+
+def test_tokens_by_age_are_summed_in_a_bucket_and_the_oldest_are_one() -> None:
+    made = History(2)
+    for step in range(4):
+        made.add(step, {}, {0: 3, 10**6: 1})
+    assert made.after([])["ages"] == {"step": [0, 2], "tokens": [{0: 6, 32: 2}, {0: 6, 32: 2}]}
+
+
+def test_only_finite_numbers_are_drawn_and_names_that_a_damaged_file_invents_cost_no_memory() -> None:
+    made = History()
+    for step in range(10):
+        made.add(step, {f"{step}/{i}": 0.0 for i in range(100)})
+    assert len(made.metrics) == MAX_METRICS
+    record = {"a": 1, "b": True, "c": None, "d": float("nan"), "e": float("inf"), "f": "1", "g": 10**400, "h": [1], "i": -2.5}
+    assert numbers(record) == {"a": 1.0, "i": -2.5}
+    assert ages({"staleness/histogram": {"0": 5, "x": 1, "2": None, "3": 2}}) == {0: 5, 3: 2}
+    assert ages({"staleness/histogram": [1, 2]}) == {}
+
+
+def samples(runs: Runs) -> dict[tuple[str, ...], float]:
+    families = text_string_to_metric_families(exposition(runs).decode())
+    return {(s.name, *(value for _, value in sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_a_scrape_has_the_newest_step_the_ledger_and_the_actors(tmp_path: Path) -> None:
+    found = samples(Runs(made_run(tmp_path / "run", 40)))
+    assert found["async_rlhf_steps_total", "run"] == 40
+    assert found["async_rlhf_trained_tokens_total", "run"] == 32_000
+    assert found["async_rlhf_last_step_timestamp_seconds", "run"] == BEGAN + 40
+    assert found["async_rlhf_ledger_groups", "trained", "run"] == 640
+    assert found["async_rlhf_actor_version", "actor-1", "run"] == 38
+    assert found["async_rlhf_ledger_closes", "run"] == 1 and found["async_rlhf_up", "run"] == 0
+    assert found["async_rlhf_staleness_bound_steps", "run"] == 1
+    restarts = {role: found["async_rlhf_restarts_total", role, "run"] for role in ("actor", "hub", "learner", "scorer")}
+    assert restarts == {"actor": 3, "hub": 0, "learner": 0, "scorer": 1}
+    assert found["async_rlhf_step", "staleness/violations", "run"] == 0
+    assert ("async_rlhf_step", "mismatch/abs_log_ratio", "run") not in found  # null in the newest step
+    assert (found["async_rlhf_spool_rows_total", "run"], found["async_rlhf_spool_rejected_lines_total", "run"]) == (160, 2)
+    waits = ("spool_problem", "waits_for_prompts", "waits_for_room")
+    assert [found[f"async_rlhf_{name}", "run"] for name in waits] == [0, 0, 0]
+
+
+def test_a_run_says_what_it_waits_for_and_one_without_a_spool_nothing_of_it(tmp_path: Path) -> None:
+    made_run(tmp_path / "filed", 3)
+    for name in ("starved", "filed"):
+        run = tmp_path / name if name == "filed" else made_run(tmp_path / name, 3)
+        status = json.loads((run / "ledger.json").read_text())
+        problem = {**status["spool"], "problem": "the spool /prompts cannot be used: Read-only file system"}
+        status |= {"lacks_prompts": True, "spool": problem} if name == "starved" else {"spool": None}
+        (run / "ledger.json").write_text(json.dumps(status))
+    found = samples(Runs(tmp_path))
+    assert (found["async_rlhf_waits_for_prompts", "starved"], found["async_rlhf_spool_problem", "starved"]) == (1, 1)
+    assert found["async_rlhf_waits_for_prompts", "filed"] == 0
+    assert not [key for key in found if "spool" in key[0] and key[-1] == "filed"]
+
+
+def test_of_several_rewards_none_of_which_is_named_there_is_no_held_out_accuracy(tmp_path: Path) -> None:
+    line = {"label": "step", "step": 3, "mean_reward": 1.5, "accuracy": 1.0, "rewards": {"exact": 0.0, "brief": 1.5}}
+    for name, more in {"unnamed": {}, "named": {"solved_by": "brief"}}.items():
+        (made_run(tmp_path / name, 3) / "evaluations.jsonl").write_text(json.dumps({**line, **more}) + "\n")
+    runs = Runs(tmp_path)
+    found = samples(runs)
+    assert (
+        found["async_rlhf_evaluation", "mean_reward", "unnamed"]
+        == found["async_rlhf_evaluation", "mean_reward", "named"]
+        == 1.5
+    )
+    assert ("async_rlhf_evaluation", "accuracy", "unnamed") not in found
+    assert found["async_rlhf_evaluation", "accuracy", "named"] == 1.0
+    [shown] = runs.state("unnamed")["summary"]["evaluations"]
+    assert shown["accuracy"] is None and shown["rewards"] == {"exact": 0.0, "brief": 1.5}, "what the page draws"
+
+
+def test_every_metric_of_an_alert_rule_is_in_the_endpoint_s_output(tmp_path: Path) -> None:
+    with serving(Runs(made_run(tmp_path / "run", 40))) as site:
+        scraped, rules = site.get("/metrics"), site.get("/alerts.yml").text
+    assert scraped.headers["content-type"].startswith("text/plain; version=0.0.4")
+    names = {line.split("{")[0] for line in scraped.text.splitlines() if not line.startswith("#")}
+    assert rules == ALERTS.read_text()
+    (group,) = yaml.safe_load(rules)["groups"]
+    for rule in group["rules"]:
+        used = re.findall(r"async_rlhf_\w+", rule["expr"])
+        chosen = [name for each in re.findall(r'metric=~?"(.*?)"', rule["expr"]) for name in each.split("|")]
+        assert all(f'metric="{name}"' in scraped.text for name in chosen), chosen
+        assert used and set(used) <= names, f"{rule['alert']} uses {used}"
+        assert rule["labels"]["severity"] in {"critical", "warning", "info"} and rule["annotations"]["summary"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 10
+
+
+def test_broken_runs_and_one_without_a_step_are_scraped_with_what_they_have(tmp_path: Path) -> None:
+    broken_run(tmp_path / "broken")
+    made_run(tmp_path / "empty", 0)
+    run = made_run(tmp_path / "run", 3)
+    status = json.loads((run / "ledger.json").read_text())
+    status["actors"] = {'evil"} 1\nasync_rlhf_up{run="x': {"version": 1, "groups": 1, "silent_s": 0.0}}
+    (run / "ledger.json").write_text(json.dumps(status))
+    write_lines(run / "metrics.jsonl", [{"step": 4, "reward": "much", "step_time": 1e999}])
+    found = samples(Runs(tmp_path))
+    assert found["async_rlhf_problems", "broken"] > 0 and found["async_rlhf_problems", "empty"] == 0
+    assert ("async_rlhf_step", "reward", "empty") not in found and found["async_rlhf_steps_total", "empty"] == 0
+    assert found["async_rlhf_actor_version", 'evil"} 1\nasync_rlhf_up{run="x', "run"] == 1
+    assert {key[1:] for key in found if key[0] == "async_rlhf_up"} == {("broken",), ("empty",), ("run",)}
+    assert ("async_rlhf_step", "reward", "run") not in found and found["async_rlhf_runs",] == 3

@@ -37,7 +37,7 @@ def connect(config: Config) -> tuple[Config, Connections | None]:
         config = _networked(config, hosts)
         launch = config.launch
         opening = Open(directory=launch.directory, lost_after_s=launch.lost_after_s, accelerators=on_cuda(config))
-        connections = Connections(hosts, opening, launch.start_timeout_s, places(config), partial(pack, config))
+        connections = Connections(hosts, opening, places(config), partial(pack, config))
     except ConfigError:
         hosts.close()
         raise
@@ -113,7 +113,7 @@ def _hosts(config: Config) -> Hosts:
 
     on_gpus = not config.engine.device.startswith("cpu")
     num_actors = None if config.actors.count == "fill" else config.actors.count
-    return RayHosts(launch.address, launch.nodes, num_actors, launch.start_timeout_s, on_gpus=on_gpus)
+    return RayHosts(launch.address, launch.nodes, num_actors, on_gpus=on_gpus)
 
 
 def check_ray(key: str, value: str, without: str) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from async_rlhf.actors.config import RewardsConfig
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.connection import NodeFiles, Place
 from async_rlhf.launch.orders import HUB_CACHE
 from async_rlhf.launch.program import Node
@@ -32,12 +31,8 @@ _MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
 
 
 def places(config: Config) -> tuple[Place, ...]:
-    """What a host may have already: the model, and what rewards read. Raises ConfigError."""
-    named = (config.model, *_read_by_rewards(config).values())
-    for path in config.launch.paths:
-        if not any(PurePosixPath(each).is_relative_to(path) for each in named):
-            raise ConfigError(f"launch.paths: {path!r} is no folder of what hosts need: {', '.join(map(repr, named))}")
-    return tuple(_place(config, each) for each in named)
+    """What a host may have already: the model, and what rewards read."""
+    return tuple(_place(each) for each in (config.model, *_read_by_rewards(config).values()))
 
 
 def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str]) -> NodeFiles:
@@ -85,7 +80,7 @@ class _Contents:
 
     def there(self, path: str, name: str) -> str:
         """A file or folder, under its own name; it is sent when it was not found."""
-        place = _place(self._config, path)
+        place = _place(path)
         is_file = place.here != Path(path)
         if place not in self._found:
             self.files |= {f"{name}/{each}": place.here / each for each in place.names}
@@ -132,23 +127,11 @@ def _read_by_rewards(config: Config) -> dict[str, str]:
     return {name: path for name, path in chosen.items() if isinstance(path, str) and Path(path).exists()}
 
 
-def _place(config: Config, path: str) -> Place:
-    here = Path(path)
-    there, is_mapped = _mapped(config.launch.paths, path)
-    if not is_mapped and here.is_relative_to(HF_HUB_CACHE):
+def _place(path: str) -> Place:
+    here, there = Path(path), path
+    if here.is_relative_to(HF_HUB_CACHE):
         there = f"{HUB_CACHE}/{here.relative_to(HF_HUB_CACHE)}"  # of a snapshot: it names the commit
-    if PurePosixPath(there).name != here.name and path != config.model:
-        raise ConfigError(f"launch.paths: {path!r} is {there!r} there; it must keep its last name, which all actors compare")
     if not here.is_dir():
-        return Place(here.parent, (here.name,), str(PurePosixPath(there).parent), is_mapped)
+        return Place(here.parent, (here.name,), str(PurePosixPath(there).parent))
     files = sorted(each.name for each in here.iterdir() if each.suffix in _MODEL_FILES and each.is_file())
-    return Place(here, tuple(files), there, is_mapped)
-
-
-def _mapped(paths: Mapping[str, str], path: str) -> tuple[str, bool]:
-    """Where a path is on the hosts, and whether `launch.paths` names it; of several entries the longest counts."""
-    fitting = [here for here in paths if PurePosixPath(path).is_relative_to(here)]
-    if not fitting:
-        return path, False
-    here = max(fitting, key=len)
-    return str(PurePosixPath(paths[here]) / PurePosixPath(path).relative_to(here)), True
+    return Place(here, tuple(files), there)

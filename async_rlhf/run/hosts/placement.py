@@ -9,10 +9,8 @@ from pathlib import Path
 
 from async_rlhf.actors.config import REFERENCE
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.affinity import as_ranges, machine_cpus
-from async_rlhf.launch.cpu_sets import PARTS
-from async_rlhf.launch.inventory import this_machine, visible
-from async_rlhf.launch.placement import Devices, Host, Inventory, Placement, Wanted, place
+from async_rlhf.launch.machine import machine_cpus, this_machine, visible
+from async_rlhf.launch.placement import Devices, Host, Inventory, Placement, Wanted, as_ranges, place
 from async_rlhf.launch.program import Node, actor_name, actor_node, hub_node, learner_node, relay_node, scorer_node
 from async_rlhf.launch.sockets import ON_HOST, hub_address, relay_address, scorer_address
 from async_rlhf.run.config import Config
@@ -91,7 +89,6 @@ def wanted(config: Config) -> Wanted:
         colocate=own.colocate,
         actor_share=own.actor_share,
         strategy=own.strategy,
-        cpu_weights={part: getattr(own.cpu_weights, part) for part in PARTS},
     )
 
 

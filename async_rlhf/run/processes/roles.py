@@ -29,8 +29,8 @@ from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import is_local
-from async_rlhf.launch.affinity import assigned_threads
 from async_rlhf.launch.exit_codes import exit_code
+from async_rlhf.launch.machine import assigned_threads
 from async_rlhf.launch.program import title
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.checks.memory import written

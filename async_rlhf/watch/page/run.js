@@ -11,37 +11,32 @@ class RunView {
     this.heat.element.id = "ages";
     this.other = Charts.plot("", { noisy: true });
     this.choice = el("select", { "aria-label": "metric", onchange: () => this.drawOther() });
-    this.parts = Object.fromEntries(
-      ["problems", "tiles", "idle", "ledger", "actors", "timeline", "completions", "events"].map((id) => [
-        id,
-        el("div", { id }),
-      ]),
-    );
-    const { problems, tiles, idle, ledger, actors, timeline, completions, events } = this.parts;
+    const part = (id, kind) => (this.parts[id] = el("div", { id, class: kind }));
+    this.parts = {};
     const [reward, ...others] = this.panels.map(({ chart }) => chart.element);
     this.element = el(
       "div",
       {},
-      problems,
-      tiles,
+      part("problems", ""),
+      part("tiles", ""),
       el(
         "div",
         { class: "grid" },
         reward,
         this.heat.element,
-        idle,
-        ledger,
-        actors,
-        timeline,
+        ...["idle", "ledger", "actors"].map((id) => part(id, "card")),
+        part("timeline", "card wide"),
         ...others,
         el("div", { class: "card", id: "other" }, el("h2", {}, "Any metric"), this.choice, this.other.element),
-        completions,
-        events,
+        ...["completions", "events"].map((id) => part(id, "card wide")),
       ),
     );
     this.other.element.className = "";
     this.other.element.hidden = true;
-    timeline.className = completions.className = "wide";
+  }
+
+  fill(id, title, ...children) {
+    this.parts[id].replaceChildren(el("h2", {}, title), ...children);
   }
 
   async refresh() {
@@ -151,9 +146,9 @@ class RunView {
       bar.firstChild.className = "idle-span";
       rows.push(el("span", {}, words), bar, el("span", {}, percent(share)));
     }
-    this.parts.idle.className = "card";
-    this.parts.idle.replaceChildren(
-      el("h2", {}, "Who is idle, and why"),
+    this.fill(
+      "idle",
+      "Who is idle, and why",
       el("div", { class: "idle" }, ...rows),
       el("p", {}, ...why(recent("idle/learner"), recent("idle/actor"), last, hub)),
       el("p", { class: "pale" }, "mean of the newest 20 points; an idle actor decodes no sequence"),
@@ -164,19 +159,17 @@ class RunView {
 
   drawLedger({ hub }) {
     const counts = hub.ledger;
-    this.parts.ledger.className = "card";
     const words = counts
       ? counts.closes
         ? "every group ever begun is in one place: it closes"
         : "DOES NOT CLOSE: a defect"
       : "no ledger.json that can be read";
-    this.parts.ledger.replaceChildren(el("h2", {}, "Ledger [groups]"), el("p", { class: "pale" }, words));
-    if (counts) this.parts.ledger.append(Drawings.ledger(counts, Math.max(300, this.parts.ledger.clientWidth - 30)));
+    const drawn = counts ? Drawings.ledger(counts, Math.max(300, this.parts.ledger.clientWidth - 30)) : "";
+    this.fill("ledger", "Ledger [groups]", el("p", { class: "pale" }, words), drawn);
   }
 
   drawActors({ hub, alive, restarts }) {
     const actors = Object.entries(hub.actors ?? {});
-    this.parts.actors.className = "card";
     const rows = actors.map(([name, { version, groups, silent_s: silent }]) => {
       const behind = hub.version - version;
       return el(
@@ -190,8 +183,9 @@ class RunView {
     });
     const again = Object.entries(restarts ?? {}).map(([role, count]) => `${role} ${short(count)}`);
     const heads = ["actor", "version", "groups", "last message"].map((text, i) => el("th", { class: i ? "n" : "" }, text));
-    this.parts.actors.replaceChildren(
-      el("h2", {}, "Actors"),
+    this.fill(
+      "actors",
+      "Actors",
       actors.length
         ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
         : el("p", { class: "pale" }, alive ? "none has joined" : "none: the run does not live"),
@@ -210,15 +204,7 @@ class RunView {
       { class: "legend" },
       ...Drawings.KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind === "idle" ? "idle-span" : kind }), words)),
     );
-    place.replaceChildren(
-      el(
-        "section",
-        { class: "card" },
-        el("h2", {}, "Stages on a time line"),
-        kinds,
-        Drawings.timeline(timeline, Math.max(280, place.clientWidth - 30)),
-      ),
-    );
+    this.fill("timeline", "Stages on a time line", kinds, Drawings.timeline(timeline, Math.max(280, place.clientWidth - 30)));
   }
 
   drawEvents() {
@@ -233,9 +219,9 @@ class RunView {
       ),
     );
     const heads = ["step", "time", "what", ""].map((text, i) => el("th", { class: i ? "" : "n" }, text));
-    this.parts.events.className = "card wide";
-    this.parts.events.replaceChildren(
-      el("h2", {}, "Changes and events"),
+    this.fill(
+      "events",
+      "Changes and events",
       this.state.changed.length ? el("p", { class: "pale" }, "a dotted upright line in each curve: something was changed") : "",
       rows.length
         ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
@@ -244,7 +230,6 @@ class RunView {
   }
 
   drawCompletions(groups) {
-    const place = this.parts.completions;
     const shown = groups.map(({ step, group, actor, prompt, rollouts, more }) =>
       el(
         "div",
@@ -254,19 +239,12 @@ class RunView {
         ...rollouts.map(rollout),
       ),
     );
-    place.replaceChildren(
-      el(
-        "section",
-        { class: "card" },
-        el("h2", {}, "Completions"),
-        el(
-          "p",
-          { class: "pale" },
-          "newest first; a colour for each version that sampled the tokens",
-          groups.some(isEpisode) ? "; without a colour: given by the environment" : "",
-        ),
-        shown.length ? el("div", { class: "scroll" }, ...shown) : el("p", { class: "pale" }, "none yet"),
-      ),
+    const given = groups.some(isEpisode) ? "; without a colour: given by the environment" : "";
+    this.fill(
+      "completions",
+      "Completions",
+      el("p", { class: "pale" }, "newest first; a colour for each version that sampled the tokens", given),
+      shown.length ? el("div", { class: "scroll" }, ...shown) : el("p", { class: "pale" }, "none yet"),
     );
   }
 

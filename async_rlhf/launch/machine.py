@@ -1,7 +1,9 @@
-"""What this machine has, and how a process is shown some of its devices. Without torch.
+"""What this machine has, and how a process of it is shown some devices and held to some CPUs. Without torch.
 
 A device's number counts what CUDA_VISIBLE_DEVICES shows to the supervisor ("3,5": device 0 is the machine's 3), or all devices
 where it is not set. `visible` alone translates a number back, so that names of any form (indices, UUIDs, MIG) stay as they are.
+A CPU's number counts those that the starting process may use itself (it may be held to some of the machine's, by `taskset` or
+a container). `machine_cpus` alone translates a number back.
 """
 
 from __future__ import annotations
@@ -11,16 +13,16 @@ import io
 import os
 import re
 import subprocess
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.affinity import can_hold
 from async_rlhf.launch.placement import Host
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 _DEADLINE_S = 20.0  # a driver that nothing keeps loaded takes seconds
 _CUDA = "CUDA_VISIBLE_DEVICES"
+_THREADS = "ASYNC_RLHF_THREADS"
 
 
 def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_devices: bool = True) -> Host:
@@ -29,19 +31,18 @@ def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_device
     memory = None
     with suppress(OSError, ValueError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    devices = parse(_asked(), environment.get(_CUDA)) if look_for_devices else []
-    sizes = [size for _, size in devices if size is not None]
+    devices = parse(_listed(), environment.get(_CUDA)) if look_for_devices else []
     return Host(
         devices=len(devices),
-        device_memory=min(sizes, default=None),
+        device_memory=min((size for _, size in devices if size is not None), default=None),
         device_name=" / ".join(dict.fromkeys(name for name, _ in devices if name)),
         cpus=cpus,
         memory=memory,
-        holds=can_hold(),
+        holds=_can_hold(),
     )
 
 
-def _asked() -> str:
+def _listed() -> str:
     """The driver's list; empty where there is no driver, or it does not answer in time."""
     with suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(
@@ -97,3 +98,58 @@ def visible(devices: tuple[int, ...] | None, environment: Mapping[str, str]) -> 
 
 def _words(shown: str) -> list[str]:
     return [word.strip() for word in shown.split(",") if word.strip()]
+
+
+def _can_hold() -> bool:
+    """Whether this system holds processes to CPUs: Linux does, macOS does not."""
+    return hasattr(os, "sched_setaffinity")
+
+
+def machine_cpus(cpus: tuple[int, ...]) -> set[int]:
+    """What the machine calls these CPUs. Raises ConfigError for a number beyond what this process may use, and where
+    processes cannot be held to CPUs."""
+    if not _can_hold():
+        raise ConfigError("placement.strategy: this machine cannot hold processes to CPUs (Linux can); leave it out")
+    usable = sorted(os.sched_getaffinity(0))
+    if beyond := [cpu for cpu in cpus if cpu >= len(usable)]:
+        raise ConfigError(
+            f"CPU {beyond[0]} of this machine is to be used, and the run may use {len(usable)} of it, from 0 on; let "
+            f"placement.hosts say cpus = {len(usable)}, or leave it out"
+        )
+    return {usable[cpu] for cpu in cpus}
+
+
+@contextmanager
+def held_to(cpus: tuple[int, ...] | None) -> Iterator[None]:
+    """Processes that this thread starts meanwhile may use these CPUs only; None: as it may itself. No other thread is held.
+
+    Raises ConfigError as `machine_cpus`.
+    """
+    if cpus is None:
+        yield
+        return
+    wanted, before = machine_cpus(cpus), os.sched_getaffinity(0)  # on Linux, of this thread
+    os.sched_setaffinity(0, wanted)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def with_threads(threads: int | None, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that set how many threads a process computes with; None: as its configuration says.
+
+    Where parts share CPUs, not all threads of a process run at once. One that spins while it waits for another takes a CPU that
+    the other needs, and a decode step takes time slices instead of milliseconds. So they sleep while they wait, unless
+    OMP_WAIT_POLICY says otherwise.
+    """
+    if threads is None:
+        return {}
+    waits = variables.get("OMP_WAIT_POLICY", "PASSIVE")
+    return {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": waits}
+
+
+def assigned_threads(variables: Mapping[str, str] = os.environ) -> int | None:
+    """As the launcher has set it for this process; None: as its configuration says."""
+    found = variables.get(_THREADS)
+    return None if found is None else int(found)
