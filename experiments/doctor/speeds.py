@@ -106,7 +106,10 @@ def copies(place: Place) -> Iterator[Speed]:
 
 def decoding(place: Place) -> Iterator[Speed]:
     """The built-in engine in bfloat16; with one row each step reads all weights once, which is set beside the copy's speed."""
-    parameters = sum(each.numel() for each in AutoModelForCausalLM.from_pretrained(place.model, dtype="auto").parameters())
+    parameters = sum(
+        each.numel()
+        for each in AutoModelForCausalLM.from_pretrained(place.model, dtype="auto", trust_remote_code=False).parameters()
+    )
     copied = next(copies(place)).value
     for rows in (1, 8) if place.small else (1, 128, 256):
         for graphs in (False, True) if place.is_cuda else (False,):
@@ -130,7 +133,9 @@ def types(place: Place) -> Iterator[Speed]:
     engine = load_engine(str(place.model), config)
     ended = _sampled(engine, 8, 64)
     del engine
-    model = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float32).to(place.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float32, trust_remote_code=False).to(place.device).eval()
+    )
     differences = []
     with torch.inference_mode():
         for each in ended:

@@ -17,7 +17,6 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.environments.stand_in import STAND_IN
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.transport import keys, link
@@ -331,7 +330,7 @@ def test_settings_that_cannot_be_are_refused(small: Any, overrides: dict[str, An
             {"rewards.functions": ["mine=remote"], "rewards.options.mine": {"address": "ipc:///x"}},
             "served on this machine only",
         ),
-        ({"environment.function": f"mine={STAND_IN}"}, "served on this machine only"),
+        ({"environment.function": "mine=remote:caller/environment"}, "served on this machine only"),
     ],
 )
 def test_a_run_that_hosts_could_not_reach_is_refused(

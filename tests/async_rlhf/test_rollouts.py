@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.graph import drawing, stages
+from async_rlhf.actors.scoring.graph import drawing
 from async_rlhf.api import TrainResult
 from async_rlhf.api import run as train
 from async_rlhf.buffers.errors import ConfigError
@@ -136,9 +136,7 @@ def test_a_score_is_exposed_only_while_nobody_decodes_and_nobody_trains(small: C
 def test_the_graph_says_what_waits_for_what_and_where_it_runs(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(JUDGES)
     specs = resolve(["judges.py:slow", "judges.py:group", "judges.py:batch", "exact"], tmp_path)
-    graph = stages(specs, ScoringConfig(workers=3), GenerationConfig(group_size=8), EngineConfig(slots=64))
-    assert graph[-1].after == ("slow", "group", "batch", "exact")
-    assert drawing(graph) == [
+    assert drawing(specs, ScoringConfig(workers=3), GenerationConfig(group_size=8), EngineConfig(slots=64)) == [
         "generation  [completion; engine torch on cpu, 64 at once]",
         "-> slow  [completion; event loop, 256 at once, 10 s]",
         "-> group  [group of 8; event loop, 256 at once, 3 s, 600 requests/min, 2 retries]",
@@ -147,7 +145,7 @@ def test_the_graph_says_what_waits_for_what_and_where_it_runs(tmp_path: Path) ->
         "   -> put  [group of 8; actor]",
     ]
     (along,) = resolve(["reward_model"], tmp_path, None, None, {"reward_model": {"stream_tokens": 64}})
-    assert drawing(stages([along], ScoringConfig(), GenerationConfig(), EngineConfig()))[1] == (
+    assert drawing([along], ScoringConfig(), GenerationConfig(), EngineConfig())[1] == (
         "-> reward_model  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
         "incremental, every 64 tokens]"
     )
