@@ -25,7 +25,7 @@ class LaunchConfig(Section):
     """Network interface of this machine that the hosts reach (`eth0`), for the hub without an `address` and for the learner's
     ranks, which have no keys: with ranks on other hosts a trusted network must be named. `"none"`: found."""
     address: str = "auto"
-    """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster."""
+    """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster, else a local Ray."""
     nodes: int | None = Field(default=None, ge=1)
     """With `kind = "ray"`: most nodes; more are taken when they join. `"none"`: as many as there are at the start."""
     lost_after_s: float = Field(default=30.0, ge=2)

@@ -15,6 +15,7 @@ nodes that join later would need groups of their own. Needs the extra `ray`.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import threading
@@ -29,7 +30,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.connection import START_S
 from async_rlhf.launch.hosts import CommandChannel
+from async_rlhf.launch.sockets import socket_root
 
+_log = logging.getLogger(__name__)
 _TESTED = (2, 60)
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
 _PROBE_S = 5.0
@@ -74,7 +77,7 @@ class RayHosts:
         self._on_gpus, self._guard = on_gpus, threading.Lock()
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            join(address, "launch.address")
+            join(address, "launch.address", or_local=True)
         self.here = str(ray.get_runtime_context().get_node_id())
         there = self._nodes()
         if not there:
@@ -165,8 +168,9 @@ class RayChannel:
         ray.kill(self._actor)
 
 
-def join(address: str, setting: str) -> None:
-    """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. Raises ConfigError."""
+def join(address: str, setting: str, *, or_local: bool = False) -> None:
+    """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. or_local: where `auto`
+    finds none, and RAY_ADDRESS names none, one of this machine alone is started, as by `ray.init()`. Raises ConfigError."""
     found = tuple(int(part) for part in version("ray").split(".")[:2])
     if found < _TESTED:
         raise ConfigError(
@@ -184,7 +188,14 @@ def join(address: str, setting: str) -> None:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"{setting} = {address!r}: no Ray cluster answers there ({error}); give IP:PORT") from error
     try:
-        ray.init(address=address, **_QUIET)
+        try:
+            ray.init(address=address, **_QUIET)
+        except ConnectionError:
+            if not or_local or address != "auto" or os.environ.get("RAY_ADDRESS"):
+                raise
+            _log.warning("there is no Ray cluster here: one of this machine alone is started, and ends with this command")
+            temporary = os.environ.get("RAY_TMPDIR") or str(socket_root(room=70) / "ray")  # for its own sockets
+            ray.init(address="local", include_dashboard=False, _temp_dir=temporary, **_QUIET)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
             f"{setting} = {address!r}: the Ray cluster cannot be joined: {first_line(error)}; `ray start --head` begins one"

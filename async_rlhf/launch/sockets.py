@@ -38,18 +38,18 @@ def scorer_address(directory: Path) -> str:
     return f"ipc://{directory}/scorer"
 
 
-def socket_root() -> Path:
-    """The temporary directory, or `/tmp` where that leaves no room for a socket's path. Raises ConfigError when neither
-    will do."""
+def socket_root(room: int = _ROOM) -> Path:
+    """The temporary directory, or `/tmp` where that leaves no `room` (bytes) for a socket's path below it. Raises ConfigError
+    when neither will do."""
     try:
         own = tempfile.gettempdir()
     except OSError as error:
         raise ConfigError(f"no temporary directory can be written: {error}; set TMPDIR to one") from error
     for root in (own, "/tmp"):
-        if root.isprintable() and len(os.fsencode(root)) <= LONGEST - _ROOM and os.access(root, os.W_OK | os.X_OK):
+        if root.isprintable() and len(os.fsencode(root)) <= LONGEST - room and os.access(root, os.W_OK | os.X_OK):
             return Path(root)
     raise ConfigError(
-        f"TMPDIR = {own!r} has {len(os.fsencode(own))} bytes, and sockets need one of at most {LONGEST - _ROOM} that can be "
+        f"TMPDIR = {own!r} has {len(os.fsencode(own))} bytes, and sockets need one of at most {LONGEST - room} that can be "
         "printed; /tmp cannot be written. Set TMPDIR to a shorter directory"
     )
 

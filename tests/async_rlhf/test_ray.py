@@ -23,7 +23,7 @@ from async_rlhf.inspect.chaos import Monkey, problems
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.orders import Open
 from async_rlhf.launch.program import Process, actor_node, role_of
-from async_rlhf.launch.ray import RayAgent, RayHosts
+from async_rlhf.launch.ray import RayAgent, RayHosts, join
 from async_rlhf.launch.remote import Connections, RemoteLauncher
 from async_rlhf.preparation import prepare
 from async_rlhf.run.config import load
@@ -177,3 +177,27 @@ def test_a_cluster_that_cannot_be_used_is_refused(on_ray: Any, cluster: Cluster)
     ):
         with pytest.raises(ConfigError, match=message):
             connect(on_ray(**{"launch.address": address}))
+
+
+def test_where_no_cluster_is_and_no_address_was_given_a_local_ray_is_started_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = list[str]()
+
+    def init(address: str, **_: Any) -> None:
+        asked.append(address)
+        if address != "local":
+            raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    join("auto", "launch.address", or_local=True)
+    assert asked == ["auto", "local"] and "one of this machine alone is started" in caplog.text
+    with pytest.raises(ConfigError, match=r"--ray = 'auto': the Ray cluster cannot be joined: Could not find"):
+        join("auto", "--ray")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1': no Ray cluster answers there"):
+        join("127.0.0.1:1", "launch.address", or_local=True)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match="cannot be joined"):
+        join("auto", "launch.address", or_local=True)
+    assert asked.count("local") == 1
