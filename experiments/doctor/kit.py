@@ -8,6 +8,7 @@ here when it is pure Python; else its source comes along, and is left out there 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,7 @@ def build(directory: Path, python: str, machine: str) -> list[str]:
     platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in _GLIBC] + [f"--platform=manylinux2014_{machine}"]
     foreign = ["--only-binary=:all:", f"--python-version={python}", "--implementation=cp", *platforms]
     sources = []
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools' own: what is left of an earlier build would come along
     _pip("wheel", f"--wheel-dir={wheels}", str(ROOT))
     for pin in needed():
         if not _tried("download", f"--dest={wheels}", *foreign, pin) and not _built(wheels, pin):

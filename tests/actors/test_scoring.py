@@ -94,14 +94,24 @@ def sync(completion): return 1.0
 """
 
 
+_before = set[int]()
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """Real engines and runs that other tests keep."""
+    _before.clear()
+    _before.update(child.pid for child in psutil.Process().children())
+
+
 def workers() -> list[psutil.Process]:
-    """The children of this process, except what other tests keep: a fork server, and what multiprocessing cleans up with."""
+    """The children of this process that are new since the test began, but for a fork server, and what multiprocessing cleans up
+    with."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, or nothing has reaped it yet
             line = " ".join(child.cmdline())
-            # The real engine of other tests may be a child too.
-            if not any(other in line for other in ("resource_tracker", "fork_server", "VLLM::")):
+            if child.pid not in _before and not any(other in line for other in ("resource_tracker", "fork_server")):
                 found.append(child)
     return found
 
