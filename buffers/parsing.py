@@ -16,6 +16,7 @@ from typing import Any
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 64) - 1
 _LIMITS = f"numbers are integers from {_LOWEST} to {_HIGHEST}, or floats up to 1.8e308"
 _LONG = re.compile(r"(?<![.0-9])[0-9]{19}|[eE]\+?[0-9]{3}")  # without one of these no number is beyond them
+_DIGITS = re.compile(r"(?<![0-9_])[0-9_]{4000}")  # Python's own limit is 4300, and its message names no key
 
 
 def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
@@ -36,6 +37,11 @@ def toml_table(text: str) -> dict[str, Any]:
         return dict(_within(tomllib.loads(text, parse_float=_float)))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except ValueError as error:
+        if isinstance(error, tomllib.TOMLDecodeError) or (digits := _DIGITS.search(text)) is None:
+            raise
+        before = text[: digits.start()].split("\n")
+        raise ValueError(f"{before[-1].partition('=')[0].strip()[:200]} (line {len(before)}): {_LIMITS}") from error
 
 
 def _float(text: str) -> float:

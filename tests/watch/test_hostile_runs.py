@@ -160,7 +160,7 @@ def test_any_name_of_a_run_is_shown(watched: Path, name: str) -> None:
     ("content", "problem"),
     [
         ("= no toml", "config.toml is damaged: "),
-        (f"max_steps = {'9' * 5000}\n", "config.toml is damaged: "),
+        (f"max_steps = {'9' * 5000}\n", "config.toml is damaged: max_steps (line 1): numbers are integers from"),
     ],
 )
 def test_a_damaged_configuration_marks_its_run_and_names_the_place(watched: Path, content: str, problem: str) -> None:
