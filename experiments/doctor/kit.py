@@ -93,7 +93,7 @@ def build(directory: Path, python: str, machine: str) -> list[str]:
     _pip("wheel", f"--wheel-dir={wheels}", str(ROOT))
     for pin in needed():
         if not _tried("download", f"--dest={wheels}", *foreign, pin) and not _built(wheels, pin):
-            _pip("download", f"--dest={wheels}", "--no-binary=:all:", "--no-build-isolation", pin)
+            _pip("download", f"--dest={wheels}", "--no-binary=:all:", pin)
             sources.append(pin)
     script = directory / "run.sh"
     script.write_text(_RUN)
