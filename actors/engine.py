@@ -227,3 +227,12 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
             f"engine.kind = {config.kind!r} cannot be used: {error}; install the extra of that name, or use 'torch'"
         ) from error
     return cast("Engine", module.load_engine(model_dir, config, on_update=on_update, version=version))
+
+
+def completed(engine: Engine, requests: Sequence[Request]) -> dict[RolloutKey, Completion]:
+    """Submit these, and step until nothing is unfinished."""
+    engine.submit(requests)
+    ended: list[Completion] = []
+    while engine.num_unfinished:
+        ended += engine.step()
+    return {completion.key: completion for completion in ended}

@@ -148,8 +148,8 @@ def start(
             overwrite=overwrite,
             progress=stack.enter_context(NotebookDisplay()) if in_notebook() and not quiet else None,
             on_step=records.put,
+            variables=variables,
         )
-        directory.variables.update(variables)
         return Run(supervisor, directory, records, stack.pop_all())
 
 
@@ -294,8 +294,8 @@ def run(
             overwrite=overwrite,
             progress=progress,
             on_step=on_step,
+            variables=variables,
         )
-        directory.variables.update(variables or {})
         finished = supervisor.run()
     return _result(directory, finished)
 

@@ -138,13 +138,13 @@ def save_picture(figure: Any, directory: Path, name: str, **png: Any) -> str:
     return drawn
 
 
-def filled(text: str, kind: str, parts: Mapping[str, str]) -> str:
-    """A document with each part, by name, in its place between `<!-- KIND: NAME -->` and `<!-- end -->`.
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """A document with each part, by name, in its place between `<!-- bench: NAME -->` and `<!-- end -->`.
 
     Raises ConfigError where a marker is missing.
     """
     for name, part in parts.items():
-        begin = f"<!-- {kind}: {name} -->\n"
+        begin = f"<!-- bench: {name} -->\n"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(_END)
         if not (found and closed):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.engine import Completion, Request, RolloutKey, completed
 from async_rlhf.actors.torch_engine.chunks import additive, attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
@@ -30,7 +30,7 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
     same bits in any batch where it promises them."""
     requests = _requests(model, engine.kv_policy)
     try:
-        together = _completed(engine, requests)
+        together = completed(engine, requests)
         difference = _difference(model, requests, together, engine.kv_policy)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise _refused(model, f"a pass over cached keys and values ends with {type(error).__name__}: {error}") from error
@@ -47,20 +47,12 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
 def _check_bits(engine: TorchEngine, requests: Sequence[Request], together: dict[RolloutKey, Completion]) -> None:
     """Raises ConfigError when, on this processor, the bits of a completion depend on what is computed beside it."""
     for request in requests:
-        alone, beside = _completed(engine, [request])[request.key], together[request.key]
+        alone, beside = completed(engine, [request])[request.key], together[request.key]
         if alone.token_ids.tolist() != beside.token_ids.tolist() or alone.logprobs.tobytes() != beside.logprobs.tobytes():
             raise ConfigError(
                 "engine.batch_invariant: on this processor the bits of a completion depend on what is computed beside it. Set "
                 "engine.batch_invariant = false; a run that was killed then differs from an uninterrupted one in rounding"
             )
-
-
-def _completed(engine: TorchEngine, requests: Sequence[Request]) -> dict[RolloutKey, Completion]:
-    engine.submit(requests)
-    ended: list[Completion] = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    return {completion.key: completion for completion in ended}
 
 
 def _refused(model: PreTrainedModel, what: str) -> ConfigError:

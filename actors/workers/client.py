@@ -236,8 +236,8 @@ class SessionClient:
 
 
 def describe(address: str, timeout_s: float, keys: str = "", codec: Codec[Message] = STAGES) -> Description:
-    """What a server says of itself. Raises DeadlineError without an answer, WireError for one of another kind, ConfigError
-    as `dealer`."""
+    """What a server serves. Raises DeadlineError without an answer, WireError for one of another kind, ConfigError as
+    `dealer`."""
     with zmq.Context() as context, dealer(context, address, keys, codec) as socket:
         socket.send_multipart(frames_of(Describe(), codec))
         if not socket.poll(int(timeout_s * 1000)):
@@ -258,10 +258,7 @@ def dealer(context: zmq.Context[Any], address: str, keys: str, codec: Codec[Any]
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
     try:
         if keys:
-            own = load_peer(Path(keys))
-            socket.setsockopt(zmq.CURVE_SERVERKEY, own.hub_public)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(own.secret))
-            socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+            load_peer(Path(keys)).apply(socket)
         socket.connect(address)
     except (zmq.ZMQError, ConfigError) as error:
         socket.close()

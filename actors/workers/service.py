@@ -270,7 +270,7 @@ class Service:
     # -- what a kind of server adds ----------------------------------------------------------------------------------
 
     def _environment(self) -> EnvironmentFields | None:
-        """What `Description` says of it."""
+        """The part of `Description` that an environment has."""
         return None
 
     def _begin(self, client: Client, session: Session, step: Step) -> None:

@@ -57,9 +57,7 @@ class Monkey:
     """Strikes `num_blows` times while the run goes on. Owns one thread; on close every frozen process goes on.
 
     processes: what runs now, by name. steps: how many steps were ever recorded (it never falls). num_long: how many of the
-    blows are long freezes, of `long_freeze_s` seconds (from, to). agents: see `program.Launcher`. share: how much of the way is
-    done, 1 at its end; then the blows come at even distances on it, not some steps after each other. freezes: share of the
-    other blows that freeze.
+    blows are long freezes, of `long_freeze_s` seconds (from, to). agents: see `program.Launcher`.
     """
 
     processes: Callable[[], Mapping[str, Struck]]
@@ -69,8 +67,6 @@ class Monkey:
     num_long: int = 0
     long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
     agents: Callable[[], Mapping[str, Callable[[], None]]] = dict
-    share: Callable[[], float] | None = None
-    freezes: float = _FREEZE_SHARE
     blows: list[Blow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,10 +92,6 @@ class Monkey:
             self._strike()
 
     def _await_next(self) -> None:
-        if self.share is not None:
-            while self.share() < (len(self.blows) + 0.5) / self.num_blows and not self._closing.wait(_LOOK_S):
-                pass
-            return
         wanted, waited = self.steps() + self._random.randint(0 if self.blows else 1, _MAX_STEPS_BETWEEN), 0.0
         # Without a step for long the next blow comes all the same: a process that hangs is to be struck, not waited for.
         while self.steps() < wanted and waited < _PATIENCE_S and not self._closing.wait(_LOOK_S):
@@ -117,7 +109,7 @@ class Monkey:
             away[name]()
             self.blows.append(Blow(self.steps(), name, "kill"))
             return
-        struck, freeze = here[name], long or self._random.random() < self.freezes
+        struck, freeze = here[name], long or self._random.random() < _FREEZE_SHARE
         with suppress(ProcessLookupError):
             os.kill(struck.pid, signal.SIGSTOP if freeze else signal.SIGKILL)
             self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))

@@ -28,8 +28,9 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import zmq
 from zmq.utils import z85
 
 from async_rlhf.buffers.errors import ConfigError, RefusedError, did_you_mean
@@ -67,6 +68,12 @@ class PeerKeys:
 
     hub_public: bytes
     secret: bytes = field(repr=False)
+
+    def apply(self, socket: zmq.Socket[Any]) -> None:
+        """Let this socket, not yet connected, speak to the hub alone."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.hub_public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
 
 @dataclass(frozen=True)

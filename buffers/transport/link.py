@@ -90,9 +90,7 @@ class SocketLink:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if keys is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.hub_public)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            keys.apply(self._socket)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKES_FAILED
         )

@@ -139,14 +139,14 @@ def compare(
     _check_scores(config, where, rewards)
     rows: dict[str, Row] = {}
     for on_policy, names in _by_reference(losses):
-        said = partial(report, f"{where}: reference of {names[0]}{' and others' if len(names) > 1 else ''}")
-        reference = Reference(*gradients.sums(groups, rewards, on_policy, config.groups_per_batch, said))
+        progress = partial(report, f"{where}: reference of {names[0]}{' and others' if len(names) > 1 else ''}")
+        reference = Reference(*gradients.sums(groups, rewards, on_policy, config.groups_per_batch, progress))
         if not reference.total_P.any():
             raise ConfigError(f"{where}: rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
         found = dict[str, Measures]()
         for name in names:
-            told = partial(report, f"{where}: {name}")
-            (sum_P,), (divisor,) = gradients.sums(moment.groups, of_stale, losses[name], len(moment.groups), told)
+            progress = partial(report, f"{where}: {name}")
+            (sum_P,), (divisor,) = gradients.sums(moment.groups, of_stale, losses[name], len(moment.groups), progress)
             found[name] = reference.measure(sum_P.astype(np.float64) / divisor)
         made = rows_of(config.seed, moment, count * config.generation.group_size, reference, found)
         rows |= {row.estimate: row for row in made if row.estimate not in rows}  # fresh batches of the first reference

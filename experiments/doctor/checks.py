@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.engine import Completion, Request, RolloutKey, completed
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import AsyncRLHFError
@@ -140,11 +140,7 @@ def _greedy(config: EngineConfig) -> dict[RolloutKey, Completion]:
     engine = load_engine(_speller(), config)
     greedy = Sampling(temperature=0.0)
     prompts = [tuple(range(5, 9 + 4 * number)) for number in range(8)]
-    engine.submit([Request(RolloutKey(number, 0, 0), ids, 16, greedy, number) for number, ids in enumerate(prompts)])
-    ended: list[Completion] = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    return {completion.key: completion for completion in ended}
+    return completed(engine, [Request(RolloutKey(number, 0, 0), ids, 16, greedy, number) for number, ids in enumerate(prompts)])
 
 
 def _step(device: str, dtype: str) -> dict[str, float]:

@@ -62,6 +62,6 @@ def model(kind: str, **own: Any) -> PreTrainedModel:
 
 def plain_logprobs(of: PreTrainedModel, prompt: list[int], completion: list[int]) -> torch.Tensor:
     """float32 [T]: log-probability of each token of a completion, from one pass over this text alone."""
-    ids = torch.tensor([[*prompt, *completion]])
+    ids = torch.tensor([[*prompt, *completion]], device=of.device)
     logits = of(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
     return torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0]

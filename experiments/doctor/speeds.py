@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Request, RolloutKey
-from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey, completed, load_engine
 from async_rlhf.api import train
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.experiments.doctor import families
 from async_rlhf.experiments.throughput.harness import Bench
 from async_rlhf.experiments.throughput.weights import beside_generation, weights
 from async_rlhf.run.shipped import model_directory
@@ -106,10 +106,7 @@ def copies(place: Place) -> Iterator[Speed]:
 
 def decoding(place: Place) -> Iterator[Speed]:
     """The built-in engine in bfloat16; with one row each step reads all weights once, which is set beside the copy's speed."""
-    parameters = sum(
-        each.numel()
-        for each in AutoModelForCausalLM.from_pretrained(place.model, dtype="auto", trust_remote_code=False).parameters()
-    )
+    num_bytes = (place.model / "model.safetensors").stat().st_size
     copied = next(copies(place)).value
     for rows in (1, 8) if place.small else (1, 128, 256):
         for graphs in (False, True) if place.is_cuda else (False,):
@@ -120,9 +117,9 @@ def decoding(place: Place) -> Iterator[Speed]:
             _sampled(engine, rows, new)
             began = time.perf_counter()
             speed = sum(len(each.token_ids) for each in _sampled(engine, rows, new)) / (time.perf_counter() - began)
-            share = f"; reads weights at {speed * parameters * 2 / 1e9 / copied:.0%} of the copy" if rows == 1 else ""
+            share = f"; reads weights at {speed * num_bytes / 1e9 / copied:.0%} of the copy" if rows == 1 else ""
             name = f"decoding, {rows} rows" + (", recorded" if graphs else "")
-            yield Speed(name, speed, "tokens/s", f"{parameters / 1e9:.2f} B parameters, prompts of {_PROMPT}, {new} new{share}")
+            yield Speed(name, speed, "tokens/s", f"{num_bytes / 2e9:.2f} B parameters, prompts of {_PROMPT}, {new} new{share}")
             del engine
             _free()
 
@@ -137,12 +134,11 @@ def types(place: Place) -> Iterator[Speed]:
         AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float32, trust_remote_code=False).to(place.device).eval()
     )
     differences = []
-    with torch.inference_mode():
-        for each in ended:
-            sampled = torch.tensor(each.token_ids.tolist())
-            ids = torch.tensor([[*_prompt(each.key.group), *sampled.tolist()]], device=place.device)
-            logp = torch.log_softmax(model(ids[:, :-1], use_cache=False).logits[0, _PROMPT - 1 :].float(), -1).cpu()
-            differences.append(torch.tensor(each.logprobs.tolist()) - logp.gather(-1, sampled[:, None])[:, 0])
+    for each in ended:
+        sampled = each.token_ids.tolist()
+        with torch.inference_mode():
+            plain = families.plain_logprobs(model, _prompt(each.key.group), sampled).cpu()
+        differences.append(torch.tensor(each.logprobs.tolist()) - plain)
     found = torch.cat(differences)
     del model
     _free()
@@ -191,13 +187,9 @@ def _prompt(number: int) -> list[int]:
     return [5 + (number + place) % 40 for place in range(_PROMPT)]
 
 
-def _sampled(engine: Any, rows: int, new: int) -> list[Completion]:
+def _sampled(engine: Engine, rows: int, new: int) -> list[Completion]:
     requests = [Request(RolloutKey(number, 0, 0), tuple(_prompt(number)), new, Sampling(), number) for number in range(rows)]
-    engine.submit(requests)
-    ended: list[Completion] = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    return ended
+    return list(completed(engine, requests).values())
 
 
 def _free() -> None:

@@ -86,11 +86,11 @@ class CellOnNode(Progress):
         return f"not the same there as here: {other}. {what} (a shared file system, or copies)" if other else ""
 
     def news(self) -> tuple[list[str], int]:
-        """What was said since the last call, and the newest step."""
+        """Lines since the last call, and the newest step."""
         self._heard = time.monotonic()
-        said = self._texts[:]
-        del self._texts[: len(said)]  # what the run's thread says meanwhile stays behind them
-        return said, self._step
+        lines = self._texts[:]
+        del self._texts[: len(lines)]  # what the thread of the run adds meanwhile stays behind them
+        return lines, self._step
 
     def interrupt(self) -> None:
         self._here.interrupt()
@@ -173,16 +173,16 @@ class Nodes:
         return None
 
     def _run_on(self, node: str, job: Job, progress: Progress) -> Outcome | None:
-        """Pass on what the cell says, and signals to it, until it has ended. Raises RayError when the node is lost."""
+        """Pass on lines of the cell, and signals to it, until it has ended. Raises RayError when the node is lost."""
         options = {**self._claim(node), "max_concurrency": 3, "max_restarts": 0}
         actor = ray.remote(CellOnNode).options(**options).remote(_text(job), self._expected, _LOST_AFTER_S)
         try:
             progress.event(f"on {self._name(node)}")
-            ended, news, told, began, has_begun = actor.run.remote(), actor.news.remote(), 0, time.monotonic(), False
+            ended, news, sent, began, has_begun = actor.run.remote(), actor.news.remote(), 0, time.monotonic(), False
             while has_begun or not self._signals:
-                while told < self._signals:
+                while sent < self._signals:
                     actor.interrupt.remote()
-                    told += 1
+                    sent += 1
                 has_ended = bool(ray.wait([ended], timeout=_LOOK_S)[0])
                 if has_ended or ray.wait([news], timeout=0)[0]:
                     texts, step = ray.get(news if not has_ended else actor.news.remote())

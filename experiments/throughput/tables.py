@@ -105,7 +105,7 @@ def documents(content: Mapping[str, Any]) -> dict[Path, str]:
     texts = dict[Path, str]()
     for table in tomllib.loads(SPECIFICATION.read_text())["table"]:
         path = ROOT / table["document"]
-        texts[path] = page.filled(texts.get(path, path.read_text()), "bench", {table["name"]: render(table, content)})
+        texts[path] = page.filled(texts.get(path, path.read_text()), {table["name"]: render(table, content)})
     return texts
 
 

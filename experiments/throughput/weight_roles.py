@@ -46,7 +46,7 @@ def hub(address: str, directory: str, transport: str) -> None:
     make_hub(address, directory, transport).run()
 
 
-def learner(address: str, transport: str, num_bytes: int, told: Connection) -> None:
+def learner(address: str, transport: str, num_bytes: int, pipe: Connection) -> None:
     """For each message: publishes a set that differs a little from the last. Answers with its fence and when it began, had
     copied it into memory that it uses again (as a learner does), and the hub had verified it, in seconds of the clock that all
     processes share; and with the seconds of processor time for it."""
@@ -54,7 +54,7 @@ def learner(address: str, transport: str, num_bytes: int, told: Connection) -> N
     words, rng = make_words(num_bytes), np.random.default_rng(1)
     leaving = words.copy()
     while True:
-        told.recv()
+        pipe.recv()
         client.register(0, 0)  # the same step under a new fence: nothing need be trained in between
         words[rng.integers(0, len(words), int(CHANGED_SHARE * len(words)))] += 1
         began, working = monotonic(), process_time()
@@ -62,4 +62,4 @@ def learner(address: str, transport: str, num_bytes: int, told: Connection) -> N
         publication = client.begin_publish(0, as_tensors(leaving))
         copied = monotonic()
         publication.wait()
-        told.send((client.fence, began, copied, monotonic(), process_time() - working))
+        pipe.send((client.fence, began, copied, monotonic(), process_time() - working))

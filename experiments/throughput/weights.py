@@ -136,10 +136,10 @@ def nothing() -> None:
 
 
 class Fleet:
-    """A hub, a learner and, in this process, an actor. told: the learner's end of a pipe; hub: its process."""
+    """A hub, a learner and, in this process, an actor. pipe: the learner's end of a pipe; hub: its process."""
 
-    def __init__(self, address: str, transport: str, hub: int | None, told: Connection) -> None:
-        self._told, self._hub, self._arrays = told, psutil.Process(hub), dict[str, Any]()
+    def __init__(self, address: str, transport: str, hub: int | None, pipe: Connection) -> None:
+        self._pipe, self._hub, self._arrays = pipe, psutil.Process(hub), dict[str, Any]()
         config = weights_config(transport)
         self._client = ActorClient(address, "actor", beat_s=1.0, timeout_s=DEADLINE_S, weights=config)
         self._state = ActorState(0, 0, -1, ())
@@ -161,7 +161,7 @@ class Fleet:
 
     def publish(self, meanwhile: Callable[[], object] = nothing) -> Published:
         """One set, from the learner's call to adopted. meanwhile: what the actor does between two looks."""
-        self._told.send("publish")
+        self._pipe.send("publish")
         fence, looked_s, spent_s, weights = self._state.fence, 0.0, -cpu_s(self._hub), None
         while weights is None or weights.fence == fence:
             meanwhile()
@@ -174,7 +174,7 @@ class Fleet:
         copy_into(self._arrays, weights.tensors())
         adopted = monotonic()
         spent_s += thread_time() - working + cpu_s(self._hub)
-        _, began, copied, ended, learner_s = self._told.recv()
+        _, began, copied, ended, learner_s = self._pipe.recv()
         self._state = ActorState(0, weights.fence, weights.version, ())
         self._client.beat(self._state, wire.Telemetry())
         return Published(adopted - began, adopted - ended, copied - began, looked_s, adopted - here, spent_s + learner_s)
