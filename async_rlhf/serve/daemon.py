@@ -115,8 +115,12 @@ class Daemon:
                 self._say(f"{entry.name}: {entry.state}" + (f" ({entry.reason})" if entry.reason else ""))
             if entry.state == "failed" != old.state:
                 self._call_hooks(entry)
-        for failure in (failure for hooks in self._hooks for failure in hooks.failures()):
-            self._say(failure)
+        for hooks in list(self._hooks):
+            if hooks.is_idle:  # each has a thread, and a daemon goes on for weeks
+                hooks.close()
+                self._hooks.remove(hooks)
+            for failure in hooks.failures():
+                self._say(failure)
         for entry in made.entries:
             if entry.number in made.drain or (self._signals > 1 and entry.is_active):
                 self._queue.send_drain(entry)

@@ -59,7 +59,7 @@ def test_a_run_that_is_lost_again_and_again_is_told_of_once(queue: QueueDir, los
     daemon.look()
     assert f"lost {MAX_LOSSES} times in a row without a new step" in told(tmp_path)["text"]
     (tmp_path / "told").unlink()
-    daemon.look()
+    wait_for(lambda: daemon.look() or not daemon._hooks, "the daemon to let go of the hook")
     daemon.close()
     assert not (tmp_path / "told").exists() and len(said) == 1
 

@@ -1,4 +1,4 @@
-"""A real Chromium without a window, and what the tests ask of it."""
+"""A real Chromium without a window, and what the tests and pictures want of it."""
 
 from __future__ import annotations
 
@@ -74,3 +74,6 @@ class Browser:
     def complaints(self) -> list[str]:
         """What the browser has reported since it was asked last: errors, and what the page's policy forbids."""
         return [entry["message"] for entry in self._driver.get_log("browser")]
+
+    def picture(self, path: str) -> None:
+        self._driver.save_screenshot(path)

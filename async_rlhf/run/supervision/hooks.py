@@ -57,7 +57,7 @@ class Hooks:
         self._waiting: deque[Event] = deque()
         self._failures: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._closing = False
+        self._closing = self._is_delivering = False
         self._thread: threading.Thread | None = None
         self.failed = 0
         """Deliveries that failed."""
@@ -75,6 +75,12 @@ class Hooks:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
                 self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, and nothing is under way."""
+        with self._news:
+            return not (self._waiting or self._is_delivering)
 
     def failures(self) -> list[str]:
         """What failed since the last call."""
@@ -105,12 +111,13 @@ class Hooks:
                 self._news.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting:
                     return
-                event = self._waiting.popleft()
+                event, self._is_delivering = self._waiting.popleft(), True
             problems = [
                 f"the command {problem}" if self._config.argv and (problem := self._command(event)) else "",
                 f"the webhook {problem}" if self._config.address and (problem := self._post(event)) else "",
             ]
             with self._news:
+                self._is_delivering = False
                 for problem in filter(None, problems):
                     self._failed(event, problem)
 

@@ -188,7 +188,7 @@ class RunView {
       "Actors",
       actors.length
         ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
-        : el("p", { class: "pale" }, alive ? "none has joined" : "none: the run does not live"),
+        : el("p", { class: "pale" }, alive ? "none has joined" : "none: the run has ended"),
       hub.fence > 1 ? el("p", {}, `The learner has started ${short(hub.fence)} times.`) : "",
       again.length ? el("p", {}, `Started again: ${again.join(", ")}.`) : "",
     );
