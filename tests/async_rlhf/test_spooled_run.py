@@ -54,7 +54,9 @@ def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_every_row_as_oft
 
     wait_for(lacks_prompts, "a learner without prompts")
     put(spool, prompts(0, 7))
-    (spool / "bad.jsonl").write_bytes(b'{"prompt": "no answer"}\nno JSON\n' + prompts(7, 1)[0])
+    bad = spool / "bad.jsonl"  # a name that comes after those of `put`: what is put next would be read before it
+    bad.write_bytes(b'{"prompt": "no answer"}\nno JSON\n' + prompts(7, 1)[0])
+    wait_for(lambda: not bad.exists(), "a claim of the bad lines")
     wait_for(lambda: trained() >= 8, "the third step")  # 16 groups are four batches
     hub = started.child("hub")
     hub.send_signal(signal.SIGKILL)
