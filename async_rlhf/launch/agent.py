@@ -6,7 +6,7 @@
     on close    every process is killed and its directories removed; when it is killed itself its processes end too, for the
                 pipes to their standard input close (`tether`)
 
-`python -m async_rlhf.launch.agent [HOST DEVICES]` takes orders from standard input and gives events to standard output;
+`python -m async_rlhf.launch.agent [NAME DEVICES]` takes orders from standard input and gives events to standard output;
 whatever starts it on the host (ssh, srun, Ray) only passes bytes on. It ends when its input ends, and when it has received
 nothing for `lost_after_s`.
 """
@@ -20,12 +20,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
-
-from huggingface_hub.constants import HF_HUB_CACHE
 
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.launch import orders
@@ -71,13 +69,13 @@ class _Life:
 class Agent:
     """See the module docstring. One thread at a time calls it; it sends nothing itself, and reads no clock.
 
-    host: what it calls its host; without, the machine's name. devices: how many the host has; None: what its driver lists.
+    name: what it calls its host; without, the machine's name. devices: how many the host has; None: what its driver lists.
     Owns a thread for what may last: queries of the driver, large files, starts, which wait for the fork server's imports. So
     the agent is alive to its supervisor meanwhile.
     """
 
-    def __init__(self, host: str = "", devices: int | None = None) -> None:
-        self._host, self._devices = host or socket.gethostname(), devices
+    def __init__(self, name: str = "", devices: int | None = None) -> None:
+        self._name, self._devices = name or socket.gethostname(), devices
         self._depot: Depot | None = None
         self._thread = ThreadPoolExecutor(1, "agent")
         self._answers: deque[Future[orders.Event]] = deque()
@@ -94,10 +92,8 @@ class Agent:
             return []
         if self._depot is None or isinstance(message, orders.Open):
             raise WireError(f"the order {message.type!r} in the wrong place: 'open' comes first, and once", "order")
-        if isinstance(message, orders.Look):
-            self._answers.append(self._thread.submit(_look, self._depot, message))
-        elif isinstance(message, orders.Want):
-            return [orders.Missing(digests=self._depot.missing(message.digests))]
+        if isinstance(message, orders.Want):
+            self._answers.append(self._thread.submit(_missing, self._depot, message))
         elif isinstance(message, orders.Piece):
             self._depot.add(message.digest, message.data, last=message.last)
         elif isinstance(message, orders.Start):
@@ -137,10 +133,9 @@ class Agent:
             self._depot.close()
 
     def _opened(self, directory: str, accelerators: bool) -> orders.Event:
-        found = this_machine(look_for_devices=accelerators)
-        found = found if self._devices is None else replace(found, devices=self._devices)
-        has = orders.Machine(**{name: getattr(found, name) for name in orders.Machine.model_fields})
-        return orders.Opened(version=version("async-rlhf"), host=self._host, directory=directory, has=has)
+        host = this_machine(look_for_devices=accelerators)
+        host = host if self._devices is None else host.model_copy(update={"devices": self._devices})
+        return orders.Opened(version=version("async-rlhf"), name=self._name, directory=directory, host=host)
 
     def _started(self, number: int, found: _Life | orders.Event) -> orders.Event:
         if not isinstance(found, _Life):
@@ -167,9 +162,8 @@ class Agent:
         return _Life(process, returns, [0] * len(returns))
 
 
-def _look(depot: Depot, message: orders.Look) -> orders.Event:
-    path = Path(message.path.replace(orders.HUB_CACHE, HF_HUB_CACHE)).expanduser()
-    return orders.Looked(path=str(path), problem=depot.problem(path, message.files))
+def _missing(depot: Depot, message: orders.Want) -> orders.Event:
+    return orders.Missing(digests=depot.missing(message.places))
 
 
 def serve(agent: Agent, pipe: Pipe) -> NoReturn:

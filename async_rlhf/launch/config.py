@@ -26,8 +26,6 @@ class LaunchConfig(Section):
     ranks, which have no keys: with ranks on other hosts a trusted network must be named. `"none"`: found."""
     address: str = "auto"
     """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster, else a local Ray."""
-    nodes: int | None = Field(default=None, ge=1)
-    """With `kind = "ray"`: most nodes; more are taken when they join. `"none"`: as many as there are at the start."""
     lost_after_s: float = Field(default=30.0, ge=2)
     """Seconds of silence after which a host counts as lost; its agent then ends what it runs."""
 
@@ -42,6 +40,9 @@ class LaunchConfig(Section):
         if bad := [host for host in self.hosts if host.startswith("-")]:
             raise ValueError(f"hosts: {bad[0]!r} begins with '-', which a command takes for an option")
         return self
+
+
+Strategy = Literal["flattening", "interleaving", "separation"]
 
 
 class HostConfig(Section):
@@ -70,7 +71,7 @@ class PlacementConfig(Section):
     actor_share: float = Field(default=0.5, gt=0, le=1)
     """`colocate`: an engine's share of a device's memory (vLLM's `gpu_memory_utilization`); the rest is for learner and
     scorer."""
-    strategy: Literal["flattening", "interleaving", "separation"] | None = None
+    strategy: Strategy | None = None
     """CPUs and devices of generation, scoring and learning. `flattening`: all share all. `interleaving`: the scorer shares the
     learner's. `separation`: each its own. CPUs are divided 2 : 1 : 1, and threads follow them. `"none"`: any CPU, devices as
     `colocate` says."""

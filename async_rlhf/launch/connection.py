@@ -1,31 +1,33 @@
-"""A host as the supervisor sees it: the channel to its agent, and the processes that the agent has.
+"""The hosts of a run as its supervisor sees them: of each the channel to its agent, and the processes that the agent has.
 
     owns        one life of a channel, a thread that sends orders and one that receives events
     waits for   the first answer of the agent, for `START_S`; what takes long there goes on as long as it beats
     woken by    orders of the supervisor, events of the agent
     on close    the channel is closed, which ends the agent and all it runs
 
-A channel that breaks, and one that is silent for `lost_after_s`, ends the processes with `HOST_LOST`; then another connection
-takes the place of this one. Connecting, and sending what a node needs, is done by the threads, so that no caller waits.
+A channel that breaks, and one that is silent for `lost_after_s`, ends the processes with `HOST_LOST`; the next start on that
+host makes another. Connecting, and sending what a node needs, is done by the threads, so that no caller waits.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.launch import orders
-from async_rlhf.launch.depot import known_digest
+from async_rlhf.launch.depot import known_digest, place_elsewhere
 from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
-from async_rlhf.launch.placement import Host
-from async_rlhf.launch.program import Node
+from async_rlhf.launch.placement import Host, Inventory
+from async_rlhf.launch.program import Launcher, Node, Process
 from async_rlhf.launch.tether import BEAT
 
 START_S = 120.0
@@ -53,12 +55,11 @@ class Channel(Protocol):
 class Hosts(Protocol):
     """Where agents can be had.
 
-    names: of the hosts of this run. present: those of them that should answer at the start; the others may come. here: what an
-    agent on the supervisor's own machine calls its host. addresses: by which the network knows the hosts.
+    names: of the hosts of this run. here: what an agent on the supervisor's own machine calls its host. addresses: by which the
+    network knows the hosts.
     """
 
     names: tuple[str, ...]
-    present: tuple[str, ...]
     here: str
     addresses: tuple[str, ...]
 
@@ -66,15 +67,6 @@ class Hosts(Protocol):
         """An agent on this host. Raises OSError with the reason when there is none now."""
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Place:
-    """Files of one folder, by their names in it. there: where the host may have the same (`orders.Look`)."""
-
-    here: Path
-    names: tuple[str, ...]
-    there: str
 
 
 @dataclass(frozen=True)
@@ -86,13 +78,8 @@ class NodeFiles:
     returns: Mapping[str, Path]
 
 
-Pack = Callable[[Node, str, Mapping[Place, str]], NodeFiles]
-"""(node, its directory there, where each place is there that was found) -> what it is given."""
-
-
-def nothing(node: Node, directory: str, found: Mapping[Place, str]) -> NodeFiles:
-    """A `Pack` for a node that needs no files."""
-    return NodeFiles({}, {}, {f"{node.name}.log": node.log})
+Pack = Callable[[Node, str], NodeFiles]
+"""(node, its directory there) -> what it is given."""
 
 
 class RemoteProcess:
@@ -152,21 +139,19 @@ class RemoteProcess:
 class Connection:
     """One life of a channel to a host. `lost` is the reason when it is over."""
 
-    def __init__(self, name: str, hosts: Hosts, opening: orders.Open, places: Sequence[Place], pack: Pack) -> None:
+    def __init__(self, name: str, hosts: Hosts, opening: orders.Open, pack: Pack) -> None:
         self.lost = ""
-        self._name, self._hosts, self._opening = name, hosts, opening
-        self._places, self._pack = places, pack
+        self._name, self._hosts, self._opening, self._pack = name, hosts, opening, pack
         self._channel: Channel | None = None
         self._directory = ""
-        self.host = Host(name)
+        self.host = Host()
         """What it has, once it is ready."""
-        self._found: dict[Place, str] = {}
         self._processes: dict[int, RemoteProcess] = {}
         self._orders: SimpleQueue[RemoteProcess | orders.Kill | None] = SimpleQueue()
         self._answers: SimpleQueue[orders.Event | None] = SimpleQueue()
         self._guard = threading.Lock()
         self.ready = threading.Event()
-        """Set when the agent has answered everything that is asked before a start, or is lost."""
+        """Set when the agent has answered, or is lost."""
         self._sender = threading.Thread(target=self._send_all, name=f"to-{name}", daemon=True)
         self._receiver: threading.Thread | None = None
         self._sender.start()
@@ -223,12 +208,7 @@ class Connection:
         if (ours := version("async-rlhf")) != opened.version:
             raise ConnectionRefusedError(f"async-rlhf {opened.version} is installed there, and {ours} here; install the same")
         self._directory = opened.directory
-        self.host = Host(self._name, **opened.has.model_dump(), own=opened.host == self._hosts.here)
-        for place in self._places:
-            self._send(orders.Look(path=place.there, files={name: known_digest(place.here / name) for name in place.names}))
-            looked = self._answer(orders.Looked)  # it reads gigabytes, and beats
-            if not looked.problem:
-                self._found[place] = looked.path
+        self.host = opened.host.model_copy(update={"name": self._name, "own": opened.name == self._hosts.here})
 
     def _start(self, process: RemoteProcess) -> None:
         node = process.node
@@ -236,14 +216,14 @@ class Connection:
             del self._processes[process.life]
             return
         try:
-            given = self._pack(node, f"{self._directory}/{node.name}", self._found)
+            given = self._pack(node, f"{self._directory}/{node.name}")
             digests = {name: known_digest(path) for name, path in given.files.items()}
         except (OSError, SyntaxError, ValueError) as error:
             del self._processes[process.life]
             process.ends(FAILED, f"what it needs cannot be read here: {error}")
             return
-        self._send(orders.Want(digests=sorted(set(digests.values()))))
-        missing = set(self._answer(orders.Missing).digests)
+        self._send(orders.Want(places={digests[name]: place_elsewhere(path) for name, path in given.files.items()}))
+        missing = set(self._answer(orders.Missing).digests)  # it may read gigabytes, and beats
         for name, path in given.files.items():
             if digests[name] in missing:
                 missing.remove(digests[name])
@@ -307,7 +287,7 @@ class Connection:
         for waiting in list(self._processes.values()):
             if not waiting.pid:
                 waiting.beaten(BEAT)
-        if isinstance(found, orders.Opened | orders.Looked | orders.Missing):
+        if isinstance(found, orders.Opened | orders.Missing):
             self._answers.put(found)
         elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
             if isinstance(found, orders.Started):
@@ -332,3 +312,55 @@ class Connection:
         self._orders.put(None)
         if channel is not None:
             channel.close()
+
+
+class Connections:
+    """To the hosts of a run; its launcher (`program.Launcher`), once `local` is set, which starts the nodes of this machine.
+
+    opening: the first order to each agent. pack: what a node is given. large: files of it that take long to read.
+    """
+
+    local: Launcher
+
+    def __init__(self, hosts: Hosts, opening: orders.Open, pack: Pack, large: Iterable[Path] = ()) -> None:
+        self._hosts, self._large, self.names = hosts, large, hosts.names
+        self._new = partial(Connection, hosts=hosts, opening=opening, pack=pack)
+        self._connections: dict[str, Connection] = {}
+        self._lives = count(1)
+
+    def check(self) -> None:
+        """Connect to every host at once. Raises ConfigError naming the first that cannot be used."""
+        for path in self._large:  # now: while gigabytes are read no host is sent anything
+            known_digest(path)
+        for connection in [self._to(name) for name in self.names]:
+            connection.ready.wait()  # each step of it has a deadline
+            if connection.lost:
+                raise ConfigError(f"the run cannot be started: {connection.lost}")
+
+    def inventory(self) -> Inventory:
+        """What the hosts have, after `check`."""
+        return tuple(self._connections[name].host for name in self.names)
+
+    def start(self, run_dir: Path, node: Node) -> Process:
+        if not node.host:
+            return self.local.start(run_dir, node)
+        connection = self._to(node.host)
+        process = RemoteProcess(next(self._lives), node, connection.kill)
+        connection.start(process)
+        return process
+
+    def agents(self) -> dict[str, Callable[[], None]]:
+        there = {name: each for name, each in self._connections.items() if each.ready.is_set() and not each.lost}
+        return {name: partial(each.close, "its agent was ended") for name, each in there.items()}
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._hosts.close()
+
+    def _to(self, name: str) -> Connection:
+        """The connection to a host; another when the last one is lost."""
+        found = self._connections.get(name)
+        if found is None or found.lost:
+            found = self._connections[name] = self._new(name)
+        return found

@@ -1,7 +1,8 @@
 """The files of an agent: contents by digest, kept for later runs, and a private directory for each agent and each of its nodes.
 
     DIRECTORY/contents/<digest>      read-only; written once, under a temporary name until their digest has been checked
-    DIRECTORY/agent-XXXXXXXX/<node>  what a node is given: links to contents, and its own small files with mode 0600
+    DIRECTORY/agent-XXXXXXXX/<node>  what a node is given: links to contents, or to where the host has the same, and its own
+                                     small files with mode 0600
     DIRECTORY/agent-XXXXXXXX/.sockets  where the sockets of its nodes are (`sockets`: paths of sockets must be short)
 
 An agent holds a lock on its own directories and removes them at its end; what a killed one left is removed by the next. Nothing
@@ -19,9 +20,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import xxhash
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.files import content_digest, lock_directory
+from async_rlhf.launch.orders import HUB_CACHE
 from async_rlhf.launch.sockets import remove_left, socket_directory
 
 _PREFIX, _SOCKETS = "agent-", ".sockets"
@@ -36,6 +39,15 @@ def known_digest(path: Path) -> str:
 @lru_cache(4096)
 def _known(path: Path, size: int, changed: int) -> str:
     return content_digest(path)
+
+
+def place_elsewhere(path: Path) -> str:
+    """Where another host may have the same file: at the same path, or in its own Hub cache, in which paths name the commit. Of
+    code nowhere, for that finds its neighbours in its own folder."""
+    if path.suffix == ".py":
+        return ""
+    path = path.absolute()
+    return f"{HUB_CACHE}/{path.relative_to(HF_HUB_CACHE)}" if path.is_relative_to(HF_HUB_CACHE) else str(path)
 
 
 class Depot:
@@ -53,9 +65,20 @@ class Depot:
         self.sockets = self._closing.enter_context(socket_directory())
         (self.own / _SOCKETS).symlink_to(self.sockets)
         self._arriving: dict[str, xxhash.xxh3_128] = {}
+        self._elsewhere: dict[str, Path] = {}
 
-    def missing(self, digests: list[str]) -> list[str]:
-        return [each for each in dict.fromkeys(digests) if not (self._contents / each).is_file()]
+    def missing(self, places: Mapping[str, str]) -> list[str]:
+        """Of these contents those that are neither kept here nor at their places on this host, where they are then used."""
+        missing = []
+        for digest, place in places.items():
+            path = Path(place.replace(HUB_CACHE, HF_HUB_CACHE))
+            self._elsewhere.pop(digest, None)
+            if not (self._contents / digest).is_file():
+                if self._is_at(path, digest):
+                    self._elsewhere[digest] = path
+                else:
+                    missing.append(digest)
+        return missing
 
     def add(self, name: str, data: bytes, *, last: bool) -> None:
         """Append to the content that will have this digest. Raises WireError when, with the last bytes, it has another."""
@@ -78,24 +101,21 @@ class Depot:
         shutil.rmtree(directory, ignore_errors=True)
         for name, content in files.items():
             path = _made(directory / name)
-            os.link(self._contents / content, path)
+            if (there := self._elsewhere.get(content)) is not None:
+                path.symlink_to(there)
+            else:
+                os.link(self._contents / content, path)
         for name, data in inline.items():
             path = _made(directory / name)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(data)
         return directory
 
-    def problem(self, path: Path, files: Mapping[str, str]) -> str:
-        """What is not so below a path of this host: the first file that is absent or has another digest; else nothing."""
-        for name, wanted in files.items():
-            file = path / name
-            try:
-                found = content_digest(file)
-            except OSError as error:
-                return f"{file} cannot be read: {error.strerror}"
-            if found != wanted:
-                return f"{file} has digest {found} instead of {wanted}"
-        return ""
+    @staticmethod
+    def _is_at(path: Path, digest: str) -> bool:
+        with suppress(OSError):
+            return path.is_absolute() and known_digest(path) == digest
+        return False
 
     def close(self) -> None:
         self._closing.close()

@@ -90,7 +90,7 @@ class CommandHosts:
     """See `connection.Hosts`. command: with `{host}` where the name of a host belongs."""
 
     def __init__(self, names: Sequence[str], command: Sequence[str]) -> None:
-        self.names = self.present = tuple(names)
+        self.names = tuple(names)
         self.addresses = tuple(name.rpartition("@")[2] for name in names)
         self.here, self._command = socket.gethostname(), command
 

@@ -31,25 +31,20 @@ def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_device
     memory = None
     with suppress(OSError, ValueError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    devices = parse(_listed(), environment.get(_CUDA)) if look_for_devices else []
-    return Host(
-        devices=len(devices),
-        device_memory=min((size for _, size in devices if size is not None), default=None),
-        device_name=" / ".join(dict.fromkeys(name for name, _ in devices if name)),
-        cpus=cpus,
-        memory=memory,
-        holds=_can_hold(),
-    )
+    devices = shown_devices(environment) if look_for_devices else []
+    sizes = [size for _, size in devices if size is not None]
+    return Host(devices=len(devices), device_memory=min(sizes, default=None), cpus=cpus, memory=memory)
 
 
-def _listed() -> str:
-    """The driver's list; empty where there is no driver, or it does not answer in time."""
+def shown_devices(environment: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
+    """`parse` of the driver's list; empty where there is no driver, or it does not answer in time."""
+    listed = ""
     with suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(
             _QUERY, capture_output=True, text=True, check=False, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL
         )
-        return found.stdout if found.returncode == 0 else ""
-    return ""
+        listed = found.stdout if found.returncode == 0 else ""
+    return parse(listed, environment.get(_CUDA))
 
 
 def parse(listed: str, shown: str | None) -> list[tuple[str, int | None]]:
@@ -100,16 +95,13 @@ def _words(shown: str) -> list[str]:
     return [word.strip() for word in shown.split(",") if word.strip()]
 
 
-def _can_hold() -> bool:
-    """Whether this system holds processes to CPUs: Linux does, macOS does not."""
-    return hasattr(os, "sched_setaffinity")
-
-
 def machine_cpus(cpus: tuple[int, ...]) -> set[int]:
     """What the machine calls these CPUs. Raises ConfigError for a number beyond what this process may use, and where
     processes cannot be held to CPUs."""
-    if not _can_hold():
-        raise ConfigError("placement.strategy: this machine cannot hold processes to CPUs (Linux can); leave it out")
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(
+            "placement.strategy: this machine cannot hold processes to CPUs (Linux can, macOS cannot); leave it out"
+        )
     usable = sorted(os.sched_getaffinity(0))
     if beyond := [cpu for cpu in cpus if cpu >= len(usable)]:
         raise ConfigError(

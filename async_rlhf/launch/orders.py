@@ -1,7 +1,7 @@
 """The messages between a supervisor and its agent on another host, and nothing about when or how it travels.
 
-    supervisor -> agent   Open, Look, Want, Piece, Start, Kill, Alive
-    agent -> supervisor   Opened, Looked, Missing, Started, Beats, Wrote, Ended, Alive
+    supervisor -> agent   Open, Want, Piece, Start, Kill, Alive
+    agent -> supervisor   Opened, Missing, Started, Beats, Wrote, Ended, Alive
 
 A message is one frame of a `Codec`, checked against the types below before anything looks at it.
 """
@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field
 
 from async_rlhf.buffers.protocol.codec import Codec
 from async_rlhf.buffers.protocol.message import Count, MessageBase, Name
+from async_rlhf.launch.placement import Host
 
 MAX_FRAME_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
@@ -52,19 +53,12 @@ class Open(MessageBase):
     accelerators: bool = False
 
 
-class Look(MessageBase):
-    """Are these files there, below `path`, with these digests? It may begin with `~` or with `HUB_CACHE`."""
-
-    type: Literal["look"] = "look"
-    path: Text
-    files: dict[RelativeName, FileDigest] = Field(max_length=_MAX_FILES)
-
-
 class Want(MessageBase):
-    """Which of these contents has the agent not got?"""
+    """Which of these contents has the host not got? places: by digest, the path at which it may have a file with it, which may
+    begin with `HUB_CACHE`."""
 
     type: Literal["want"] = "want"
-    digests: list[FileDigest] = Field(max_length=_MAX_FILES)
+    places: dict[FileDigest, Text] = Field(max_length=_MAX_FILES)
 
 
 class Piece(MessageBase):
@@ -105,33 +99,14 @@ class Alive(MessageBase):
     type: Literal["alive"] = "alive"
 
 
-class Machine(MessageBase):
-    """What a host has; see `placement.Host`."""
-
-    devices: int = Field(ge=0, le=1024)
-    device_memory: Count | None
-    device_name: Text
-    cpus: int = Field(ge=1)
-    memory: Count | None
-    holds: bool = True
-
-
 class Opened(MessageBase):
-    """version: of async-rlhf there. host: what the agent calls it. directory: of this agent alone, absolute."""
+    """version: of async-rlhf there. name: what the agent calls its host. directory: of this agent alone, absolute."""
 
     type: Literal["opened"] = "opened"
     version: Name
-    host: Name
+    name: Name
     directory: Text
-    has: Machine
-
-
-class Looked(MessageBase):
-    """path: as it is there. problem: the first thing that is not as it should be; empty when all is there."""
-
-    type: Literal["looked"] = "looked"
-    path: Text
-    problem: Text
+    host: Host
 
 
 class Missing(MessageBase):
@@ -171,7 +146,7 @@ class Ended(MessageBase):
     words: Text
 
 
-Order = Open | Look | Want | Piece | Start | Kill | Alive
-Event = Opened | Looked | Missing | Started | Beats | Wrote | Ended | Alive
+Order = Open | Want | Piece | Start | Kill | Alive
+Event = Opened | Missing | Started | Beats | Wrote | Ended | Alive
 ORDERS: Codec[Order] = Codec(Order, "an agent's orders", MAX_FRAME_BYTES, has_plain_keys=True)
 EVENTS: Codec[Event] = Codec(Event, "an agent's events", MAX_FRAME_BYTES, has_plain_keys=True)

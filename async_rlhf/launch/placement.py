@@ -36,29 +36,23 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, cycle, islice, pairwise
 from typing import Literal
 
+from pydantic import Field
+
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.config import HostConfig, Strategy
 from async_rlhf.launch.program import Node, rank_name, scorer_name
 
-Strategy = Literal["flattening", "interleaving", "separation"]
 Part = Literal["generation", "scoring", "learning"]
 
 
-@dataclass(frozen=True)
-class Host:
-    """A machine. The first of a run is the supervisor's, whatever its name; a `Node` calls that one "".
+class Host(HostConfig):
+    """A machine, with what a configuration does not say of it. The first of a run is the supervisor's, whatever its name; a
+    `Node` calls that one ""."""
 
-    device_memory: bytes of each device; memory: of the machine. None: not known. own: it is the first once more, under the name
-    by which a launcher starts processes there; they share its devices. holds: processes can be held to CPUs there.
-    """
-
-    name: str = ""
-    devices: int = 0
-    device_memory: int | None = None
-    device_name: str = ""
-    cpus: int = 1
-    memory: int | None = None
+    memory: int | None = Field(default=None, ge=0)
+    """Bytes of the machine; None: not known."""
     own: bool = False
-    holds: bool = True
+    """It is the first once more, under the name by which a launcher starts processes there; they share its devices."""
 
     def __str__(self) -> str:
         return self.name or "this machine"
@@ -362,10 +356,6 @@ def cpu_sets(strategy: Strategy, parts: Collection[Part], host: Host) -> dict[Pa
 
     Each set gets one, and the rest goes by weight. Raises ConfigError when there are fewer CPUs than sets.
     """
-    if not host.holds:
-        raise ConfigError(
-            f"placement.strategy = {strategy!r}: {host} cannot hold processes to CPUs (Linux can, macOS cannot); leave it out"
-        )
     for chosen in (_SETS[strategy], _FEW):
         sets = [each for each in (tuple(part for part in own if part in parts) for own in chosen) if each]
         if host.cpus >= len(sets):

@@ -12,7 +12,7 @@ meets at a port of its own, so that nothing of an earlier one is met there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,29 +123,18 @@ def rank_nodes(size: int, meeting: str, log: Callable[[str], Path]) -> list[Node
     return [rank_node(rank, meeting, log(rank_name(rank))) for rank in range(1, size)]
 
 
-class RankLauncher:
-    """See `program.Launcher`: starts a learner of several ranks as one process, every other node as `launcher` does.
-
-    address: of this machine, where ranks meet. placed: gives a node its host and devices.
-    """
-
-    def __init__(
-        self, launcher: Launcher, size: int, address: str, placed: Callable[[Node], Node], log: Callable[[str], Path]
-    ) -> None:
-        self._launcher, self._size, self._address = launcher, size, address
-        self._placed, self._log = placed, log
-
-    def start(self, run_dir: Path, node: Node) -> Process:
-        if node.role != "learner" or self._size == 1:
-            return self._launcher.start(run_dir, node)
-        meeting = f"{self._address}:{free_port(self._address)}"
-        leader = replace(node, arguments=(*node.arguments, meeting))
-        others = [self._placed(each) for each in rank_nodes(self._size, meeting, self._log)]
-        nodes = [leader, *others]
-        return RankProcesses([each.host for each in nodes], start_all(self._launcher, run_dir, nodes))
-
-    def agents(self) -> Mapping[str, Callable[[], None]]:
-        return self._launcher.agents()
-
-    def close(self) -> None:
-        self._launcher.close()
+def start_ranks(
+    launcher: Launcher,
+    run_dir: Path,
+    node: Node,
+    size: int,
+    address: str,
+    placed: Callable[[Node], Node],
+    log: Callable[[str], Path],
+) -> Process:
+    """A learner of several ranks as one process. node: rank 0. address: of this machine, where they meet. placed: gives a node
+    its host and devices. log: see `rank_nodes`. Raises OSError."""
+    meeting = f"{address}:{free_port(address)}"
+    leader = replace(node, arguments=(*node.arguments, meeting))
+    nodes = [leader, *map(placed, rank_nodes(size, meeting, log))]
+    return RankProcesses([each.host for each in nodes], start_all(launcher, run_dir, nodes))

@@ -9,7 +9,7 @@ Ray carries orders and events as bytes, and nothing else: groups and weights go 
 of a user is pickled. A host of the run is called `ray-0`, `ray-1`, ... and is a place that a node takes: when the node is lost,
 one that is free or joins takes its place. A node has the GPUs that Ray lists for it. There is no placement group: an agent is
 pinned to its node and takes there all that the run needs of it, which is what a group of one bundle a node would reserve, and
-nodes that join later would need groups of their own. Needs the extra `ray`.
+a node that joins later would need a group of its own. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class RayAgent:
 class RayHosts:
     """See `connection.Hosts`. Raises ConfigError when there is no such cluster, or no node of it can be used.
 
-    address: IP:PORT of its head, or `auto` (`join`). most: nodes to use, None for those that are there now. actors: of the run;
-    no more nodes are used (None: as many as fit). on_gpus: every agent takes its node's GPUs, and no other work is given them.
+    address: IP:PORT of its head, or `auto` (`join`). actors: of the run; no more nodes are used (None: all that are there).
+    on_gpus: every agent takes its node's GPUs, and no other work is given them.
     """
 
-    def __init__(self, address: str, most: int | None, actors: int | None, *, on_gpus: bool) -> None:
+    def __init__(self, address: str, actors: int | None, *, on_gpus: bool) -> None:
         self._on_gpus, self._guard = on_gpus, threading.Lock()
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
@@ -85,10 +85,8 @@ class RayHosts:
             needed = "a CPU and a GPU" if on_gpus else "a CPU"
             raise ConfigError(f"launch.address = {address!r}: no node of the cluster has {needed} for an agent")
         # A place and the node that has it, if any.
-        places = min(actors or sys.maxsize, most or len(there))
-        self._taken: dict[str, str] = {f"ray-{number}": "" for number in range(places)}
-        self._taken |= {name: node["NodeID"] for name, node in zip(self._taken, there, strict=False)}
-        self.names, self.present = tuple(self._taken), tuple(self._taken)[: len(there)]
+        self._taken: dict[str, str] = {f"ray-{number}": node["NodeID"] for number, node in enumerate(there[:actors])}
+        self.names = tuple(self._taken)
         self.addresses = tuple(sorted({node["NodeManagerAddress"] for node in there}))
 
     def connect(self, name: str) -> RayChannel:

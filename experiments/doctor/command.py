@@ -19,7 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
-from async_rlhf.launch.machine import this_machine
+from async_rlhf.launch.machine import shown_devices, this_machine
 
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
@@ -88,11 +88,12 @@ def doctor(
 def facts() -> list[Fact]:
     """Processors, memory, accelerators, and our own requirements, each extra as a whole."""
     memory, found = psutil.virtual_memory(), this_machine()
+    names = " / ".join(dict.fromkeys(name for name, _ in shown_devices() if name))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = [
         Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Fact("processors", f"{found.cpus}"),
-        Fact("CUDA devices", f"{found.devices} {found.device_name}" if found.devices else "none that nvidia-smi lists"),
+        Fact("CUDA devices", f"{found.devices} {names}" if found.devices else "none that nvidia-smi lists"),
         Fact("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
         Fact("open files", f"at most {soft}", "raise it: ulimit -n 65536" if soft < 1024 else ""),
     ]

@@ -39,7 +39,7 @@ from async_rlhf.run import shipped
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
 from async_rlhf.run.display.progress import Progress
-from async_rlhf.run.hosts.node_files import places, with_neighbours
+from async_rlhf.run.hosts.node_files import large_files, with_neighbours
 from async_rlhf.run.hosts.placement import on_cuda
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
@@ -229,7 +229,7 @@ def contents(configs: Sequence[Config], *, is_here: bool = True) -> dict[str, st
         preflight(config, rows, is_here=is_here)
         written = json.dumps([[row.prompt, row.columns] for part in rows for row in part])
         found[f"the rows of {config.data.source or 'data.sources'}"] = xxhash.xxh3_128_hexdigest(written.encode())
-        files = [place.here / name for place in places(config) for name in place.names]
+        files = list(large_files(config))
         for target in (*config.rewards.functions, config.environment.function, config.loss.kind, config.advantage.kind):
             if (file := own_file(target)) is not None:
                 files += with_neighbours(file)

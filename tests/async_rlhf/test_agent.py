@@ -17,12 +17,12 @@ from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.launch import orders
 from async_rlhf.launch.agent import Agent, serve
-from async_rlhf.launch.connection import Connection, Place, nothing
+from async_rlhf.launch.connection import Connections, NodeFiles
 from async_rlhf.launch.depot import Depot
 from async_rlhf.launch.exit_codes import HOST_LOST
 from async_rlhf.launch.hosts import CommandChannel, CommandHosts, Pipe
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
-from async_rlhf.launch.orders import EVENTS, ORDERS, Look, Missing, Open, Piece, Start, Want
+from async_rlhf.launch.orders import EVENTS, ORDERS, Missing, Open, Piece, Start, Want
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import is_private
 from tests.conftest import has_ended, wait_for
@@ -85,30 +85,31 @@ def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     spoken = agent()
-    assert spoken.opened.has.cpus >= 1 and spoken.opened.has.devices == 0  # it was not to ask for any
+    assert spoken.opened.host.cpus >= 1 and spoken.opened.host.devices == 0  # it was not to query the driver
     content, snapshot = tmp_path / "rows", tmp_path / "cache/models--a--b/snapshots/c0"
     content.write_bytes(os.urandom(100))
     name = content_digest(content)
     snapshot.mkdir(parents=True)
     (snapshot / "rows").symlink_to(content)
-    spoken.say(Look(path=str(tmp_path), files={"rows": name}))
-    assert spoken.hear(orders.Looked).problem == ""
-    spoken.say(Look(path=str(tmp_path), files={"rows": "0" * 32}))
-    assert "has digest" in spoken.hear(orders.Looked).problem
-    spoken.say(Look(path="{hub}/models--a--b/snapshots/c0", files={"rows": name}))
-    looked = spoken.hear(orders.Looked)
-    assert (looked.path, looked.problem) == (str(snapshot), ""), "the cache is that of its own user"
-    spoken.say(Want(digests=[name]))
-    assert spoken.hear(Missing).digests == [name]
-    spoken.say(Piece(digest=name, data=content.read_bytes(), last=True))
-    spoken.say(Want(digests=[name]))
+    other = "0" * 32
+    spoken.say(Want(places={name: str(content), other: str(content)}))
+    assert spoken.hear(Missing).digests == [other]
+    spoken.say(Want(places={name: "{hub}/models--a--b/snapshots/c0/rows"}))
+    assert spoken.hear(Missing).digests == [], "the cache is that of its own user"
+    code = Path(__file__)
+    sent = content_digest(code)
+    spoken.say(Want(places={name: str(content), sent: ""}))
+    assert spoken.hear(Missing).digests == [sent]
+    spoken.say(Piece(digest=sent, data=code.read_bytes(), last=True))
+    spoken.say(Want(places={name: str(content), sent: ""}))
     assert spoken.hear(Missing).digests == []
 
-    spoken.say(a_hub_without_a_run(7).model_copy(update={"files": {"data/rows": name}, "inline": {"keys/own": b"secret"}}))
+    files = {"data/rows": name, "data/code": sent}
+    spoken.say(a_hub_without_a_run(7).model_copy(update={"files": files, "inline": {"keys/own": b"secret"}}))
     pid = spoken.hear(orders.Started).pid
     assert pid > 0 and pid != spoken.process.pid
     own = Path(spoken.opened.directory) / "hub-0"
-    assert (own / "data/rows").read_bytes() == content.read_bytes()
+    assert (own / "data/rows").readlink() == content and (own / "data/code").read_bytes() == code.read_bytes()
     assert (own / "keys/own").stat().st_mode & 0o777 == 0o600
     assert b"is no run directory" in spoken.hear(orders.Wrote).data
     ended = spoken.hear(orders.Ended)
@@ -145,13 +146,16 @@ def test_an_agent_that_hears_nothing_ends(agent: Callable[..., Spoken]) -> None:
 
 def test_an_agent_hears_of_its_supervisor_while_it_reads_for_long(tmp_path: Path) -> None:
     """For longer than after which it would end by itself."""
-    slow = "depot.Depot.problem = lambda *_: time.sleep(8) or 'changed'"
+    slow = "depot.Depot._is_at = lambda *_: time.sleep(8)"
     program = f"import time; from async_rlhf.launch import agent, depot; {slow}; agent.main()"
     (tmp_path / "rows").write_bytes(b"rows")
-    hosts, place = CommandHosts(("far",), [sys.executable, "-c", program]), Place(tmp_path, ("rows",), "/its")
-    connection = Connection("far", hosts, opening(tmp_path, 4.0), [place], nothing)
-    assert connection.ready.wait(120) and not connection.lost
-    connection.close()
+    given = NodeFiles({"rows": tmp_path / "rows"}, {}, {"log": tmp_path / "log"})
+    hosts = CommandHosts(("far",), [sys.executable, "-c", program])
+    connections = Connections(hosts, opening(tmp_path, 4.0), lambda node, directory: given)
+    connections.check()
+    process = connections.start(tmp_path, Node("hub", "hub", ("ipc:///nowhere",), tmp_path / "log", host="far"))
+    assert wait_for(process.poll, "its end") == 3 and "is no run directory" in process.failure_message()
+    connections.close()
 
 
 def test_an_agent_hears_of_its_supervisor_while_a_start_waits_for_the_fork_server(
@@ -192,7 +196,7 @@ def test_an_agent_hears_of_its_supervisor_while_a_start_waits_for_the_fork_serve
         (b"\0\0\0\1\x05", "what is no message"),
         ((99, {"type": "alive"}), "protocol 99"),
         ((1, {"type": "erase"}), "'erase'"),
-        ((1, {"type": "want", "digests": ["../../etc/passwd"]}), "pattern"),
+        ((1, {"type": "want", "places": {"../../etc/passwd": ""}}), "pattern"),
         ((1, {"type": "open", "directory": "/tmp", "lost_after_s": 1.0}), "in the wrong place"),
         ((1, {"type": "piece", "digest": "0" * 32, "data": b"other", "last": True}), "instead of " + "0" * 32),
     ],
@@ -230,11 +234,11 @@ def test_a_content_is_kept_only_when_it_is_whole(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abcd")
     name = content_digest(tmp_path / "file")
     depot.add(name, b"ab", last=False)
-    assert depot.missing([name, name]) == [name]
+    assert depot.missing({name: ""}) == [name]
     with pytest.raises(WireError, match="instead of"):
         depot.add(name, b"xx", last=True)
-    assert depot.missing([name]) == [name]
+    assert depot.missing({name: "file"}) == [name]
     depot.add(name, b"ab", last=False)
     depot.add(name, b"cd", last=True)
-    assert depot.missing([name]) == []
+    assert depot.missing({name: ""}) == []
     depot.close()

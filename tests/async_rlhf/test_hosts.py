@@ -22,15 +22,14 @@ from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.transport import keys, link
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import problems
-from async_rlhf.launch import connection
+from async_rlhf.launch import connection, depot
 from async_rlhf.launch.network import LOOPBACK, free_port, interface_towards, own_address
 from async_rlhf.launch.orders import Start
 from async_rlhf.launch.program import actor_node, rank_node, relay_node, role_of, scorer_node
 from async_rlhf.preparation import prepare
 from async_rlhf.run.config import Config, load, override
-from async_rlhf.run.hosts import node_files as staging
 from async_rlhf.run.hosts.connections import connect, found_by
-from async_rlhf.run.hosts.node_files import pack, places
+from async_rlhf.run.hosts.node_files import pack
 from async_rlhf.run.hosts.placement import inventory_of, placement_of
 from async_rlhf.run.processes.agreement import shared
 from async_rlhf.run.run_data import RunData
@@ -46,7 +45,7 @@ DIFFERENT = """
 import os, sys
 from async_rlhf.launch import agent, depot
 if "{host}" == "127.0.0.1":
-    depot.Depot.problem = lambda *_: "it is not here"
+    depot.Depot._is_at = lambda *_: False
     os.environ["PYTHONPATH"] = PATH
     exec(open(PATH.split(":")[0] + "/sitecustomize.py").read())
 sys.exit(agent.main())
@@ -182,8 +181,8 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
     hosts, _ = found_by(connections)
     assert connections is not None
     connections.close()
-    found = [(host.name, host.devices, host.device_memory, host.device_name, host.own) for host in hosts]
-    assert found == [("localhost", 2, 64 << 20, "Small", False), ("127.0.0.1", 2, 64 << 20, "Small", True)]
+    found = [(host.name, host.devices, host.device_memory, host.own) for host in hosts]
+    assert found == [("localhost", 2, 64 << 20, False), ("127.0.0.1", 2, 64 << 20, True)]
     slots = placement_of(config, inventory_of(config, hosts)).slots
     assert [(slots[f"actor-{number}"].host, slots[f"actor-{number}"].devices) for number in range(4)] == [
         ("localhost", (0,)), ("127.0.0.1", (0,)), ("localhost", (1,)), ("127.0.0.1", (1,)),
@@ -232,7 +231,7 @@ def config(tmp_path: Path) -> Config:
 
 def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Config, tmp_path: Path) -> None:
     run, there = RunDir.create(config, load_rows(config.data)), tmp_path / "there" / "actor-0"
-    given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there), {})
+    given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there))
     Start(life=1, name="actor-0", role="actor", arguments=(), files=dict.fromkeys(given.files, "0" * 32),
           inline=dict(given.inline), returns=list(given.returns))  # fmt: skip
     own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far")}
@@ -261,7 +260,7 @@ def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config:
     (tmp_path / "zero.json").write_text("{}")
     own = {"backend": "deepspeed", "deepspeed_config": str(tmp_path / "zero.json")}
     config = override(config, {"loss.kind": f"{tmp_path}/own.py:plain", "learner": own})
-    given = pack(config, rank_node(1, "10.0.0.1:2222", tmp_path / "log"), "/own/rank", {})
+    given = pack(config, rank_node(1, "10.0.0.1:2222", tmp_path / "log"), "/own/rank")
     files = {"loss/0/own.py", "loss/0/far.py", "loss/0/near.py", "deepspeed/zero.json"}
     assert {name for name in given.files if not name.startswith("model/")} == files
     assert given.files["model/model.safetensors"] and list(given.inline) == ["config.toml"]
@@ -271,19 +270,13 @@ def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config:
     assert given.returns == {"logs/learner-rank-1.log": tmp_path / "log"}
 
 
-def test_a_model_that_a_host_has_is_named_and_not_sent(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = actor_node(config.address, 0, tmp_path / "log")
-    (tmp_path / "runs/run/data").mkdir(parents=True)
-    (place,) = places(config)
-    assert place.there == config.model and "model.safetensors" in place.names
-    given = pack(config, node, "/own/actor-0", {place: "/there/model"})
-    assert 'model = "/there/model"' in given.inline["config.toml"].decode()
-    assert not any(name.startswith("model/") for name in given.files)
-    assert "model/model.safetensors" in pack(config, node, "/own/actor-0", {}).files
-    monkeypatch.setattr(staging, "HF_HUB_CACHE", str(tmp_path))  # a snapshot is looked for in the host's own cache
-    (place,) = places(config)
-    assert place.there == "{hub}/model"
-    assert 'model = "/its/hub/model"' in pack(config, node, "/own", {place: "/its/hub/model"}).inline["config.toml"].decode()
+def test_a_file_is_looked_for_on_another_host_at_its_path_or_in_the_host_s_own_cache_and_code_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model" / "model.safetensors"
+    assert (depot.place_elsewhere(file), depot.place_elsewhere(tmp_path / "reward.py")) == (str(file), "")
+    monkeypatch.setattr(depot, "HF_HUB_CACHE", str(tmp_path))
+    assert depot.place_elsewhere(file) == "{hub}/model/model.safetensors"
 
 
 def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(config: Config, tmp_path: Path) -> None:
@@ -291,7 +284,7 @@ def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(con
     keys.add(config.security.directory or tmp_path, ["relay-1:relay"], link.new_pair)
     relay, scorer, log = "ipc://{sockets}/relay", "ipc://{sockets}/scorer", tmp_path / "log"
     nodes = relay_node("relay-1", "tcp://10.0.0.1:5555", relay, log), scorer_node("scorer-1", scorer, log)
-    given = {each.role: pack(run.config(), each, "/own/it", {}) for each in (*nodes, actor_node(relay, 7, log, scorer))}
+    given = {each.role: pack(run.config(), each, "/own/it") for each in (*nodes, actor_node(relay, 7, log, scorer))}
     run.retire()
     own_keys = {"keys/hub.public", "keys/peer.secret"}
     for role, inline, folders in (

@@ -14,7 +14,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.placement import Host, Inventory, Placement, Wanted, place
 
 BOX = (Host(devices=8, cpus=64),)
-TWO = (Host(devices=8, cpus=64), Host("b", devices=8, cpus=64))
+TWO = (Host(devices=8, cpus=64), Host(name="b", devices=8, cpus=64))
 GPU = Wanted(rank_devices=1, actor_devices=1, evaluation_devices=1)
 
 
@@ -23,7 +23,7 @@ def inventories(draw: st.DrawFn) -> Inventory:
     num_hosts = draw(st.integers(1, 64) | st.integers(1, 4))
     devices = draw(st.lists(st.integers(1, 8), min_size=num_hosts, max_size=num_hosts))
     cpus = draw(st.integers(1, 32))
-    return tuple(Host(f"h{n}" if n else "", devices=count, cpus=cpus) for n, count in enumerate(devices))
+    return tuple(Host(name=f"h{n}" if n else "", devices=count, cpus=cpus) for n, count in enumerate(devices))
 
 
 @st.composite
@@ -95,12 +95,12 @@ def test_every_process_has_its_devices_and_no_device_two_processes_or_the_reason
 def test_another_host_moves_nothing(wanted: Wanted, inventory: Inventory, devices: int) -> None:
     if not wanted.actor_devices:  # more actors than CPUs are what another host is for
         wanted = wanted if wanted.actors == "fill" else replace(wanted, actors=1)
-        inventory = (replace(inventory[0], cpus=64), *inventory[1:])
+        inventory = (inventory[0].model_copy(update={"cpus": 64}), *inventory[1:])
     try:
         before = place(wanted, inventory)
     except ConfigError:
         return
-    after = place(wanted, (*inventory, Host("new", devices=devices, cpus=4)))
+    after = place(wanted, (*inventory, Host(name="new", devices=devices, cpus=4)))
     assert {name: after.slots[name] for name in before.slots} == dict(before.slots)
 
 
@@ -117,9 +117,9 @@ def test_fill_leaves_no_room_for_another_actor(wanted: Wanted, inventory: Invent
 
 
 ONE = (Host(devices=1, cpus=8),)
-CPUS = (Host(cpus=4), Host("b", cpus=2))
-RAY = (Host(devices=8, cpus=8), Host("a", devices=2, cpus=4), Host("b", devices=1, cpus=4))
-OWN = (Host(devices=4, cpus=8), Host("ray-0", devices=4, cpus=8, own=True))
+CPUS = (Host(cpus=4), Host(name="b", cpus=2))
+RAY = (Host(devices=8, cpus=8), Host(name="a", devices=2, cpus=4), Host(name="b", devices=1, cpus=4))
+OWN = (Host(devices=4, cpus=8), Host(name="ray-0", devices=4, cpus=8, own=True))
 COLOCATED = replace(GPU, colocate=True, evaluates_beside=True)
 SCORED = replace(GPU, ranks=3, actors="fill", actor_devices=4, scorer=True, scorer_devices=1)
 SPREAD = replace(GPU, ranks=10, learner_hosts=("b", ""), actors="fill")
@@ -193,7 +193,7 @@ def test_what_finds_no_room_is_refused_with_what_there_is(wanted: Wanted, invent
 def test_actors_in_turn_on_hosts_bring_their_scorers_and_where_there_are_two_a_relay(
     actors: int, hosts: list[str], scorer: bool
 ) -> None:
-    found = place(Wanted(actors=actors, scorer=scorer, away=True), (Host(cpus=2), *(Host(name, cpus=3) for name in hosts)))
+    found = place(Wanted(actors=actors, scorer=scorer, away=True), (Host(cpus=2), *(Host(name=name, cpus=3) for name in hosts)))
     count = Counter(slot.host for name, slot in found.slots.items() if kind(name) == "actor")
     assert found.num_actors == actors and max(count.values()) - min(count[host] for host in hosts) <= 1
     scorers = [slot.host for name, slot in found.slots.items() if kind(name) == "scorer"]

@@ -80,7 +80,7 @@ def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_another_host_is_given_none(small: Any) -> None:
     config = small(**SECRETS)
-    given = pack(config, rank_node(1, "10.0.0.1:2222", config.run_dir / "log"), "/there", {})
+    given = pack(config, rank_node(1, "10.0.0.1:2222", config.run_dir / "log"), "/there")
     assert KEY.encode() not in b"".join(given.inline.values())
 
 

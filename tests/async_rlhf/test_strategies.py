@@ -21,14 +21,13 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.launch import machine
-from async_rlhf.launch.connection import NodeFiles
+from async_rlhf.launch.connection import Connections, NodeFiles
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.hosts import CommandHosts
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.orders import Open
 from async_rlhf.launch.placement import Host, Part, Placement, Strategy, Wanted, cpu_sets, place, shares
 from async_rlhf.launch.program import Node, Process
-from async_rlhf.launch.remote import Connections, RemoteLauncher
 from async_rlhf.launch.sockets import ON_HOST
 from async_rlhf.preparation import prepare
 from async_rlhf.run.config import dump
@@ -89,7 +88,7 @@ def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
 
 
 def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host() -> None:
-    hosts = Host(cpus=8), Host("b", cpus=4)
+    hosts = Host(cpus=8), Host(name="b", cpus=4)
     slots = on(hosts, strategy="separation", actors=4, away=True, evaluates_beside=True).slots
     assert (slots["learner"].cpus, slots["learner"].threads) == (tuple(range(8)), 8), "its host has no other part"
     assert {slots[f"actor-{n}"].cpus for n in range(4)} == {(0, 1, 2)} and slots["actor-0"].threads == 1
@@ -100,7 +99,7 @@ def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host()
 
 
 def test_a_host_under_two_names_divides_its_cpus_once() -> None:
-    hosts = Host(cpus=4), Host("me", cpus=4, own=True)
+    hosts = Host(cpus=4), Host(name="me", cpus=4, own=True)
     slots = on(hosts, strategy="separation", actors=1, away=True).slots
     assert (slots["actor-0"].cpus, slots["scorer-1"].cpus, slots["learner"].cpus) == ((0, 1), (2,), (3,))
 
@@ -116,7 +115,7 @@ runs_with_a_scorer = st.builds(
     actor_share=st.just(0.4),
 )
 hosts_with_devices = st.lists(st.tuples(st.integers(4, 8), st.integers(2, 32)), min_size=1, max_size=4).map(
-    lambda found: tuple(Host(f"h{n}" if n else "", devices=devices, cpus=cpus) for n, (devices, cpus) in enumerate(found))
+    lambda found: tuple(Host(name=f"h{n}" if n else "", devices=devices, cpus=cpus) for n, (devices, cpus) in enumerate(found))
 )
 
 
@@ -169,7 +168,6 @@ def test_devices_follow_the_strategy() -> None:
     ("hosts", "wanted", "says"),
     [
         ((Host(cpus=1),), {"strategy": "separation"}, r"'separation' needs 2 CPUs of this machine .* has 1 .*'flattening'"),
-        ((Host(cpus=8, holds=False),), {"strategy": "flattening"}, "this machine cannot hold processes to CPUs"),
         ((Host(cpus=8),), {"strategy": "flattening", "actors": "fill"}, "actors.count = 'fill' .* set a number"),
     ],
 )
@@ -228,15 +226,14 @@ def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[...
     connections = Connections(
         hosts,
         Open(directory=str(tmp_path / "there"), lost_after_s=60.0),
-        pack=lambda node, directory, found: NodeFiles({}, inline, {"hub.log": node.log}),
+        lambda node, directory: NodeFiles({}, inline, {"hub.log": node.log}),
     )
     try:
         connections.check()
         (host,) = connections.inventory()
-        assert host.holds and host.cpus == len(os.sched_getaffinity(0))
-        launcher = RemoteLauncher(LocalLauncher(), connections)
+        assert host.cpus == len(os.sched_getaffinity(0))
         node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "hub.log", host="far", cpus=(0,), threads=3)
-        hub = launcher.start(tmp_path, node)
+        hub = connections.start(tmp_path, node)
         wait_for(lambda: hub.pid, "the agent to start it")
         assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
         assert machine.assigned_threads(psutil.Process(hub.pid).environ()) == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,16 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch.program import tracker_node
 from async_rlhf.run.checks.preflight import check_tracking
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.processes.tracking import measures
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.supervision.tracker import Tracker
+from async_rlhf.run.supervision import supervisor
+from async_rlhf.run.supervision.child import Child
+from async_rlhf.run.supervision.supervisor import Supervisor
 from async_rlhf.run.watching import TrackingConfig
+from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import wait_for
 
 
@@ -28,13 +31,19 @@ class Supervised:
 
     def __init__(self, config: Any, sockets: Path) -> None:
         self.config, self.sockets = config, sockets
-        self.run, self.events = RunDir.create(config), list[str]()
+        self.run, self.heard = RunDir.create(config), Heard()
+        self.events = self.heard.events
         self.begin_again()
 
     def begin_again(self) -> None:
         """As a resumed run does."""
         self.run.announce(self.sockets)
-        self.tracker = Tracker(self.config, self.run, self.run.launcher, self.events.append, time.monotonic)
+        self.supervisor = Supervisor(self.config, self.run, self.run.launcher, self.heard)
+        self.tracker = Child(tracker_node(self.run.log("tracker")), optional=True)
+        self.supervisor._children = {"tracker": self.tracker}
+
+    def look(self) -> None:
+        self.supervisor._look_after(self.tracker)
 
     def steps(self, *steps: int) -> None:
         with self.run.metrics.open("a") as file:
@@ -42,14 +51,15 @@ class Supervised:
 
     def wait_until_sent(self, step: int) -> None:
         def look() -> bool:
-            self.tracker.look()
+            self.look()
             return self.run.tracked.exists() and json.loads(self.run.tracked.read_text())["step"] == step
 
         wait_for(look, f"step {step} to be sent")
 
     def end(self) -> None:
         self.run.withdraw()
-        self.tracker.finish(stop=lambda: False)
+        self.supervisor._finish_tracking()
+        self.supervisor.events.close(at_once=True)
         self.run.retire()
 
     def shown(self) -> list[tuple[int, str, float]]:
@@ -70,27 +80,26 @@ def test_a_killed_tracker_goes_on_where_it_was(supervised: Callable[..., Supervi
     run = supervised("tensorboard")
     run.steps(1, 2)
     run.wait_until_sent(2)
-    process = run.tracker._child.process
-    assert process is not None
-    process.kill()
+    assert run.tracker.process is not None
+    run.tracker.process.kill()
     run.steps(3)
     record_evaluation(run.run, {"label": "step", "step": 2, "mean_reward": 0.5, "missing": "text", "samples": [1]})
     run.wait_until_sent(3)
     run.end()
     assert run.shown() == [(1, "reward", 0.1), (2, "reward", 0.2), (3, "reward", 0.3), (2, "evaluation/mean_reward", 0.5)]
-    assert len(run.events) == 1 and "ended with code -9" in run.events[0]
+    assert run.events == ["tracker ended by signal 9 (SIGKILL); starting it again in 0.5 s"]
 
 
-def test_a_tracker_that_always_fails_is_told_of_twice_and_stops_nothing(
+def test_a_tracker_that_always_fails_is_given_up_and_stops_nothing(
     supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = supervised("tensorboard")
-    monkeypatch.setattr("async_rlhf.run.supervision.tracker._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervisor, "_PAUSE_S", 0.0)
     (run.run.path / "tensorboard").write_text("in the way")
     run.steps(1)
-    wait_for(lambda: not run.tracker.look(), "the tracker to be given up")
+    wait_for(lambda: run.look() or not run.tracker.wanted, "the tracker to be given up")
     run.end()
-    assert len(run.events) == 2 and "given up after 6 times" in run.events[1], run.events
+    assert len(run.events) == 2 and run.events[1].startswith("tracker ended 2 times without having worked"), run.events
 
 
 def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_when_the_run_goes_on(
@@ -99,15 +108,16 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_
     run = supervised("tensorboard")
     run.steps(1)
     run.wait_until_sent(1)
-    process = run.tracker._child.process
+    process = run.tracker.process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     run.steps(2, 3)
-    assert run.tracker.look() and run.events == [], "nothing waits for it while the run goes on"
+    run.look()
+    assert process.poll() is None and run.events == [], "nothing waits for it while the run goes on"
     with monkeypatch.context() as impatient:
-        impatient.setattr("async_rlhf.run.supervision.tracker._FINISH_S", 0.0)
+        impatient.setattr(supervisor, "_TRACKING_S", 0.0)
         run.run.withdraw()
-        run.tracker.finish(stop=lambda: False)
+        run.supervisor._finish_tracking()
     assert process.poll() is not None and len(run.events) == 1 and "the tracker was not ready" in run.events[0]
     run.begin_again()
     run.wait_until_sent(3)

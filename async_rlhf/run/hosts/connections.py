@@ -9,16 +9,14 @@ from async_rlhf.actors.workers import CALLER
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.launch.connection import Hosts
+from async_rlhf.launch.connection import Connections, Hosts
 from async_rlhf.launch.hosts import CommandHosts
 from async_rlhf.launch.network import LOOPBACK, free_port, own_address
 from async_rlhf.launch.orders import Open
 from async_rlhf.launch.placement import Inventory, Placement
 from async_rlhf.launch.program import Launcher
-from async_rlhf.launch.ranks import RankLauncher
-from async_rlhf.launch.remote import Connections, RemoteLauncher
 from async_rlhf.run.config import Config
-from async_rlhf.run.hosts.node_files import pack, places
+from async_rlhf.run.hosts.node_files import large_files, pack
 from async_rlhf.run.hosts.placement import on_cuda
 from async_rlhf.run.run_dir import RunDir
 
@@ -37,7 +35,7 @@ def connect(config: Config) -> tuple[Config, Connections | None]:
         config = _networked(config, hosts)
         launch = config.launch
         opening = Open(directory=launch.directory, lost_after_s=launch.lost_after_s, accelerators=on_cuda(config))
-        connections = Connections(hosts, opening, places(config), partial(pack, config))
+        connections = Connections(hosts, opening, partial(pack, config), large_files(config))
     except ConfigError:
         hosts.close()
         raise
@@ -53,10 +51,7 @@ def found_by(connections: Connections | None) -> tuple[Inventory, list[str]]:
     """What the launcher's hosts have, and what is to be said about them."""
     if connections is None:
         return (), []
-    remarks = [f"hosts that answer: {', '.join(connections.present)}"]
-    if awaited := connections.awaited:
-        remarks.append(f"not there yet, and taken to be like {connections.present[0]}: {', '.join(awaited)}")
-    return connections.inventory(), remarks
+    return connections.inventory(), [f"hosts that answer: {', '.join(connections.names)}"]
 
 
 def launcher_of(config: Config, run: RunDir, connections: Connections | None, placement: Placement) -> Launcher:
@@ -74,12 +69,8 @@ def launcher_of(config: Config, run: RunDir, connections: Connections | None, pl
     except ConfigError:
         run.retire()
         raise
-    return RemoteLauncher(run.launcher, connections)
-
-
-def with_ranks(launcher: Launcher, config: Config, placement: Placement, run: RunDir) -> Launcher:
-    """It starts the learner with all its ranks. Raises ConfigError."""
-    return RankLauncher(launcher, config.learner.ranks, meeting_address(config, placement), placement.placed, run.log)
+    connections.local = run.launcher
+    return connections
 
 
 def meeting_address(config: Config, placement: Placement) -> str:
@@ -113,7 +104,7 @@ def _hosts(config: Config) -> Hosts:
 
     on_gpus = not config.engine.device.startswith("cpu")
     num_actors = None if config.actors.count == "fill" else config.actors.count
-    return RayHosts(launch.address, launch.nodes, num_actors, on_gpus=on_gpus)
+    return RayHosts(launch.address, num_actors, on_gpus=on_gpus)
 
 
 def check_ray(key: str, value: str, without: str) -> None:

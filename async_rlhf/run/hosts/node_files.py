@@ -5,23 +5,18 @@
     relay           its keys
     learner rank    the model, the file of a loss, DeepSpeed's settings; a checkpoint comes from rank 0
 
-Pure but for reading the names of files: `launch.connection` sends what is missing there. A model, and what an option `path` of
-a reward names, is used where the host has it with the same digests (a snapshot of the Hugging Face Hub in its own cache), and
-else sent into the agent's directory.
+Pure but for reading the names of files: `launch.connection` sends what the host does not have.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub.constants import HF_HUB_CACHE
-
 from async_rlhf.actors.config import RewardsConfig
-from async_rlhf.launch.connection import NodeFiles, Place
-from async_rlhf.launch.orders import HUB_CACHE
+from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.program import Node
 from async_rlhf.run.config import Config, dump
 from async_rlhf.run.run_dir import RunDir
@@ -30,14 +25,15 @@ from async_rlhf.run.scoring import own_file
 _MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
 
 
-def places(config: Config) -> tuple[Place, ...]:
-    """What a host may have already: the model, and what rewards read."""
-    return tuple(_place(each) for each in (config.model, *_read_by_rewards(config).values()))
+def large_files(config: Config) -> Iterator[Path]:
+    """The model, and what rewards read."""
+    for path in (config.model, *_read_by_rewards(config).values()):
+        yield from _files(Path(path))
 
 
-def pack(config: Config, node: Node, directory: str, found: Mapping[Place, str]) -> NodeFiles:
+def pack(config: Config, node: Node, directory: str) -> NodeFiles:
     """See `connection.Pack`. Raises OSError for a file that cannot be read."""
-    run, contents = RunDir(config.run_dir), _Contents(config, directory, found)
+    run, contents = RunDir(config.run_dir), _Contents(config, directory)
     reaches_hub = node.role in ("actor", "relay") and node.arguments[0] == config.address
     own_keys = f"{directory}/keys" if reaches_hub else None
     changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": own_keys})}
@@ -70,22 +66,17 @@ _NEVER = 1 << 62
 
 
 class _Contents:
-    """files: name below the node's directory there -> file here, of what is sent. Each method returns what is called how
-    there."""
+    """files: name below the node's directory there -> file here. Each method returns what is called how there."""
 
-    def __init__(self, config: Config, directory: str, found: Mapping[Place, str]) -> None:
+    def __init__(self, config: Config, directory: str) -> None:
         self.files: dict[str, Path] = {}
-        self._config, self._directory, self._found = config, directory, found
+        self._config, self._directory = config, directory
         self._folders: dict[Path, str] = {}
 
     def there(self, path: str, name: str) -> str:
-        """A file or folder, under its own name; it is sent when it was not found."""
-        place = _place(path)
-        is_file = place.here != Path(path)
-        if place not in self._found:
-            self.files |= {f"{name}/{each}": place.here / each for each in place.names}
-        base = self._found.get(place, f"{self._directory}/{name}")
-        return f"{base}/{place.names[0]}" if is_file else base
+        """A file, or a folder with those of a model."""
+        self.files |= {f"{name}/{each.name}": each for each in _files(Path(path))}
+        return f"{self._directory}/{name}" + ("" if Path(path).is_dir() else f"/{Path(path).name}")
 
     def code(self, target: str, name: str) -> str:
         """`path.py:function`, with the neighbours that it imports; a target that names no file stays as it is."""
@@ -127,11 +118,8 @@ def _read_by_rewards(config: Config) -> dict[str, str]:
     return {name: path for name, path in chosen.items() if isinstance(path, str) and Path(path).exists()}
 
 
-def _place(path: str) -> Place:
-    here, there = Path(path), path
-    if here.is_relative_to(HF_HUB_CACHE):
-        there = f"{HUB_CACHE}/{here.relative_to(HF_HUB_CACHE)}"  # of a snapshot: it names the commit
-    if not here.is_dir():
-        return Place(here.parent, (here.name,), str(PurePosixPath(there).parent))
-    files = sorted(each.name for each in here.iterdir() if each.suffix in _MODEL_FILES and each.is_file())
-    return Place(here, tuple(files), there)
+def _files(path: Path) -> list[Path]:
+    """The file itself, or those of a model in a folder."""
+    if not path.is_dir():
+        return [path]
+    return sorted(each for each in path.iterdir() if each.suffix in _MODEL_FILES and each.is_file())

@@ -21,7 +21,7 @@ from async_rlhf.run.scoring import stage_specs
 def inventory_of(config: Config, found: Inventory = ()) -> Inventory:
     """The hosts that the configuration lists, or this machine and the hosts that a launcher has found."""
     if config.placement.hosts:
-        return tuple(Host(**host.model_dump()) for host in config.placement.hosts)
+        return tuple(Host(**dict(host)) for host in config.placement.hosts)
     return (this_machine(look_for_devices=on_cuda(config)), *found)
 
 

@@ -1,7 +1,7 @@
 """One process of a run as its supervisor sees it: what runs, since when, when it last sent a beat, how often it has died.
 
 Decides when to start again, when to give up and when a process is frozen; what follows from it is for the caller, which passes
-the time (`SupervisedTime`): the supervisor for roles, `tracker` and `evaluator` for theirs.
+the time (`SupervisedTime`): the supervisor for roles, the `evaluator` for its own.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Child:
     process: Process | None = None
     wanted: bool = True
     """Whether it should be running."""
+    optional: bool = False
+    """Whether the run goes on when it is given up."""
     ended_well: bool = False
     """Whether it ended with code 0, and it is not known yet whether that was right."""
     deaths: int = 0

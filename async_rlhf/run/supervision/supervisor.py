@@ -11,7 +11,7 @@ actor         reported to the hub until it confirms; its groups go to others; st
 hub           started again with back-off: it reads its journal, the others say hello again
 scorer        started again with back-off; actors ask it again what it had not answered
 relay         started again with back-off; its actors go on with what they have, and say hello through the next
-evaluation    started again by the evaluator; tracker: started again, or given up, and the run goes on
+evaluation    started again by the evaluator; tracker: started again with back-off, or given up, and the run goes on
 learner       started again, with all its ranks, from its newest checkpoint; actors go on until credits run out
 host          its roles are started there again, with back-off and for ever; they are given up with the run, when that stalls
 supervisor    every process ends; `--resume` continues
@@ -33,7 +33,8 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.launch.exit_codes import FATAL, HOST_LOST, InterruptedRunError, StalledError, WorkerLostError, ending, exit_code
 from async_rlhf.launch.placement import Placement
-from async_rlhf.launch.program import Launcher, Process
+from async_rlhf.launch.program import Launcher, Process, tracker_node
+from async_rlhf.launch.ranks import start_ranks
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
 from async_rlhf.launch.tether import PROGRESS
@@ -41,7 +42,7 @@ from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.config import Config
 from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.display.terminal import Signals, on_signals
-from async_rlhf.run.hosts.connections import with_ranks
+from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, is_step, line_of_step
@@ -50,11 +51,11 @@ from async_rlhf.run.supervision.evaluator import Evaluator
 from async_rlhf.run.supervision.hooks import Events
 from async_rlhf.run.supervision.hub_notifier import HubNotifier
 from async_rlhf.run.supervision.resources import OperatorWait, RunDisk
-from async_rlhf.run.supervision.tracker import Tracker
 
 _LOOK_S = 0.1
 _LOCK_S = 1.0  # a network file system frees the lock of a host only after many seconds of its silence
 _CLOSE_S = 15.0
+_TRACKING_S = 60.0  # for the tracker to send the rest, once no role is left
 _PAUSE_S = 0.5  # before a role that ended is started again; it doubles, see `child`
 
 
@@ -97,11 +98,10 @@ class Supervisor:
         self._sockets, self._address = Path(), ""
         self._connect = connector(config.security.directory)
         self._placement = placement or placement_of(config)
-        self._launcher = with_ranks(launcher, config, self._placement, run)
+        self._launcher, self._meeting = launcher, meeting_address(config, self._placement)
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
         self._look_at_lock = Every(_LOCK_S, self._now)
         self._operator_wait = OperatorWait(run, self._progress.event, self._now)
-        self._tracker = Tracker(config, run, launcher, self._progress.event, self._now)
         self._disk = RunDisk(
             run, config.max_log_bytes, config.disk_pause_bytes, self._progress.event, self.events.disk_low, self._now
         )
@@ -178,7 +178,7 @@ class Supervisor:
         finally:
             self._evaluator.close()
             self._run.withdraw()
-            self._tracker.finish(stop=self._is_forced)
+            self._finish_tracking()
 
     def _is_forced(self) -> bool:
         return self._signals.count > 1
@@ -189,6 +189,8 @@ class Supervisor:
     def _start_all(self) -> None:
         nodes = nodes_of(self._config, self._placement, self._run, self._sockets)
         self._children = {node.name: Child(node, has_worked=self._step > 0) for node in nodes}
+        if self._config.tracking.kind != "none":
+            self._children["tracker"] = Child(tracker_node(self._run.log("tracker")), optional=True)
         with _refused_when_full():
             self._run.keep_placement(self._placement)
             self._report_beginning()  # the first role waits for the fork server's imports
@@ -197,7 +199,12 @@ class Supervisor:
         self._evaluator.judge()
 
     def _start(self, child: Child) -> None:
-        child.started(self._launcher.start(self._run.path, child.node), self._now())
+        node, ranks, run = child.node, self._config.learner.ranks, self._run
+        if node.role == "learner" and ranks > 1:
+            process = start_ranks(self._launcher, run.path, node, ranks, self._meeting, self._placement.placed, run.log)
+        else:
+            process = self._launcher.start(run.path, node)
+        child.started(process, self._now())
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +217,6 @@ class Supervisor:
             for child in self._children.values():
                 self._look_after(child)
             self._evaluator.look()
-            self._tracker.look()
             self._disk.look()
             self.events.look()
             if last_error := self._notifier.last_error():
@@ -235,16 +241,16 @@ class Supervisor:
 
     def _look_after(self, child: Child) -> None:
         """Notice that a process has ended or is frozen; start it again when it should be running and its time has come."""
-        now, name = self._now(), child.node.name
+        now, name, role = self._now(), child.node.name, child.node.role
         if child.process is not None:
             if (end := child.end()) is not None:
                 self._ended(child, *end)
             elif beats := child.beats(now):
-                self._worked(child.node.role, PROGRESS in beats)
+                self._worked(role, PROGRESS in beats)
             elif child.silent_s(now) > self._config.watchdog_s:
                 self._progress.event(f"{name} is frozen: no beat for {child.silent_s(now):.0f} s (watchdog_s); ending it")
                 child.kill()
-        elif child.wanted and now >= child.start_at and not self._notifier.is_unconfirmed(name):
+        elif child.wanted and now >= child.start_at and not (role == "actor" and self._notifier.is_unconfirmed(name)):
             if child.ended_well and not self._notifier.hub_goes_on:
                 child.wanted = False  # the hub has stopped it
             elif child.ended_well:
@@ -258,11 +264,11 @@ class Supervisor:
 
     def _ended(self, child: Child, code: int, reason: str) -> None:
         role = child.node.role
-        if role == "learner" and code == 0:
+        if role in ("learner", "tracker") and code == 0:  # the tracker does when the run has ended
             child.process, child.wanted = None, False
             return
         error = reason if code > 0 else ""
-        if code in FATAL:
+        if code in FATAL and not child.optional:
             raise FATAL[code](error or f"{child.node.name} ended with code {code}; see {child.node.log}")
         if role == "actor":
             self._notifier.gone(child.node.name)
@@ -276,9 +282,14 @@ class Supervisor:
     def _died(self, child: Child, how: str, error: str = "") -> None:
         name, pause_s = child.node.name, child.died(self._now(), _PAUSE_S, error)
         if child.given_up(self._max_deaths):
-            raise WorkerLostError(
+            lost = (
                 f"{name} ended {child.deaths} times without having worked in between: the last time {how}; see {child.node.log}"
             )
+            if not child.optional:
+                raise WorkerLostError(lost)
+            child.wanted = False
+            self._progress.event(f"{lost}. It is given up; the files of the run have everything")
+            return
         self._progress.event(f"{name} ended {how}; starting it again in {pause_s:.1f} s")
 
     def _lost(self, child: Child, reason: str) -> None:
@@ -347,11 +358,28 @@ class Supervisor:
                 hub_control.halt()
         deadline = self._now() + (_CLOSE_S if self._signals.count < 2 else 0.0)
         for child in self._children.values():
+            if child.optional:
+                continue
             # A scorer and a relay only ever answer; of a run that has failed only the hub was sent a request to end.
             ends_itself = child.node.role == "hub" if failed else child.node.role not in ("scorer", "relay")
             while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
                 time.sleep(_LOOK_S)
             child.kill()
+
+    def _finish_tracking(self) -> None:
+        """Wait until the tracker has sent everything and ended, `_TRACKING_S` at most; then it is killed. What was not sent is
+        sent when the run is continued."""
+        if (tracker := self._children.get("tracker")) is None:
+            return
+        deadline = self._now() + _TRACKING_S
+        while (tracker.process is not None or tracker.wanted) and self._now() < deadline:
+            if self._is_forced() or self._run.is_lost():
+                break
+            self._look_after(tracker)
+            time.sleep(_LOOK_S)
+        if tracker.process is not None:
+            tracker.kill()
+            self._progress.event(f"the tracker was not ready {_TRACKING_S:.0f} s after the end; see {tracker.node.log}")
 
 
 @contextmanager
