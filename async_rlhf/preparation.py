@@ -2,7 +2,7 @@
 
 1. the data, rewards, packages, devices and the model's files are checked (`run.checks.preflight`); nothing is written
 2. of a run to continue: how far it has gone, and what was changed while it went on (`run.live`)
-3. other hosts are connected, every process gets its place (`run.hosts`), and must fit there (`run.checks.memory_fit`)
+3. other hosts are connected, every process gets its place (`run.hosts`), and must fit there (`run.checks.memory`)
 4. the run directory is made, or opened again and set back to a checkpoint (`run.run_dir`); this process holds its lock
 5. the supervisor starts the processes (`run.supervision.supervisor`), each of which is a role (`run.processes.roles`)
 """
@@ -21,11 +21,11 @@ from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
-from async_rlhf.run.checks.memory_fit import check_memory
+from async_rlhf.run.checks.memory import check_memory
 from async_rlhf.run.checks.preflight import Prepared, check_model, preflight
 from async_rlhf.run.checks.spool import make_spool
 from async_rlhf.run.config import Config, override
-from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display import Progress
 from async_rlhf.run.hosts.connections import connect, found_by, launcher_of, meeting_address
 from async_rlhf.run.hosts.placement import inventory_of, placement_of
 from async_rlhf.run.live import check_resumed, undo

@@ -104,7 +104,7 @@ def _plan_of(config: Path, loaded: Any, prepared: Any) -> tuple[str, ...]:
 
 def _places_of(loaded: Any) -> tuple[str, ...]:
     """On which hosts and devices its processes begin, and whether they fit there."""
-    from async_rlhf.run.checks.memory_fit import check_memory
+    from async_rlhf.run.checks.memory import check_memory
     from async_rlhf.run.hosts.connections import connect, found_by
     from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
 

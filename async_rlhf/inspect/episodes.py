@@ -139,7 +139,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     from async_rlhf.actors.loop.episodes import Episodes
     from async_rlhf.buffers.model_directory import from_pretrained
     from async_rlhf.learner.model.gguf import model_directory
-    from async_rlhf.run.processes.environment import environment_of
+    from async_rlhf.run.processes.evaluation import environment_of
     from async_rlhf.run.processes.roles import make_work
 
     rows, _ = rows_of(config, limit)

@@ -38,7 +38,7 @@ from async_rlhf.launch.ray import first_line, join
 from async_rlhf.run import shipped
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
-from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display import Progress
 from async_rlhf.run.hosts.node_files import large_files, with_neighbours
 from async_rlhf.run.hosts.placement import on_cuda
 from async_rlhf.run.run_data import Rows

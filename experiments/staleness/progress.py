@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from async_rlhf.run.display import Progress
 from async_rlhf.run.display.console import StepPace, duration
-from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.run_files import printable
 
 _LINE_EVERY_S = 15.0

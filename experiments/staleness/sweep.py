@@ -38,7 +38,7 @@ from async_rlhf.preparation import as_rewards_want, prepare
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config, parse_override
 from async_rlhf.run.config_keys import masked
-from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display import Progress
 from async_rlhf.run.display.terminal import on_signals
 from async_rlhf.run.hosts.connections import check_ray
 from async_rlhf.run.run_dir import RunDir

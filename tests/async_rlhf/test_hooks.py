@@ -16,7 +16,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.lines import earlier
 from async_rlhf.learner.checkpoint.store import lead
 from async_rlhf.run.checks.preflight import check_hooks
-from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.supervision.hooks import Events, Hooks

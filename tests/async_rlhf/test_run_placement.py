@@ -22,7 +22,7 @@ from async_rlhf.launch.placement import Host
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.ranks import rank_nodes
 from async_rlhf.preparation import prepare
-from async_rlhf.run.checks.memory_fit import check_memory
+from async_rlhf.run.checks.memory import check_memory
 from async_rlhf.run.config import load
 from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import nodes_of, placement_of

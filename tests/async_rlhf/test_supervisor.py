@@ -24,7 +24,7 @@ from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.preparation import prepare
-from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display import Progress
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor

@@ -1,0 +1,25 @@
+"""What a run reports while it goes on; displays are subclasses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Progress:
+    """What the supervisor reports. Every method may be ignored."""
+
+    def event(self, text: str) -> None: ...
+
+    def waiting(self, status: dict[str, Any], wanted: int) -> None:
+        """Before the first step, several times a second: the hub's status, empty before it has one; groups in a batch."""
+
+    def sample(self, record: dict[str, Any]) -> None:
+        """A group that was trained on, as in `rollouts.jsonl`."""
+
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
+        """max_steps: of the run, as far as its budget of tokens or seconds lets it come at this pace; None: it has no end."""
+
+    def evaluating(self, what: str, percent: int | None) -> None:
+        """How much of an evaluation is done; None: it has ended, also in vain."""
+
+    def evaluation(self, record: dict[str, Any]) -> None: ...

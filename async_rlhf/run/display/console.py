@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from async_rlhf.run.display import progress
+from async_rlhf.run import display
 from async_rlhf.run.display.terminal import Lasting
 from async_rlhf.run.run_files import figures, printable
 
@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-class Display(progress.Progress):
+class Display(display.Progress):
     """Prints to `console`; a context manager, so that the bar is gone whatever happens."""
 
     def __init__(self, console: Console | None = None) -> None:

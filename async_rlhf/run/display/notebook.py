@@ -10,8 +10,8 @@ import time
 from collections import deque
 from typing import Any
 
+from async_rlhf.run.display import Progress
 from async_rlhf.run.display.console import beginning, evaluating, held_out, line, sample_line
-from async_rlhf.run.display.progress import Progress
 
 _REDRAW_S = 1.0
 _LINES = 5

@@ -12,9 +12,10 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.data.config import HELD_OUT_SEED
@@ -22,12 +23,19 @@ from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.buffers.lines import LineFile
 from async_rlhf.buffers.model_directory import from_pretrained
+from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.sampling import GREEDY
+from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.checks.preflight import Prepared
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import group_rewards, reward_specs, score_names, solved_by
+from async_rlhf.run.scoring import environment_spec, group_rewards, reward_specs, score_names, solved_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from async_rlhf.actors.loop.episodes import Play
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +57,6 @@ def run_evaluation(
     from async_rlhf.actors.loop.evaluation import Judging, evaluate
     from async_rlhf.actors.loop.work import Work
     from async_rlhf.actors.scoring.pool import ScoringPool
-    from async_rlhf.run.processes.environment import environment_of
 
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
@@ -73,6 +80,37 @@ def run_evaluation(
         scoring.close()
         engine.close()
     record_evaluation(run, {"label": label, "step": int(step), "time": time.time(), "model": model, **result})
+
+
+@contextmanager
+def environment_of(
+    config: Config, tokenizer: PreTrainedTokenizerBase, wake: Callable[[], None] = lambda: None
+) -> Iterator[Play | None]:
+    """The environment in a process that plays episodes; None where completions have one turn. Its own processes run until the
+    end of the block. wake: called from another thread when it has answered."""
+    from async_rlhf.actors.engine import RolloutKey
+    from async_rlhf.actors.environments.pool import EpisodePool
+    from async_rlhf.actors.environments.rendering import Renderer
+    from async_rlhf.actors.loop.episodes import Play
+
+    if (spec := environment_spec(config)) is None:
+        yield None
+        return
+    pool = EpisodePool[RolloutKey](spec, config.environment, wake)
+    try:
+        yield Play(
+            name=spec.name,
+            pool=pool,
+            rendering=Renderer(
+                tokenizer, config.data.chat, config.environment.render, spec.tools, config.data.chat_template_kwargs
+            ),
+            max_prompt_length=longest_prompt(config)[0],
+            max_length=config.generation.longest_completion,
+            at_limit=Score(spec.at_limit),
+            max_turns=spec.max_turns,
+        )
+    finally:
+        pool.close()
 
 
 def evaluating_engine(config: Config) -> EngineConfig:

@@ -37,7 +37,7 @@ from async_rlhf.run.checks.memory import written
 from async_rlhf.run.config import Config, parse_settings
 from async_rlhf.run.hosts.placement import with_threads
 from async_rlhf.run.processes.agreement import schema, shared
-from async_rlhf.run.processes.evaluation import import_models, run_evaluation
+from async_rlhf.run.processes.evaluation import environment_of, import_models, run_evaluation
 from async_rlhf.run.processes.learner import backend_of, make_trainer, run_rank
 from async_rlhf.run.processes.tracking import run_tracker
 from async_rlhf.run.run_data import RunData
@@ -144,7 +144,6 @@ def run_actor(
     from async_rlhf.buffers.clients.actor import ActorClient
     from async_rlhf.buffers.stages import SpanFile
     from async_rlhf.buffers.transport.link import connector
-    from async_rlhf.run.processes.environment import environment_of
 
     environment = environment_spec(config)
     data = RunData(run.path, config.data, environment.usable if environment else None)

@@ -27,7 +27,7 @@ from async_rlhf.learner.checkpoint.evaluated import Cadence, is_evaluation, link
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.config import Config
-from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display import Progress
 from async_rlhf.run.live import cadence
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import RunDir

@@ -37,7 +37,7 @@ from async_rlhf.buffers.lines import LineFile
 from async_rlhf.launch.exit_codes import INTERRUPTED, REFUSED_TO_TRAIN, STALLED
 from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.run.config import Config
-from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.watching import EventKind, HooksConfig
 

@@ -40,7 +40,7 @@ from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
 from async_rlhf.launch.tether import PROGRESS
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.config import Config
-from async_rlhf.run.display.progress import Progress
+from async_rlhf.run.display import Progress
 from async_rlhf.run.display.terminal import Signals, on_signals
 from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import nodes_of, placement_of

@@ -11,7 +11,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.planning.placement.evaluation import Plan
 from async_rlhf.experiments.planning.placement.roles import Roles
 from async_rlhf.launch.placement import Host, place
-from async_rlhf.run.checks.memory_fit import check_memory
+from async_rlhf.run.checks.memory import check_memory
 from async_rlhf.run.config import validated
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.hosts.placement import wanted

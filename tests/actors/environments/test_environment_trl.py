@@ -21,7 +21,7 @@ from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.user_files import import_file
 from async_rlhf.inspect.episodes import configuration
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.processes.environment import environment_of
+from async_rlhf.run.processes.evaluation import environment_of
 from tests.actors.environments.played import Bench, call, walk
 from tests.actors.environments.test_environment_rendering import SHOWS_TOOLS, tokenizer
 
