@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 from async_rlhf.launch import forked
 from async_rlhf.launch.forked import ForkedProcess, ForkServer
 from async_rlhf.launch.run_lock import RunLock, is_held
-from tests.conftest import REPOSITORY, Command, gone, wait_for
+from tests.conftest import REPOSITORY, wait_for
 
 # As a user has them: without the number of threads that tests are held to.
 VARIABLES = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(REPOSITORY)}
@@ -187,18 +187,6 @@ def test_a_server_that_hangs_or_cannot_import_is_an_error_with_a_name(
     with pytest.raises(OSError, match="the fork server ends while it begins"):
         forked.fork(["no_such_module"], VARIABLES, lambda each: each.fork("no:matter", [], VARIABLES, [0, 1, 2]))
     forked._close()
-
-
-def test_servers_end_with_the_command_that_uses_them(
-    command: Callable[..., Command], small_arguments: Callable[..., list[str]]
-) -> None:
-    """One that came with the command, and a role forked from it, whichever signal ends the command."""
-    started = command(*small_arguments(max_steps=100_000))
-    started.child("learner")
-    family = [process.pid for process in started.family()]
-    assert len(family) >= 3
-    started.process.kill()
-    wait_for(lambda: all(map(gone, family)), "the servers and roles to end")
 
 
 def test_a_server_serves_only_the_process_it_came_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,11 +57,11 @@ def used(placement: Placement) -> Counter[Any]:
     )
 
 
-@given(runs(), inventories())
+@given(runs(), inventories(), st.booleans())
 def test_every_process_has_its_devices_and_no_device_two_processes_or_the_reason_names_the_numbers(
-    wanted: Wanted, inventory: Inventory
+    wanted: Wanted, inventory: Inventory, away: bool
 ) -> None:
-    there = sum(host.devices for host in inventory)
+    wanted, there = replace(wanted, away=away and len(inventory) > 1), sum(host.devices for host in inventory)
     try:
         found = place(wanted, inventory)
     except ConfigError as error:
@@ -69,7 +69,7 @@ def test_every_process_has_its_devices_and_no_device_two_processes_or_the_reason
         assert any(word in text for word in ("learner.ranks = ", "actors.count = ", "evaluation.every"))
         if "learner.ranks = " in text.partition(":")[0] and wanted.rank_devices:
             assert wanted.ranks > there and f"need {wanted.ranks} devices" in text
-        assert f"of {inventory[0].devices} on this machine" in text
+        assert f"of {inventory[0].devices} on this machine" in text or wanted.away
         return
     counts = used(found)
     assert max(counts.values(), default=1) == 1
@@ -87,6 +87,8 @@ def test_every_process_has_its_devices_and_no_device_two_processes_or_the_reason
     scorers = {slot.host for name, slot in found.slots.items() if kind(name) == "scorer"}
     actors_of = Counter(slot.host for name, slot in found.slots.items() if kind(name) == "actor")
     relays = Counter(slot.host for name, slot in found.slots.items() if kind(name) == "relay")
+    if wanted.away and not wanted.actor_devices:
+        assert "" not in on and max(actors_of.values()) - min(actors_of[host] for host in hosts if host) <= 1
     assert scorers == (on if wanted.scorer else set())
     assert relays == {host: 1 for host, count in actors_of.items() if host and count > 1}
 
@@ -187,16 +189,3 @@ def test_places(wanted: Wanted, inventory: Inventory, places: dict[str, tuple[st
 def test_what_finds_no_room_is_refused_with_what_there_is(wanted: Wanted, inventory: Inventory, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place(wanted, inventory)
-
-
-@given(st.integers(1, 20), st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8, unique=True), st.booleans())
-def test_actors_in_turn_on_hosts_bring_their_scorers_and_where_there_are_two_a_relay(
-    actors: int, hosts: list[str], scorer: bool
-) -> None:
-    found = place(Wanted(actors=actors, scorer=scorer, away=True), (Host(cpus=2), *(Host(name=name, cpus=3) for name in hosts)))
-    count = Counter(slot.host for name, slot in found.slots.items() if kind(name) == "actor")
-    assert found.num_actors == actors and max(count.values()) - min(count[host] for host in hosts) <= 1
-    scorers = [slot.host for name, slot in found.slots.items() if kind(name) == "scorer"]
-    relays = [slot.host for name, slot in found.slots.items() if kind(name) == "relay"]
-    assert scorers == ([host for host in hosts if count[host]] if scorer else [])
-    assert relays == [host for host in hosts if count[host] > 1]

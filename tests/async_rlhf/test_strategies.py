@@ -94,6 +94,7 @@ def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host()
     assert {slots[f"actor-{n}"].cpus for n in range(4)} == {(0, 1, 2)} and slots["actor-0"].threads == 1
     assert slots["scorer-1"].cpus == (3,)
     assert slots["hub"].cpus is slots["relay-1"].cpus is slots["hub"].threads is None
+    assert {(slot.cpus, slot.threads) for slot in on(hosts[:1]).slots.values()} == {(None, None)}, "without a strategy"
     here = on(hosts[:1], strategy="separation", actors=2).slots
     assert here["actor-0"].threads == 2 and here["evaluation"].cpus == here["actor-0"].cpus == (0, 1, 2, 3)
 
@@ -142,10 +143,6 @@ def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
     for kind, host in {(name.partition("-")[0], slot.host) for name, slot in slots.items() if slot.cpus}:
         same = [slot for name, slot in slots.items() if name.partition("-")[0] == kind and slot.host == host]
         assert sum(slot.threads or 0 for slot in same) <= max(len(same), len(same[0].cpus or ()))
-
-
-def test_without_a_strategy_a_process_is_held_to_nothing() -> None:
-    assert {(slot.cpus, slot.threads) for slot in on((Host(cpus=8),)).slots.values()} == {(None, None)}
 
 
 def test_devices_follow_the_strategy() -> None:
@@ -203,11 +200,16 @@ def test_threads_of_a_process_follow_its_set_but_a_batch_invariant_engine_keeps_
     assert with_threads(late, None) is late
 
 
-def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
-    before = os.sched_getaffinity(0)
-    node = Node("hub", "hub", (), tmp_path / "hub.log", cpus=(0,), threads=1)
+def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, program = os.sched_getaffinity(0), tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 1000\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5e")
+    node = Node("hub", "hub", (), tmp_path / "hub.log", devices=(1,), cpus=(0,), threads=1)
     process = LocalLauncher().start(tmp_path, node)
     try:
+        assert psutil.Process(process.pid).environ()["CUDA_VISIBLE_DEVICES"] == "GPU-5e"
         assert allowed(process.pid) == {min(before)} and os.sched_getaffinity(0) == before
     finally:
         process.kill()

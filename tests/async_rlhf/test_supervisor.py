@@ -47,16 +47,14 @@ class Heard(Progress):
 
 
 class Spoiling(LocalLauncher):
-    """Starts the role of this name with arguments that it cannot be run with, but for its first `good` lives."""
+    """Starts the role of this name with arguments that it cannot be run with."""
 
-    def __init__(self, run: RunDir, name: str, *arguments: str, good: int = 1) -> None:
+    def __init__(self, run: RunDir, name: str, *arguments: str) -> None:
         super().__init__(run.lock)
-        self._name, self._arguments, self._good, self._lives = name, arguments, good, 0
+        self._name, self._arguments = name, arguments
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
-        self._lives += node.name == self._name
-        spoilt = node.name == self._name and self._lives > self._good
-        return super().start(run_dir, replace(node, arguments=self._arguments) if spoilt else node)
+        return super().start(run_dir, replace(node, arguments=self._arguments) if node.name == self._name else node)
 
 
 def told(run: Path) -> str:
@@ -124,29 +122,10 @@ def test_a_frozen_role_is_killed_after_the_watchdogs_time_and_none_where_all_of_
     assert_no_hole(run)
 
 
-@pytest.mark.rest
-def test_a_role_that_dies_again_and_again_is_given_up_while_the_others_make_steps(small: Any) -> None:
-    config = small(**{"max_steps": 100_000, "actors.count": 2})
-    run, heard = RunDir.create(config), Heard()
-    supervisor = Supervisor(config, run, Spoiling(run, "actor-1", "ipc:///nowhere", "actor-1", "", "one too many"), heard)
-
-    def kill_once() -> None:
-        heard.on_step = lambda: None
-        os.kill(supervisor.processes()["actor-1"].pid, signal.SIGKILL)
-
-    heard.on_step = kill_once
-    with pytest.raises(WorkerLostError, match=r"actor-1 ended 6 times.*code 1 \(TypeError: .*takes"):
-        supervisor.run()
-    assert [text.split("again in ")[1] for text in heard.events if "actor-1" in text] == [
-        "0.5 s", "1.0 s", "2.0 s", "4.0 s", "8.0 s",
-    ]  # fmt: skip
-    assert not run.is_alive()
-
-
 def test_a_run_that_cannot_begin_ends_at_once_keeps_the_reason_and_leaves_its_name_free(small: Any) -> None:
     config = small()
     run = RunDir.create(config)
-    supervisor = Supervisor(config, run, Spoiling(run, "learner", "one", "two", "too many", good=0))
+    supervisor = Supervisor(config, run, Spoiling(run, "learner", "one", "two", "too many"))
     with pytest.raises(WorkerLostError, match=r"learner ended 2 times.*code 1 \(TypeError: .*takes") as raised:
         supervisor.run()
     assert run.end() == End(code=WORKER_LOST, reason=str(raised.value), finished=False)
