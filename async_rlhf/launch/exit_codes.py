@@ -57,23 +57,17 @@ FATAL: dict[int, type[AsyncRLHFError]] = {
 """By code, what a run ends by whose process has ended so: starting that again would end the same way."""
 
 
+_CODES: dict[type, int] = {kind: code for code, kind in FATAL.items()} | {
+    WorkerLostError: WORKER_LOST,
+    EpisodeError: REWARDS_FAILED,
+    **dict.fromkeys((StalenessError, NonFiniteError, MismatchError, DivergedError), REFUSED_TO_TRAIN),
+    InterruptedRunError: INTERRUPTED,
+}
+
+
 def exit_code(error: BaseException) -> int:
     """The code that stands for this error."""
-    codes: list[tuple[type[AsyncRLHFError], int]] = [
-        (ConfigError, CONFIGURATION),
-        (DamagedError, DAMAGED),
-        (StalledError, STALLED),
-        (WorkerLostError, WORKER_LOST),
-        (RewardError, REWARDS_FAILED),
-        (EpisodeError, REWARDS_FAILED),
-        (StalenessError, REFUSED_TO_TRAIN),
-        (NonFiniteError, REFUSED_TO_TRAIN),
-        (MismatchError, REFUSED_TO_TRAIN),
-        (DivergedError, REFUSED_TO_TRAIN),
-        (RefusedToTrainError, REFUSED_TO_TRAIN),
-        (InterruptedRunError, INTERRUPTED),
-    ]
-    return next((code for kind, code in codes if isinstance(error, kind)), FAILED)
+    return next((_CODES[kind] for kind in type(error).mro() if kind in _CODES), FAILED)
 
 
 def ending(code: int, words: str) -> str:

@@ -94,38 +94,11 @@ def actor_name(index: int) -> str:
     return f"actor-{index}"
 
 
-def hub_node(addresses: tuple[str, ...], log: Path) -> Node:
-    """addresses: where it listens; the first is for this machine's processes."""
-    return Node("hub", "hub", addresses, log)
-
-
-def learner_node(address: str, log: Path) -> Node:
-    return Node("learner", "learner", (address,), log)
-
-
 def rank_node(rank: int, meeting: str, log: Path) -> Node:
     """One of the learner's ranks above 0. meeting: IP:PORT, where rank 0 waits for the others."""
     return Node(rank_name(rank), "learner_rank", (str(rank), meeting), log)
 
 
-def scorer_node(name: str, address: str, log: Path) -> Node:
-    return Node(name, "scorer", (address,), log)
-
-
-def relay_node(name: str, hub_address: str, address: str, log: Path) -> Node:
-    """Between the hub and the actors of a host, which find it at `address`."""
-    return Node(name, "relay", (hub_address, address), log)
-
-
 def actor_node(address: str, index: int, log: Path, scorer: str = "") -> Node:
     """scorer: where the scorer process listens, if there is one."""
     return Node(actor_name(index), "actor", (address, actor_name(index), scorer), log)
-
-
-def evaluation_node(model: str, label: str, step: int, log: Path) -> Node:
-    """Of the weights in a model directory, which are those after `step` steps."""
-    return Node("evaluation", "evaluation", (model, label, str(step)), log)
-
-
-def tracker_node(log: Path) -> Node:
-    return Node("tracker", "tracker", (), log)

@@ -25,7 +25,7 @@ from async_rlhf.inspect.chaos import problems
 from async_rlhf.launch import connection, depot
 from async_rlhf.launch.network import LOOPBACK, free_port, interface_towards, own_address
 from async_rlhf.launch.orders import Start
-from async_rlhf.launch.program import actor_node, rank_node, relay_node, role_of, scorer_node
+from async_rlhf.launch.program import Node, actor_node, rank_node, role_of
 from async_rlhf.preparation import prepare
 from async_rlhf.run.config import Config, load, override
 from async_rlhf.run.hosts.connections import connect, found_by
@@ -283,7 +283,7 @@ def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(con
     run = RunDir.create(config.model_copy(update={"address": "tcp://10.0.0.1:5555"}), load_rows(config.data))
     keys.add(config.security.directory or tmp_path, ["relay-1:relay"], link.new_pair)
     relay, scorer, log = "ipc://{sockets}/relay", "ipc://{sockets}/scorer", tmp_path / "log"
-    nodes = relay_node("relay-1", "tcp://10.0.0.1:5555", relay, log), scorer_node("scorer-1", scorer, log)
+    nodes = [Node("relay-1", "relay", ("tcp://10.0.0.1:5555", relay), log), Node("scorer-1", "scorer", (scorer,), log)]
     given = {each.role: pack(run.config(), each, "/own/it") for each in (*nodes, actor_node(relay, 7, log, scorer))}
     run.retire()
     own_keys = {"keys/hub.public", "keys/peer.secret"}

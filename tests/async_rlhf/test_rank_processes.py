@@ -13,7 +13,7 @@ import pytest
 from async_rlhf.launch.exit_codes import HOST_LOST
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.network import LOOPBACK
-from async_rlhf.launch.program import Node, learner_node
+from async_rlhf.launch.program import Node
 from async_rlhf.launch.ranks import RankProcesses, start_ranks
 from tests.conftest import has_ended, wait_for
 
@@ -49,7 +49,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setattr("sys.executable", str(python))
         monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", "off")
         made.append(Counting(room))
-        node = learner_node("ipc:///nowhere", tmp_path / "learner.log")
+        node = Node("learner", "learner", ("ipc:///nowhere",), tmp_path / "learner.log")
         log = lambda name: tmp_path / f"{name}.log"  # noqa: E731
         found = start_ranks(made[-1], tmp_path, node, len(scripts), LOOPBACK, lambda node: node, log)
         assert isinstance(found, RankProcesses)

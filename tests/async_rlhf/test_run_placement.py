@@ -18,7 +18,7 @@ from async_rlhf.cli.commands import app
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.machine import parse, shown_devices, this_machine, visible
 from async_rlhf.launch.placement import Host
-from async_rlhf.launch.program import Node, tracker_node
+from async_rlhf.launch.program import Node
 from async_rlhf.preparation import prepare
 from async_rlhf.run.checks.memory import check_memory
 from async_rlhf.run.config import load
@@ -46,7 +46,7 @@ def test_processes_on_two_boxes_see_their_own_devices_and_no_other(small: Any) -
         else:
             assert found == ("0" if name == "evaluation" else "")
     assert seen == {"": list("01234567"), "b": list("01234567")}
-    assert visible(placement.placed(tracker_node(Path("log"))).devices, {}) == {}
+    assert visible(placement.placed(Node("tracker", "tracker", (), Path("log"))).devices, {}) == {}
 
 
 def test_numbers_count_what_is_shown_to_the_supervisor(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.program import tracker_node
+from async_rlhf.launch.program import Node
 from async_rlhf.run.checks.preflight import check_tracking
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.processes.tracking import measures
@@ -39,7 +39,7 @@ class Supervised:
         """As a resumed run does."""
         self.run.announce(self.sockets)
         self.supervisor = Supervisor(self.config, self.run, self.run.launcher, self.heard)
-        self.tracker = Child(tracker_node(self.run.log("tracker")), optional=True)
+        self.tracker = Child(Node("tracker", "tracker", (), self.run.log("tracker")), optional=True)
         self.supervisor._children = {"tracker": self.tracker}
 
     def look(self) -> None:

@@ -11,8 +11,8 @@ from async_rlhf.actors.config import REFERENCE
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.machine import machine_cpus, this_machine, visible
 from async_rlhf.launch.placement import Devices, Host, Inventory, Placement, Wanted, as_ranges, place
-from async_rlhf.launch.program import Node, actor_name, actor_node, hub_node, learner_node, relay_node, scorer_node
-from async_rlhf.launch.sockets import ON_HOST, hub_address, relay_address, scorer_address
+from async_rlhf.launch.program import Node, actor_name, actor_node
+from async_rlhf.launch.sockets import ON_HOST, hub_address
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs
@@ -49,18 +49,21 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
     """
     hub, network = hub_address(sockets), config.address
     hosts = {name: slot.host for name, slot in placement.slots.items()}
-    scorers = {name: scorer_address(ON_HOST if host else sockets) for name, host in hosts.items() if name.startswith("scorer")}
-    relays = {name: relay_address(ON_HOST) for name in hosts if name.startswith("relay-")}
+    scorers = {
+        name: f"ipc://{ON_HOST if host else sockets}/scorer" for name, host in hosts.items() if name.startswith("scorer")
+    }
+    relays = {name: f"ipc://{ON_HOST}/relay" for name in hosts if name.startswith("relay-")}
     scorer_on = {hosts[name]: address for name, address in scorers.items()}
     relay_on = {hosts[name]: address for name, address in relays.items()}
     # Shared memory is for who came by ipc: the hub's own machine does, wherever else it listens.
-    nodes = [hub_node((hub, network) if network else (hub,), run.log("hub")), learner_node(hub, run.log("learner"))]
-    nodes += [scorer_node(name, address, run.log(name)) for name, address in scorers.items()]
+    nodes = [Node("hub", "hub", (hub, network) if network else (hub,), run.log("hub"))]
+    nodes.append(Node("learner", "learner", (hub,), run.log("learner")))
+    nodes += [Node(name, "scorer", (address,), run.log(name)) for name, address in scorers.items()]
     for index in range(placement.num_actors):
         host = hosts[actor_name(index)]
         address = relay_on.get(host, network) if host else hub
         nodes.append(actor_node(address, index, run.log(actor_name(index)), scorer_on.get(host, "")))
-    nodes += [relay_node(name, network, address, run.log(name)) for name, address in relays.items()]
+    nodes += [Node(name, "relay", (network, address), run.log(name)) for name, address in relays.items()]
     return [placement.placed(node) for node in nodes]
 
 

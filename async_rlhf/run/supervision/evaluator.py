@@ -21,7 +21,7 @@ from typing import Any
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.launch.placement import Placement
-from async_rlhf.launch.program import Launcher, evaluation_node
+from async_rlhf.launch.program import Launcher, Node
 from async_rlhf.launch.tether import PERCENT
 from async_rlhf.learner.checkpoint.evaluated import Cadence, is_evaluation, link_best
 from async_rlhf.learner.checkpoint.store import complete, step_of
@@ -165,7 +165,8 @@ class Evaluator:
             return
         checkpoint = self._run.path / "checkpoints" / f"step_{due.step:06d}"
         model = self._config.model if due.label == "start" else str(checkpoint / "model")
-        child = Child(self._placement.placed(evaluation_node(model, due.label, due.step, self._run.log("evaluation"))))
+        node = Node("evaluation", "evaluation", (model, due.label, str(due.step)), self._run.log("evaluation"))
+        child = Child(self._placement.placed(node))
         try:
             child.started(self._launcher.start(self._run.path, child.node), self._now())
         except OSError as error:

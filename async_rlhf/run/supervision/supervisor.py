@@ -33,7 +33,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.launch.exit_codes import FATAL, HOST_LOST, InterruptedRunError, StalledError, WorkerLostError, ending, exit_code
 from async_rlhf.launch.placement import Placement
-from async_rlhf.launch.program import Launcher, Process, tracker_node
+from async_rlhf.launch.program import Launcher, Node, Process
 from async_rlhf.launch.ranks import start_ranks
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
@@ -190,7 +190,7 @@ class Supervisor:
         nodes = nodes_of(self._config, self._placement, self._run, self._sockets)
         self._children = {node.name: Child(node, has_worked=self._step > 0) for node in nodes}
         if self._config.tracking.kind != "none":
-            self._children["tracker"] = Child(tracker_node(self._run.log("tracker")), optional=True)
+            self._children["tracker"] = Child(Node("tracker", "tracker", (), self._run.log("tracker")), optional=True)
         with _refused_when_full():
             self._run.keep_placement(self._placement)
             self._report_beginning()  # the first role waits for the fork server's imports
