@@ -193,8 +193,6 @@ def test_where_no_cluster_is_and_no_address_was_given_a_local_ray_is_started_and
     assert asked == ["auto", "local"] and "one of this machine alone is started" in caplog.text
     with pytest.raises(ConfigError, match=r"--ray = 'auto': the Ray cluster cannot be joined: Could not find"):
         join("auto", "--ray")
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1': no Ray cluster answers there"):
-        join("127.0.0.1:1", "launch.address", or_local=True)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match="cannot be joined"):
         join("auto", "launch.address", or_local=True)

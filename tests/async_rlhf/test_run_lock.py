@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli.commands import app
 from async_rlhf.launch.exit_codes import INTERRUPTED, InterruptedRunError, exit_code
+from async_rlhf.launch.local import LocalLauncher
+from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
-from async_rlhf.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
-from tests.async_rlhf.test_supervisor import Heard
+from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.conftest import Command, wait_for
 
 HOLD = """
@@ -48,7 +49,7 @@ def hold(path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`hold(then)`: another process that has taken the lock and written its name there, runs `then`, and waits."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(then: str = "") -> subprocess.Popen[str]:
+    def start(then: str = "", path: Path = path) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", f"{HOLD}{then}\nsys.stdin.read()", str(path)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
@@ -113,14 +114,36 @@ def test_a_lock_that_a_file_system_has_given_to_another_process_is_lost_and_rubb
     assert lock.is_lost(path) and holder(path) == Holder(socket.gethostname(), process.pid)
 
 
-def test_a_run_whose_directory_another_host_has_taken_ends_its_processes_and_leaves_the_directory(small: Any) -> None:
-    def taken_elsewhere() -> None:
-        run.lock_file.write_text(json.dumps({"host": "elsewhere", "pid": 7}))
+class Idle:
+    """A process that does nothing until it is killed."""
 
-    supervisor, run = prepare(small(max_steps=100_000), progress=Heard(taken_elsewhere))
+    pid, code = 0, None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def read_beats(self) -> bytes:
+        return b"."
+
+    def failure_message(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        self.code = -9
+
+
+class Idling(LocalLauncher):
+    def start(self, run_dir: Path, node: Node) -> Any:
+        return Idle()
+
+
+def test_a_run_whose_directory_another_host_has_taken_ends_its_processes_and_leaves_the_directory(small: Any) -> None:
+    run = RunDir.create(small())
+    supervisor = Supervisor(run.config(), run, Idling())
+    run.lock_file.write_text(json.dumps({"host": "elsewhere", "pid": 7}))
     with pytest.raises(InterruptedRunError, match="process 7 on host elsewhere has taken"):
         supervisor.run()
-    assert not supervisor.processes() and run.is_announced() and "ended" not in run.read_ledger()
+    assert supervisor._children and not supervisor.processes() and run.is_announced() and "ended" not in run.read_ledger()
     assert exit_code(InterruptedRunError()) == INTERRUPTED, "a daemon that started it does not call it failed"
 
 
@@ -167,24 +190,19 @@ def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
     assert holder(path) is None
 
 
-def test_of_two_at_the_same_time_exactly_one_goes_on(
-    command: Callable[..., Command], small: Any, small_arguments: Callable[..., list[str]]
+def test_a_command_on_a_run_that_another_process_has_is_refused(
+    small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path, hold: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    RunDir.create(small(max_steps=100_000)).retire()
-    both = [command(*small_arguments(max_steps=100_000), "--resume") for _ in range(2)]
-    lost = wait_for(lambda: next((each for each in both if each.process.poll() is not None), None), "the one that is refused")
-    code, output = lost.finish()
-    (won,) = (each for each in both if each is not lost)
-    assert code == 3 and f"process {won.process.pid} on host" in output, output
-    run = RunDir.existing(small().run_dir)
-    wait_for(run.read_metrics, "a step")
-    assert won.process.poll() is None
+    RunDir.create(small()).retire()
+    process = hold(path=small().run_dir / "lock")
+    refused = CliRunner().invoke(app, [*small_arguments(), "--resume"])
+    assert refused.exit_code == 3 and f"is running (process {process.pid} on host" in refused.output, refused.output
     with pytest.raises(ConfigError, match="is running"):
-        RunDir.reopen(small(max_steps=100_000))
-    assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
-    code, output = won.finish()
-    assert code == 0, output
-    assert not run.is_alive() and CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 3
+        RunDir.reopen(small())
+    process.kill()
+    process.wait(60)
+    stopped = CliRunner().invoke(app, ["stop", str(small().run_dir)])
+    assert stopped.exit_code == 3 and "is not running" in stopped.output, stopped.output
 
 
 def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
