@@ -12,6 +12,7 @@ host makes another. Connecting, and sending what a node needs, is done by the th
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ class RemoteProcess:
         self.pid = 0
         self.returns: list[Path] = []
         self._returned = 0
-        self._words: SimpleQueue[bytes] = SimpleQueue()
+        self._words: deque[bytes] = deque()
         self._ended = threading.Event()
         self._code: int | None = None
         self._failure_message = ""
@@ -99,11 +100,7 @@ class RemoteProcess:
         return self._code
 
     def read_beats(self) -> bytes:
-        found = b""
-        with suppress(Empty):
-            while True:
-                found += self._words.get_nowait()
-        return found
+        return b"".join(self._words.popleft() for _ in range(len(self._words)))
 
     def failure_message(self) -> str:
         return self._failure_message
@@ -118,7 +115,7 @@ class RemoteProcess:
     # By the connection's threads:
 
     def beaten(self, words: bytes) -> None:
-        self._words.put(words)
+        self._words.append(words)
 
     def ends(self, code: int, words: str) -> None:
         if self._code is None:
@@ -314,8 +311,8 @@ class Connection:
             channel.close()
 
 
-class Connections:
-    """To the hosts of a run; its launcher (`program.Launcher`), once `local` is set, which starts the nodes of this machine.
+class Connections(Launcher):
+    """To the hosts of a run; its launcher, once `local` is set, which starts the nodes of this machine.
 
     opening: the first order to each agent. pack: what a node is given. large: files of it that take long to read.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch import forked, machine
 from async_rlhf.launch.fork_server import IDLE_S
 from async_rlhf.launch.forked import Child, ForkedProcess
-from async_rlhf.launch.program import Node
+from async_rlhf.launch.program import Launcher, Node
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.launch.sockets import socket_root
 from async_rlhf.launch.tether import environment
@@ -84,17 +84,11 @@ class LocalProcess:
         self.poll()
 
 
-class LocalLauncher:
-    """See `program.Launcher`. lock: of the run directory; what is started here keeps it until it ends. variables: more."""
+class LocalLauncher(Launcher):
+    """See `Launcher`. lock: of the run directory; what is started here keeps it until it ends. variables: more."""
 
     def __init__(self, lock: RunLock | None = None, variables: Mapping[str, str] | None = None) -> None:
         self._lock, self._variables = lock, {} if variables is None else variables  # which may be added to later
-
-    def agents(self) -> Mapping[str, Callable[[], None]]:
-        return {}
-
-    def close(self) -> None:
-        """It holds nothing."""
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
         arguments = [node.role, str(run_dir), *node.arguments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,21 +66,20 @@ class Process(Protocol):
         ...
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Starts nodes. Whatever it starts must not outlive the supervisor by more than a moment, and on its machine holds the
     run's lock."""
 
+    @abstractmethod
     def start(self, run_dir: Path, node: Node) -> Process:
         """Raises OSError when it cannot be started now."""
-        ...
 
     def agents(self) -> Mapping[str, Callable[[], None]]:
         """By the name of each host beyond this machine that is there now: what ends its agent, and all that runs there."""
-        ...
+        return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  of this machine there is nothing to close
         """Let go of the hosts; what still runs there ends."""
-        ...
 
 
 def rank_name(rank: int) -> str:
