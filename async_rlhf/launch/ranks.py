@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from async_rlhf.launch.exit_codes import FAILED, FATAL, HOST_LOST, ending
-from async_rlhf.launch.network import free_port
 from async_rlhf.launch.program import Launcher, Node, Process, rank_name, rank_node
+from async_rlhf.launch.sockets import free_port
 from async_rlhf.launch.tether import BEAT
 
 # How long the end of rank 0 waits for news of a host that is lost.

@@ -57,7 +57,7 @@ from async_rlhf.experiments.throughput.harness import (
     timed,
 )
 from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_hub, make_words, weights_config
-from async_rlhf.launch.network import LOOPBACK, free_port
+from async_rlhf.launch.sockets import LOOPBACK, free_port
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 _HOSTS = 8

@@ -22,9 +22,12 @@ from async_rlhf.launch.depot import Depot
 from async_rlhf.launch.exit_codes import HOST_LOST
 from async_rlhf.launch.hosts import CommandChannel, CommandHosts, Pipe
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
+from async_rlhf.launch.machine import assigned_threads
 from async_rlhf.launch.orders import EVENTS, ORDERS, Missing, Open, Piece, Start, Want
 from async_rlhf.launch.program import Node
-from async_rlhf.launch.sockets import is_private
+from async_rlhf.launch.sockets import ON_HOST, is_private
+from async_rlhf.run.config import dump
+from tests.async_rlhf.test_strategies import allowed
 from tests.conftest import has_ended, wait_for
 
 
@@ -122,8 +125,6 @@ def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
 def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_left(
     agent: Callable[..., Spoken], small: Any, tmp_path: Path
 ) -> None:
-    from async_rlhf.run.config import dump
-
     first = agent()
     first.say(a_hub_without_a_run(1, **{"config.toml": dump(small()).encode()}).model_copy(
         update={"arguments": ["ipc://{sockets}/hub"]}))  # fmt: skip
@@ -144,18 +145,28 @@ def test_an_agent_that_hears_nothing_ends(agent: Callable[..., Spoken]) -> None:
     assert "ended with code 0" in said and "no order for" in said
 
 
-def test_an_agent_hears_of_its_supervisor_while_it_reads_for_long(tmp_path: Path) -> None:
-    """For longer than after which it would end by itself."""
+def test_an_agent_that_reads_for_long_hears_of_its_supervisor_and_holds_what_it_starts_to_its_cpus(
+    small: Any, tmp_path: Path
+) -> None:
+    """It reads for longer than after which it would end by itself."""
     slow = "depot.Depot._is_at = lambda *_: time.sleep(8)"
     program = f"import time; from async_rlhf.launch import agent, depot; {slow}; agent.main()"
     (tmp_path / "rows").write_bytes(b"rows")
-    given = NodeFiles({"rows": tmp_path / "rows"}, {}, {"log": tmp_path / "log"})
+    given = NodeFiles({"rows": tmp_path / "rows"}, {"config.toml": dump(small()).encode()}, {"log": tmp_path / "log"})
     hosts = CommandHosts(("far",), [sys.executable, "-c", program])
-    connections = Connections(hosts, opening(tmp_path, 4.0), lambda node, directory: given)
-    connections.check()
-    process = connections.start(tmp_path, Node("hub", "hub", ("ipc:///nowhere",), tmp_path / "log", host="far"))
-    assert wait_for(process.poll, "its end") == 3 and "is no run directory" in process.failure_message()
-    connections.close()
+    connections = Connections(hosts, opening(tmp_path / "there", 4.0), lambda node, directory: given)
+    try:
+        connections.check()
+        assert [(host.name, host.cpus, host.own) for host in connections.inventory()] == [
+            ("far", len(os.sched_getaffinity(0)), True)
+        ]
+        node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "log", host="far", cpus=(0,), threads=3)
+        hub = connections.start(tmp_path, node)
+        wait_for(lambda: hub.pid, "the agent to start it")
+        assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
+        assert assigned_threads(psutil.Process(hub.pid).environ()) == 3
+    finally:
+        connections.close()
 
 
 def test_an_agent_hears_of_its_supervisor_while_a_start_waits_for_the_fork_server(

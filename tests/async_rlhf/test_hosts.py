@@ -23,9 +23,9 @@ from async_rlhf.buffers.transport import keys, link
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import problems
 from async_rlhf.launch import connection, depot
-from async_rlhf.launch.network import LOOPBACK, free_port, interface_towards, own_address
 from async_rlhf.launch.orders import Start
 from async_rlhf.launch.program import Node, actor_node, rank_node, role_of
+from async_rlhf.launch.sockets import LOOPBACK, free_port, interface_towards, own_address
 from async_rlhf.preparation import prepare
 from async_rlhf.run.config import Config, load, override
 from async_rlhf.run.hosts.connections import connect, found_by

@@ -12,13 +12,33 @@ import pytest
 
 from async_rlhf.launch.exit_codes import HOST_LOST
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
-from async_rlhf.launch.network import LOOPBACK
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.ranks import RankProcesses, start_ranks
+from async_rlhf.launch.sockets import LOOPBACK
 from tests.conftest import has_ended, wait_for
 
 # Beats once, by the descriptor that the launcher names, and stays.
 STAY = "set -- $ASYNC_RLHF_TETHER; printf . > /dev/fd/$1; exec sleep 1000"
+
+
+class Idle:
+    """A process that does nothing until it is killed."""
+
+    def __init__(self, words: str = "") -> None:
+        self.pid, self._words = 0, words
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def read_beats(self) -> bytes:
+        return b""
+
+    def failure_message(self) -> str:
+        return self._words
+
+    def kill(self) -> None:
+        self.code = -9 if self.code is None else self.code
 
 
 class Counting(LocalLauncher):
@@ -112,27 +132,10 @@ def test_ranks_are_given_one_free_port_of_the_address(
 def test_the_end_of_rank_0_waits_for_the_news_that_a_host_is_lost_and_is_its_own_where_none_comes(
     start: Callable[..., tuple[RankProcesses, Counting]], monkeypatch: pytest.MonkeyPatch, lost: bool, code: int, words: str
 ) -> None:
-    class Far:
-        """A process on another host; what is known of its end."""
-
-        pid = 0
-        code: int | None = None
-
-        def poll(self) -> int | None:
-            return self.code
-
-        def read_beats(self) -> bytes:
-            return b""
-
-        def failure_message(self) -> str:
-            return "host 'b' is gone"
-
-        def kill(self) -> None: ...
-
     now = [1000.0]
     near, _ = start("echo 'fatal: broken pipe'; exit 1", STAY)
     (own, _) = near._processes
-    far = Far()
+    far = Idle("host 'b' is gone")
     process = RankProcesses(["", "b"], [own, far])
     wait_for(lambda: own.poll() is not None, "the end of rank 0")
     monkeypatch.setattr("async_rlhf.launch.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -28,6 +28,7 @@ from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
+from tests.async_rlhf.test_rank_processes import Idle
 from tests.conftest import Command, wait_for
 
 HOLD = """
@@ -112,24 +113,6 @@ def test_a_lock_that_a_file_system_has_given_to_another_process_is_lost_and_rubb
     process = hold()
     assert not RunLock(os.dup(lock.descriptor)).is_lost(path), "who inherited it does not decide"
     assert lock.is_lost(path) and holder(path) == Holder(socket.gethostname(), process.pid)
-
-
-class Idle:
-    """A process that does nothing until it is killed."""
-
-    pid, code = 0, None
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def read_beats(self) -> bytes:
-        return b"."
-
-    def failure_message(self) -> str:
-        return ""
-
-    def kill(self) -> None:
-        self.code = -9
 
 
 class Idling(LocalLauncher):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,16 +20,11 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.launch import machine
-from async_rlhf.launch.connection import Connections, NodeFiles
 from async_rlhf.launch.exit_codes import InterruptedRunError
-from async_rlhf.launch.hosts import CommandHosts
 from async_rlhf.launch.local import LocalLauncher
-from async_rlhf.launch.orders import Open
 from async_rlhf.launch.placement import Host, Part, Placement, Strategy, Wanted, cpu_sets, place, shares
 from async_rlhf.launch.program import Node, Process
-from async_rlhf.launch.sockets import ON_HOST
 from async_rlhf.preparation import prepare
-from async_rlhf.run.config import dump
 from async_rlhf.run.hosts.placement import placement_of, table, with_threads
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
@@ -220,28 +214,6 @@ def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match="CPU 4096 of this machine"):
         LocalLauncher().start(tmp_path, Node("hub", "hub", (), tmp_path / "hub.log", cpus=(4096,)))
     assert os.sched_getaffinity(0) == before
-
-
-def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[..., Any], tmp_path: Path) -> None:
-    hosts = CommandHosts(("far",), (sys.executable, "-m", "async_rlhf.launch.agent"))
-    inline = {"config.toml": dump(small()).encode()}
-    connections = Connections(
-        hosts,
-        Open(directory=str(tmp_path / "there"), lost_after_s=60.0),
-        lambda node, directory: NodeFiles({}, inline, {"hub.log": node.log}),
-    )
-    try:
-        connections.check()
-        (host,) = connections.inventory()
-        assert host.cpus == len(os.sched_getaffinity(0))
-        node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "hub.log", host="far", cpus=(0,), threads=3)
-        hub = connections.start(tmp_path, node)
-        wait_for(lambda: hub.pid, "the agent to start it")
-        assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
-        assert machine.assigned_threads(psutil.Process(hub.pid).environ()) == 3
-        hub.kill()
-    finally:
-        connections.close()
 
 
 def allowed(pid: int) -> set[int]:

@@ -23,7 +23,7 @@ from making import make_model
 from rank_role import ADVANTAGES, GROUPS, control, make
 from safetensors.torch import load_file
 
-from async_rlhf.launch.network import LOOPBACK
+from async_rlhf.launch.sockets import LOOPBACK
 from async_rlhf.learner.batch.micro_batch import Packing, count, partition, partition_rows
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.step.ranks import RankLostError, Ranks

@@ -11,10 +11,10 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport import keys, link
 from async_rlhf.launch.connection import Connections, Hosts
 from async_rlhf.launch.hosts import CommandHosts
-from async_rlhf.launch.network import LOOPBACK, free_port, own_address
 from async_rlhf.launch.orders import Open
 from async_rlhf.launch.placement import Inventory, Placement
 from async_rlhf.launch.program import Launcher
+from async_rlhf.launch.sockets import LOOPBACK, free_port, own_address
 from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.node_files import large_files, pack
 from async_rlhf.run.hosts.placement import on_cuda

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_rlhf.launch.network import LOOPBACK, free_port, interface_towards
 from async_rlhf.launch.ranks import rank_nodes, start_all
+from async_rlhf.launch.sockets import LOOPBACK, free_port, interface_towards
 from async_rlhf.run.config import Config, changed
 from async_rlhf.run.run_dir import RunDir
 
