@@ -63,23 +63,6 @@ def hold(path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate(timeout=300)
 
 
-def test_a_second_taker_is_told_who_holds_it_and_what_to_do(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
-    process = hold()
-    with pytest.raises(ConfigError, match=rf"is running \(process {process.pid} on host .*stop it first: async-rlhf stop"):
-        RunLock.take(path)
-    assert is_held(path) and holder(path) == Holder(socket.gethostname(), process.pid)
-
-
-def test_a_killed_holder_frees_it(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
-    process = hold()
-    process.kill()
-    process.wait(60)
-    lock = RunLock.take(path)
-    assert holder(path) == Holder(socket.gethostname(), os.getpid())
-    lock.release()
-    assert not is_held(path)
-
-
 def test_who_inherited_it_is_waited_for_and_named(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
     """The roles of a killed supervisor: nothing may begin beside them."""
     parent = hold("print(subprocess.Popen(['sleep', '1000'], pass_fds=(lock.descriptor,)).pid, flush=True)")
@@ -178,8 +161,10 @@ def test_a_command_on_a_run_that_another_process_has_is_refused(
 ) -> None:
     RunDir.create(small()).retire()
     process = hold(path=small().run_dir / "lock")
+    assert holder(small().run_dir / "lock") == Holder(socket.gethostname(), process.pid)
     refused = CliRunner().invoke(app, [*small_arguments(), "--resume"])
     assert refused.exit_code == 3 and f"is running (process {process.pid} on host" in refused.output, refused.output
+    assert "stop it first: async-rlhf stop" in refused.output
     with pytest.raises(ConfigError, match="is running"):
         RunDir.reopen(small())
     process.kill()

@@ -291,10 +291,6 @@ def test_an_evaluation_that_waits_begins_when_the_runs_processes_have_ended(smal
     evaluator.look(finished=True)
     assert [(node.name, node.devices) for node in started] == [("evaluation", (0,))]
     assert progress.events == ["no evaluation of the start: it cannot be started: no room"]
-    run.keep_placement(placement)
-    kept = json.loads((run.path / "placement.json").read_text())
-    assert kept["slots"]["evaluation"] == {"host": "", "devices": [0], "cpus": None, "threads": None}
-    assert kept["evaluation_waits"]
     run.retire()
 
 

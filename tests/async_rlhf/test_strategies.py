@@ -27,6 +27,7 @@ from async_rlhf.launch.program import Node, Process
 from async_rlhf.preparation import prepare
 from async_rlhf.run.hosts.placement import placement_of, table, with_threads
 from async_rlhf.run.run_dir import RunDir
+from tests.async_rlhf.test_placement import inventories, runs
 from tests.conftest import wait_for
 
 PARTS: tuple[Part, ...] = ("generation", "scoring", "learning")
@@ -99,25 +100,11 @@ def test_a_host_under_two_names_divides_its_cpus_once() -> None:
     assert (slots["actor-0"].cpus, slots["scorer-1"].cpus, slots["learner"].cpus) == ((0, 1), (2,), (3,))
 
 
-runs_with_a_scorer = st.builds(
-    Wanted,
-    ranks=st.integers(1, 3),
-    rank_devices=st.sampled_from([0, 1]),
-    actors=st.integers(1, 6),
-    actor_devices=st.sampled_from([0, 1, 2]),
-    scorer=st.just(True),
-    scorer_devices=st.sampled_from([0, 1]),
-    actor_share=st.just(0.4),
-)
-hosts_with_devices = st.lists(st.tuples(st.integers(4, 8), st.integers(2, 32)), min_size=1, max_size=4).map(
-    lambda found: tuple(Host(name=f"h{n}" if n else "", devices=devices, cpus=cpus) for n, (devices, cpus) in enumerate(found))
-)
-
-
-@given(runs_with_a_scorer, hosts_with_devices, strategies)
+@given(runs(), inventories(), strategies)
 def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
     wanted: Wanted, inventory: tuple[Host, ...], strategy: Strategy
 ) -> None:
+    wanted, inventory = replace(wanted, colocate=False, scorer=True), inventory[:4]
     try:
         slots = place(replace(wanted, strategy=strategy), inventory).slots
     except ConfigError:
@@ -137,22 +124,6 @@ def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
     for kind, host in {(name.partition("-")[0], slot.host) for name, slot in slots.items() if slot.cpus}:
         same = [slot for name, slot in slots.items() if name.partition("-")[0] == kind and slot.host == host]
         assert sum(slot.threads or 0 for slot in same) <= max(len(same), len(same[0].cpus or ()))
-
-
-def test_devices_follow_the_strategy() -> None:
-    needs = {"rank_devices": 1, "actor_devices": 1, "scorer_devices": 1, "actor_share": 0.4}
-    kinds = ("learner", "scorer", "actor-0")
-
-    def devices(count: int, strategy: Strategy) -> list[Any]:
-        slots = on((Host(devices=count, cpus=8),), strategy=strategy, **needs).slots
-        return [slots[name].devices for name in kinds]
-
-    assert devices(1, "flattening") == [(0,), (0,), (0,)]
-    assert devices(2, "interleaving") == [(0,), (0,), (1,)]
-    assert devices(3, "separation") == [(0,), (1,), (2,)]
-    for count, strategy in ((1, "interleaving"), (2, "separation")):
-        with pytest.raises(ConfigError, match=r"actors.count = 1: actors need a device each"):
-            devices(count, strategy)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
