@@ -76,7 +76,7 @@ def prepare(
     if not done:
         config, connections = connect(config)
     try:
-        hosts, of_hosts = found_by(connections)
+        hosts = found_by(connections)
         placement = _startable(config, inventory or inventory_of(config, hosts), [host.name for host in hosts])
         if resume:
             directory = _reopened(config, from_step)
@@ -89,7 +89,7 @@ def prepare(
         raise
     directory.variables.update(variables or {})
     if progress is not None:
-        for remark in (*prepared.remarks, *of_hosts):
+        for remark in prepared.remarks:
             progress.event(remark)
     supervisor = Supervisor(
         config, directory, launcher, progress, placement=placement, on_step=on_step, max_deaths=max_deaths, done=done
@@ -103,7 +103,7 @@ def check_startable(config: Config) -> list[str]:
     config, prepared = _checked(config, None)
     config, connections = connect(as_rewards_want(config))
     try:
-        hosts, _ = found_by(connections)
+        hosts = found_by(connections)
         _startable(config, inventory_of(config, hosts), [host.name for host in hosts])
     finally:
         if connections is not None:
