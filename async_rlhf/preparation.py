@@ -49,13 +49,12 @@ def prepare(
     progress: Progress | None = None,
     on_step: Callable[[dict[str, Any]], object] | None = None,
     max_deaths: int = MAX_DEATHS,
-    inventory: Inventory | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> tuple[Supervisor, RunDir]:
     """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`.
 
-    rows: of `rows_of`, where they are loaded already. inventory: the hosts, where they are known already. variables: further
-    ones of its processes on this machine. Raises ConfigError, DamagedError.
+    rows: of `rows_of`, where they are loaded already. variables: further ones of its processes on this machine. Raises
+    ConfigError, DamagedError.
     """
     config, prepared = _checked(config, rows or rows_of(config, None, resume))
     config = as_rewards_want(config)
@@ -77,7 +76,7 @@ def prepare(
         config, connections = connect(config)
     try:
         hosts = found_by(connections)
-        placement = _startable(config, inventory or inventory_of(config, hosts), [host.name for host in hosts])
+        placement = _startable(config, inventory_of(config, hosts), [host.name for host in hosts])
         if resume:
             directory = _reopened(config, from_step)
         else:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -113,14 +113,13 @@ class ForkServer:
         arguments: Sequence[str],
         variables: Mapping[str, str],
         descriptors: Sequence[int],
-        cpus: Collection[int] | None = None,
         cwd: str = ".",
     ) -> int:
         """The process number of a child of this process that runs `entry`, a `module:function` of the arguments that returns
         an exit code.
 
-        descriptors: its 0, 1, 2, 3, ... cpus: those it may use, as the machine numbers them; None: as this thread. Waits until
-        the server has imported. Raises OSError when it cannot be forked, ConnectionError when the server has ended.
+        descriptors: its 0, 1, 2, 3, ... Waits until the server has imported. Raises OSError when it cannot be forked,
+        ConnectionError when the server has ended.
         """
         request = json.dumps(
             {
@@ -129,7 +128,7 @@ class ForkServer:
                 "variables": dict(variables),
                 "umask": umask(),
                 "limits": [resource.getrlimit(each) for each in LIMITS],
-                "cpus": sorted(os.sched_getaffinity(0) if cpus is None else cpus),
+                "cpus": sorted(os.sched_getaffinity(0)),
             }
         ).encode()
         folder = os.open(cwd, os.O_PATH | os.O_DIRECTORY)

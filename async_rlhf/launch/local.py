@@ -110,17 +110,16 @@ class LocalLauncher(Launcher):
     def _forked(
         self, node: Node, arguments: list[str], variables: dict[str, str], log: int, passed: list[int]
     ) -> ForkedProcess | None:
-        """By the fork server; None for a role that computes nothing, or with threads of its own."""
-        if node.role not in _FORKED or node.threads is not None:
+        """By the fork server; None for a role that computes nothing, or has threads or CPUs of its own."""
+        if node.role not in _FORKED or (node.threads, node.cpus) != (None, None):
             return None
         variables = variables | environment(*range(3, 3 + len(passed)))
-        cpus = None if node.cpus is None else machine.machine_cpus(node.cpus)
         reads, writes = os.pipe()
         pid = None
         try:
             streams = (reads, log, log, *passed)
             pid = forked.fork(
-                _IMPORTED_ONCE, variables, lambda server: server.fork(f"{_ROLES}:main", arguments, variables, streams, cpus)
+                _IMPORTED_ONCE, variables, lambda server: server.fork(f"{_ROLES}:main", arguments, variables, streams)
             )
         finally:
             os.close(reads)

@@ -85,14 +85,17 @@ class Forked:
 def test_a_fork_is_a_child_with_all_that_it_inherits_and_nothing_of_the_server(server: ForkServer, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     inherited, umask = os.open(tmp_path / "file", os.O_CREAT), os.umask(0o27)
-    cpu = min(os.sched_getaffinity(0))
+    cpus = os.sched_getaffinity(0)
+    cpu = min(cpus)
     try:
+        os.sched_setaffinity(0, {cpu})
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
-        given = {"variables": {**VARIABLES, "SAID": "this \udc80"}, "cpus": [cpu], "cwd": str(tmp_path)}
+        given = {"variables": {**VARIABLES, "SAID": "this \udc80"}, "cwd": str(tmp_path)}
         first, second = (Forked(server, "report", inherited, **given) for _ in range(2))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         os.umask(umask)
+        os.sched_setaffinity(0, cpus)
         os.close(inherited)
     (code, said), (_, also_said) = first.finish(), second.finish()
     found, drawn = json.loads(said), json.loads(also_said)["drawn"]

@@ -220,9 +220,9 @@ def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="sets of one CPU are all the same")
 def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(small: Callable[..., Any]) -> None:
-    config = small(**{"placement.strategy": "interleaving", "scoring.placement": "process", "max_steps": 100_000})
     usable = sorted(os.sched_getaffinity(0))
-    supervisor, run = prepare(config, inventory=(Host(cpus=len(usable)),))
+    own = {"placement.strategy": "interleaving", "placement.hosts": [{"cpus": len(usable)}], "scoring.placement": "process"}
+    supervisor, run = prepare(small(**own, max_steps=100_000))
     seen: list[dict[str, set[int]]] = []
 
     def all_of_them() -> dict[str, Process] | None:
