@@ -49,12 +49,13 @@ def prepare(
     progress: Progress | None = None,
     on_step: Callable[[dict[str, Any]], object] | None = None,
     max_deaths: int = MAX_DEATHS,
+    inventory: Inventory | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> tuple[Supervisor, RunDir]:
     """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`.
 
-    rows: of `rows_of`, where they are loaded already. variables: further ones of its processes on this machine. Raises
-    ConfigError, DamagedError.
+    rows: of `rows_of`, where they are loaded already. inventory: the hosts, where they are known already. variables: further
+    ones of its processes on this machine. Raises ConfigError, DamagedError.
     """
     config, prepared = _checked(config, rows or rows_of(config, None, resume))
     config = as_rewards_want(config)
@@ -75,8 +76,8 @@ def prepare(
     if not done:
         config, connections = connect(config)
     try:
-        hosts = found_by(connections)
-        placement = _startable(config, inventory_of(config, hosts), [host.name for host in hosts])
+        hosts, of_hosts = found_by(connections)
+        placement = _startable(config, inventory or inventory_of(config, hosts), [host.name for host in hosts])
         if resume:
             directory = _reopened(config, from_step)
         else:
@@ -88,7 +89,7 @@ def prepare(
         raise
     directory.variables.update(variables or {})
     if progress is not None:
-        for remark in prepared.remarks:
+        for remark in (*prepared.remarks, *of_hosts):
             progress.event(remark)
     supervisor = Supervisor(
         config, directory, launcher, progress, placement=placement, on_step=on_step, max_deaths=max_deaths, done=done
@@ -102,7 +103,7 @@ def check_startable(config: Config) -> list[str]:
     config, prepared = _checked(config, None)
     config, connections = connect(as_rewards_want(config))
     try:
-        hosts = found_by(connections)
+        hosts, _ = found_by(connections)
         _startable(config, inventory_of(config, hosts), [host.name for host in hosts])
     finally:
         if connections is not None:

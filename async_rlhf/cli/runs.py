@@ -109,11 +109,12 @@ def _places_of(loaded: Any) -> tuple[str, ...]:
     from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
 
     _, connections = connect(loaded)
-    inventory = inventory_of(loaded, found_by(connections))
+    hosts, of_hosts = found_by(connections)
     if connections is not None:
         connections.close()
+    inventory = inventory_of(loaded, hosts)
     placement = placement_of(loaded, inventory)
-    return (*table(loaded, inventory, placement), *check_memory(loaded, inventory, placement))
+    return (*of_hosts, *table(loaded, inventory, placement), *check_memory(loaded, inventory, placement))
 
 
 @command(app)

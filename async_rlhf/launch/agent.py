@@ -135,7 +135,7 @@ class Agent:
     def _opened(self, directory: str, accelerators: bool) -> orders.Event:
         host = this_machine(look_for_devices=accelerators)
         host = host if self._devices is None else host.model_copy(update={"devices": self._devices})
-        return orders.Opened(version=version("async-rlhf"), name=self._name, directory=directory, host=host)
+        return orders.Opened(version=version("async-rlhf"), name=self._name, directory=directory, has=dict(host))
 
     def _started(self, number: int, found: _Life | orders.Event) -> orders.Event:
         if not isinstance(found, _Life):

@@ -205,7 +205,8 @@ class Connection:
         if (ours := version("async-rlhf")) != opened.version:
             raise ConnectionRefusedError(f"async-rlhf {opened.version} is installed there, and {ours} here; install the same")
         self._directory = opened.directory
-        self.host = opened.host.model_copy(update={"name": self._name, "own": opened.name == self._hosts.here})
+        own = {"name": self._name, "own": opened.name == self._hosts.here}
+        self.host = Host.model_validate(opened.has).model_copy(update=own)
 
     def _start(self, process: RemoteProcess) -> None:
         node = process.node

@@ -15,7 +15,6 @@ from pydantic import AfterValidator, Field
 
 from async_rlhf.buffers.protocol.codec import Codec
 from async_rlhf.buffers.protocol.message import Count, MessageBase, Name
-from async_rlhf.launch.placement import Host
 
 MAX_FRAME_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
@@ -100,13 +99,14 @@ class Alive(MessageBase):
 
 
 class Opened(MessageBase):
-    """version: of async-rlhf there. name: what the agent calls its host. directory: of this agent alone, absolute."""
+    """version: of async-rlhf there. name: what the agent calls its host. directory: of this agent alone, absolute. has: the
+    fields of a `placement.Host`."""
 
     type: Literal["opened"] = "opened"
     version: Name
     name: Name
     directory: Text
-    host: Host
+    has: dict[Name, int | bool | str | None] = Field(max_length=16)
 
 
 class Missing(MessageBase):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgpack
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.protocol.message import MessageBase
@@ -56,7 +56,7 @@ class Codec(Generic[Message]):
 
     def _plain(self, value: Any) -> Any:
         """What a message holds and MessagePack does not know: a record within it, or a column."""
-        if isinstance(value, BaseModel):
+        if isinstance(value, MessageBase):
             return dict(value)
         if self._converts:
             return str(value)

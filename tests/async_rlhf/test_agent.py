@@ -88,7 +88,7 @@ def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     spoken = agent()
-    assert spoken.opened.host.cpus >= 1 and spoken.opened.host.devices == 0  # it was not to query the driver
+    assert spoken.opened.has["cpus"] >= 1 and spoken.opened.has["devices"] == 0  # it was not to query the driver
     content, snapshot = tmp_path / "rows", tmp_path / "cache/models--a--b/snapshots/c0"
     content.write_bytes(os.urandom(100))
     name = content_digest(content)
@@ -145,10 +145,11 @@ def test_an_agent_that_hears_nothing_ends(agent: Callable[..., Spoken]) -> None:
     assert "ended with code 0" in said and "no order for" in said
 
 
-def test_an_agent_that_reads_for_long_hears_of_its_supervisor_and_holds_what_it_starts_to_its_cpus(
-    small: Any, tmp_path: Path
+def test_an_agent_that_reads_for_long_hears_of_its_supervisor_and_holds_what_it_starts_to_its_place(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads for longer than after which it would end by itself."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5e")
     slow = "depot.Depot._is_at = lambda *_: time.sleep(8)"
     program = f"import time; from async_rlhf.launch import agent, depot; {slow}; agent.main()"
     (tmp_path / "rows").write_bytes(b"rows")
@@ -160,11 +161,12 @@ def test_an_agent_that_reads_for_long_hears_of_its_supervisor_and_holds_what_it_
         assert [(host.name, host.cpus, host.own) for host in connections.inventory()] == [
             ("far", len(os.sched_getaffinity(0)), True)
         ]
-        node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "log", host="far", cpus=(0,), threads=3)
+        node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "log", host="far", devices=(1,), cpus=(0,), threads=3)
         hub = connections.start(tmp_path, node)
         wait_for(lambda: hub.pid, "the agent to start it")
         assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
-        assert assigned_threads(psutil.Process(hub.pid).environ()) == 3
+        environment = psutil.Process(hub.pid).environ()
+        assert assigned_threads(environment) == 3 and environment["CUDA_VISIBLE_DEVICES"] == "GPU-5e"
     finally:
         connections.close()
 

@@ -178,7 +178,7 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
     command = [sys.executable, "-c", WITH_DEVICES.replace("{folder}", str(tmp_path))]
     wanted = {"engine.device": "cuda", "actors.count": "fill", "launch.command": command}
     config, connections = connect(on_hosts(**wanted))
-    hosts = found_by(connections)
+    hosts, _ = found_by(connections)
     assert connections is not None
     connections.close()
     found = [(host.name, host.devices, host.device_memory, host.own) for host in hosts]

@@ -144,7 +144,7 @@ def test_actors_on_three_nodes_have_devices_of_their_own_and_check_shows_the_sam
     )
     connections.local = LocalLauncher()
     connections.check()
-    hosts = found_by(connections)
+    hosts, remarks = found_by(connections)
     assert [(host.name, host.devices) for host in hosts] == [(f"ray-{number}", 8) for number in range(3)]
     inventory = inventory_of(config, hosts)
     placement = placement_of(config, inventory)
@@ -159,7 +159,7 @@ def test_actors_on_three_nodes_have_devices_of_their_own_and_check_shows_the_sam
     sets = [word for key, value in {**SMALL, **launch, **overrides}.items() for word in ("--set", f"{key}={toml(value)}")]
     checked = CliRunner().invoke(app, ["check", str(QUICK), *sets])
     assert checked.exit_code == 0, checked.output
-    for line in table(config, inventory, placement):
+    for line in (*remarks, *table(config, inventory, placement)):
         assert line in checked.output.splitlines()
     cluster.remove_node(third)
 

@@ -12,22 +12,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.inspect.status import lines, read
-from async_rlhf.launch import machine
 from async_rlhf.launch.exit_codes import InterruptedRunError
-from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.placement import Host, Part, Placement, Strategy, Wanted, cpu_sets, place, shares
-from async_rlhf.launch.program import Node, Process
+from async_rlhf.launch.program import Process
 from async_rlhf.preparation import prepare
 from async_rlhf.run.hosts.placement import placement_of, table, with_threads
-from async_rlhf.run.run_dir import RunDir
-from tests.async_rlhf.test_placement import inventories, runs
 from tests.conftest import wait_for
 
 PARTS: tuple[Part, ...] = ("generation", "scoring", "learning")
@@ -70,14 +64,6 @@ def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
         assert sets["generation"] == sets["scoring"] != sets.get("learning")
 
 
-def test_on_two_cpus_scoring_is_with_the_learner_or_with_generation_and_on_four_it_has_its_own() -> None:
-    found = {name: cpu_sets(name, PARTS, Host(cpus=2)) for name in ("interleaving", "separation")}
-    assert found["interleaving"] == {"generation": (0,), "scoring": (1,), "learning": (1,)}
-    assert found["separation"] == {"generation": (0,), "scoring": (0,), "learning": (1,)}
-    assert cpu_sets("separation", PARTS, Host(cpus=4)) == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
-    assert cpu_sets("interleaving", PARTS, Host(cpus=4))["learning"] == (2, 3)
-
-
 def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
     return place(Wanted(scorer=True, **wanted), hosts)
 
@@ -89,9 +75,17 @@ def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host()
     assert {slots[f"actor-{n}"].cpus for n in range(4)} == {(0, 1, 2)} and slots["actor-0"].threads == 1
     assert slots["scorer-1"].cpus == (3,)
     assert slots["hub"].cpus is slots["relay-1"].cpus is slots["hub"].threads is None
-    assert {(slot.cpus, slot.threads) for slot in on(hosts[:1]).slots.values()} == {(None, None)}, "without a strategy"
     here = on(hosts[:1], strategy="separation", actors=2).slots
     assert here["actor-0"].threads == 2 and here["evaluation"].cpus == here["actor-0"].cpus == (0, 1, 2, 3)
+
+
+def test_devices_follow_the_strategy() -> None:
+    needs = {"rank_devices": 1, "actor_devices": 1, "scorer_devices": 1, "actor_share": 0.4}
+    for count, strategy, wanted in ((1, "flattening", (0, 0, 0)), (2, "interleaving", (0, 0, 1)), (3, "separation", (0, 1, 2))):
+        slots = on((Host(devices=count, cpus=8),), strategy=strategy, **needs).slots
+        assert [slots[name].devices for name in ("learner", "scorer", "actor-0")] == [(device,) for device in wanted]
+    with pytest.raises(ConfigError, match=r"actors.count = 1: actors need a device each"):
+        on((Host(devices=2, cpus=8),), strategy="separation", **needs)
 
 
 def test_a_host_under_two_names_divides_its_cpus_once() -> None:
@@ -100,11 +94,25 @@ def test_a_host_under_two_names_divides_its_cpus_once() -> None:
     assert (slots["actor-0"].cpus, slots["scorer-1"].cpus, slots["learner"].cpus) == ((0, 1), (2,), (3,))
 
 
-@given(runs(), inventories(), strategies)
+runs_with_a_scorer = st.builds(
+    Wanted,
+    ranks=st.integers(1, 3),
+    rank_devices=st.sampled_from([0, 1]),
+    actors=st.integers(1, 6),
+    actor_devices=st.sampled_from([0, 1, 2]),
+    scorer=st.just(True),
+    scorer_devices=st.sampled_from([0, 1]),
+    actor_share=st.just(0.4),
+)
+hosts_with_devices = st.lists(st.tuples(st.integers(4, 8), st.integers(2, 32)), min_size=1, max_size=4).map(
+    lambda found: tuple(Host(name=f"h{n}" if n else "", devices=devices, cpus=cpus) for n, (devices, cpus) in enumerate(found))
+)
+
+
+@given(runs_with_a_scorer, hosts_with_devices, strategies)
 def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
     wanted: Wanted, inventory: tuple[Host, ...], strategy: Strategy
 ) -> None:
-    wanted, inventory = replace(wanted, colocate=False, scorer=True), inventory[:4]
     try:
         slots = place(replace(wanted, strategy=strategy), inventory).slots
     except ConfigError:
@@ -165,28 +173,6 @@ def test_threads_of_a_process_follow_its_set_but_a_batch_invariant_engine_keeps_
     assert with_threads(late, None) is late
 
 
-def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, program = os.sched_getaffinity(0), tmp_path / "python"
-    program.write_text("#!/bin/sh\nexec sleep 1000\n")
-    program.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(program))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5e")
-    node = Node("hub", "hub", (), tmp_path / "hub.log", devices=(1,), cpus=(0,), threads=1)
-    process = LocalLauncher().start(tmp_path, node)
-    try:
-        assert psutil.Process(process.pid).environ()["CUDA_VISIBLE_DEVICES"] == "GPU-5e"
-        assert allowed(process.pid) == {min(before)} and os.sched_getaffinity(0) == before
-    finally:
-        process.kill()
-    assert machine.assigned_threads(machine.with_threads(7)) == 7 and machine.assigned_threads({}) is None
-    assert machine.with_threads(7, {})["OMP_WAIT_POLICY"] == "PASSIVE", "threads that wait leave their CPU to other parts"
-    assert machine.with_threads(7, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
-    assert machine.with_threads(None) == {}
-    with pytest.raises(ConfigError, match="CPU 4096 of this machine"):
-        LocalLauncher().start(tmp_path, Node("hub", "hub", (), tmp_path / "hub.log", cpus=(4096,)))
-    assert os.sched_getaffinity(0) == before
-
-
 def allowed(pid: int) -> set[int]:
     """Of every thread that it has now."""
     found: set[int] = set()
@@ -199,7 +185,7 @@ def allowed(pid: int) -> set[int]:
     return found
 
 
-def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any]) -> None:
+def test_check_shows_the_cpus_of_each_process(small: Callable[..., Any]) -> None:
     config, inventory = small(**{"placement.strategy": "separation", "scoring.placement": "process"}), (Host(cpus=2),)
     placement = place(Wanted(scorer=True, strategy="separation"), inventory)
     assert [line.split() for line in table(config, inventory, placement)] == [
@@ -209,20 +195,14 @@ def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any
         ["scorer", "this", "machine", "none", "0"],
         ["actor-0", "this", "machine", "none", "0"],
     ]
-    run = RunDir.create(config)
-    run.keep_placement(placement)
-    assert run.read_placement() == placement
-    assert "CPUs: learner 1, evaluation 0, scorer 0, actor-0 0" in lines(run, read(run))
-    (run.path / "placement.json").write_text("{}")
-    assert any("placement.json is damaged" in line for line in lines(run, read(run)))
-    run.retire()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="sets of one CPU are all the same")
 def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(small: Callable[..., Any]) -> None:
-    usable = sorted(os.sched_getaffinity(0))
-    own = {"placement.strategy": "interleaving", "placement.hosts": [{"cpus": len(usable)}], "scoring.placement": "process"}
-    supervisor, run = prepare(small(**own, max_steps=100_000))
+    config = small(**{"placement.strategy": "interleaving", "scoring.placement": "process", "max_steps": 100_000})
+    usable = sorted(before := os.sched_getaffinity(0))
+    inventory = (Host(cpus=len(usable)),)
+    supervisor, _ = prepare(config, inventory=inventory)
     seen: list[dict[str, set[int]]] = []
 
     def all_of_them() -> dict[str, Process] | None:
@@ -234,22 +214,24 @@ def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(s
         return None if actor is None or actor.pid == pid else actor
 
     def look() -> None:
-        """At all processes; then an actor is killed, and at the next."""
-        processes = wait_for(all_of_them, "four processes")
-        seen.append({name: allowed(process.pid) for name, process in processes.items()})
-        struck = processes["actor-0"].pid
-        os.kill(struck, signal.SIGKILL)
-        seen.append({"actor-0": allowed(wait_for(lambda: another_than(struck), "another actor").pid)})
-        supervisor.interrupt()
-        supervisor.interrupt()
+        """At all processes; then an actor is killed, and at the next. The run goes on until it has been looked at."""
+        try:
+            processes = wait_for(all_of_them, "four processes")
+            seen.append({name: allowed(process.pid) for name, process in processes.items()})
+            struck = processes["actor-0"].pid
+            os.kill(struck, signal.SIGKILL)
+            seen.append({"actor-0": allowed(wait_for(lambda: another_than(struck), "another actor").pid)})
+        finally:
+            supervisor.interrupt()
+            supervisor.interrupt()
 
     looking = threading.Thread(target=look)
     looking.start()
     with pytest.raises(InterruptedRunError):
         supervisor.run()
     looking.join(60)
-    placement = run.read_placement()
-    assert placement is not None
+    assert os.sched_getaffinity(0) == before, "of this process it is not"
+    placement = placement_of(config, inventory)
     expected = {
         name: set(usable) if slot.cpus is None else {usable[cpu] for cpu in slot.cpus} for name, slot in placement.slots.items()
     }

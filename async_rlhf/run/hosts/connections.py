@@ -47,9 +47,11 @@ def connect(config: Config) -> tuple[Config, Connections | None]:
     return config, connections
 
 
-def found_by(connections: Connections | None) -> Inventory:
-    """What the launcher's hosts have."""
-    return () if connections is None else connections.inventory()
+def found_by(connections: Connections | None) -> tuple[Inventory, list[str]]:
+    """What the launcher's hosts have, and what is to be said about them."""
+    if connections is None:
+        return (), []
+    return connections.inventory(), [f"hosts that answer: {', '.join(connections.names)}"]
 
 
 def launcher_of(config: Config, run: RunDir, connections: Connections | None, placement: Placement) -> Launcher:
