@@ -1,8 +1,8 @@
 """A process that has imported what roles compute with and computes nothing; roles are forked from it instead of begun anew.
 
 owns        one thread and one end of a socket: no device, no lock, no log
-waits for   requests, `IDLE_S` at most or as it was begun: then it ends, and the next request begins another server
-woken by    a request, the end of the process that began it
+waits for   requests
+woken by    a request, the end of the process that began it, with which it ends
 on close    what it has forked goes on: those are children of the process that asked, as if that had started them itself
 
 Imports of torch and transformers take a role three seconds, a fork takes hundredths of one. A role is forked twice: its parent
@@ -20,7 +20,6 @@ import gc
 import hashlib
 import json
 import logging
-import math
 import os
 import resource
 import signal
@@ -44,7 +43,6 @@ READ_LATE = {"CUDA_VISIBLE_DEVICES", "ASYNC_RLHF_TETHER", INHERITED, "PYTEST_CUR
 """Variables that nothing reads while it is imported: a role may have others than its server."""
 HEADER = struct.Struct("<I")
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
-IDLE_S = 600.0
 _MAX_BYTES = 1 << 24  # variables and arguments
 _MAX_DESCRIPTORS = 8
 _imported_with = dict(os.environ)
@@ -68,7 +66,7 @@ def exactly(source: socket.socket, count: int) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: its end of the socket, the seconds without a request after which it returns, what to import."""
+    """arguments: its end of the socket, what to import."""
     setproctitle(title(["fork_server"]))  # also finds where a title is kept, which a role does not once its variables change
     _ignore_terminal()
     source = socket.socket(fileno=int(arguments[0]))
@@ -77,10 +75,10 @@ def main(arguments: Sequence[str]) -> int:
     # numpy would start threads where it is imported, which no fork has; roles multiply their matrices with torch.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
-    for module in arguments[2:]:
+    for module in arguments[1:]:
         import_module(module)
     gc.freeze()  # what is imported stays: no collector touches it, here or in a role, so that its memory is shared
-    _serve(source, float(arguments[1]))
+    _serve(source)
     return 0
 
 
@@ -90,9 +88,8 @@ def _ignore_terminal() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _serve(source: socket.socket, idle_s: float) -> None:
-    source.settimeout(idle_s if idle_s < math.inf else None)
-    with suppress(ConnectionError, TimeoutError):
+def _serve(source: socket.socket) -> None:
+    with suppress(ConnectionError):
         while True:
             _answer(source)
 
@@ -182,7 +179,7 @@ def exec_with_server(command: list[str]) -> NoReturn:
         for target in (0, 1):
             os.dup2(os.open(os.devnull, os.O_RDWR), target)
         _ignore_terminal()
-        _serve(theirs, IDLE_S)
+        _serve(theirs)
         os._exit(0)
     ours.set_inheritable(True)
     inherited = f"{os.getpid()} {ours.fileno()} {server} {digest(_imported_with)}"

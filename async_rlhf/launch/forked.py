@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from async_rlhf.launch.fork_server import HEADER, IDLE_S, INHERITED, LIMITS, digest, exactly
+from async_rlhf.launch.fork_server import HEADER, INHERITED, LIMITS, digest, exactly
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _START_S = 600.0  # imports from a cold network disk
@@ -80,10 +80,10 @@ class ForkServer:
         self._socket, self.process, self.variables = source, process, variables
 
     @classmethod
-    def begin(cls, preload: Sequence[str], variables: Mapping[str, str], idle_s: float = IDLE_S) -> ForkServer:
-        """It begins at once and imports `preload`; it ends with this process, or when nothing was asked for `idle_s`."""
+    def begin(cls, preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer:
+        """It begins at once and imports `preload`; it ends with this process."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "async_rlhf.launch.fork_server", str(theirs.fileno()), str(idle_s), *preload]
+        command = [sys.executable, "-P", "-m", "async_rlhf.launch.fork_server", str(theirs.fileno()), *preload]
         with theirs:
             process = subprocess.Popen(
                 command,
@@ -176,7 +176,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def warm(preload: Sequence[str], variables: Mapping[str, str], idle_s: float = IDLE_S) -> ForkServer | None:
+def warm(preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer | None:
     """The server of this process with these variables, begun if there is none; what asks for it need not wait for it.
 
     None where orphans cannot be adopted (not Linux), and with ASYNC_RLHF_FORK_SERVER=off: every role then imports for itself. A
@@ -189,7 +189,7 @@ def warm(preload: Sequence[str], variables: Mapping[str, str], idle_s: float = I
         _server = ForkServer.inherited() or _server
         if _server is not None and not (_server.is_there and _server.variables == digest(variables)):
             _close()
-        _server = _server or ForkServer.begin(preload, variables, idle_s)
+        _server = _server or ForkServer.begin(preload, variables)
         return _server
 
 

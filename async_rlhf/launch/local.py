@@ -11,7 +11,6 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch import forked, machine
-from async_rlhf.launch.fork_server import IDLE_S
 from async_rlhf.launch.forked import Child, ForkedProcess
 from async_rlhf.launch.program import Launcher, Node
 from async_rlhf.launch.run_lock import RunLock
@@ -141,10 +140,9 @@ class LocalLauncher(Launcher):
             )
 
 
-def warm(idle_s: float = IDLE_S) -> None:
-    """Begin what roles of this machine are forked from; the first that is started waits for it the less. idle_s: after so long
-    without a start it ends."""
-    forked.warm(_IMPORTED_ONCE, role_variables(), idle_s)
+def warm() -> None:
+    """Begin what roles of this machine are forked from; the first that is started waits for it the less."""
+    forked.warm(_IMPORTED_ONCE, role_variables())
 
 
 def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int], cwd: str) -> Child:

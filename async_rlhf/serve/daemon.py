@@ -20,7 +20,6 @@ ended: so none is started twice, from its first moment on, when it does not hold
 from __future__ import annotations
 
 import getpass
-import math
 import os
 import sys
 import time
@@ -72,7 +71,7 @@ class Daemon:
                 self._say(f"serving {self._queue.path}; Ctrl-C drains what runs")
                 while self.look():
                     self._queue.check_mine(lock)
-                    warm(idle_s=math.inf)  # the next run may come in days
+                    warm()  # the next run begins the sooner
                     time.sleep(_LOOK_S)
             finally:
                 lock.release()

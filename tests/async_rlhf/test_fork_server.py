@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import signal
@@ -20,7 +19,7 @@ import pytest
 from async_rlhf.launch import forked
 from async_rlhf.launch.forked import ForkedProcess, ForkServer
 from async_rlhf.launch.run_lock import RunLock, is_held
-from tests.conftest import REPOSITORY, wait_for
+from tests.conftest import REPOSITORY
 
 # As a user has them: without the number of threads that tests are held to.
 VARIABLES = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(REPOSITORY)}
@@ -157,10 +156,7 @@ def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: p
     forked._close()
 
 
-def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_hears_no_terminal_and_ends_when_it_is_idle(
-    server: ForkServer,
-) -> None:
-    idle, stays = (ForkServer.begin(["numpy"], VARIABLES, idle_s) for idle_s in (0.01, math.inf))
+def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_and_hears_no_terminal(server: ForkServer) -> None:
     assert Forked(server, "wait_on_input").finish()[0] == 0
     process = psutil.Process(server.process.pid)
     assert process.num_threads() == 1 and process.open_files() == [] and process.num_fds() <= 4
@@ -171,10 +167,6 @@ def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_hears_no_termin
     orphan = psutil.Process(int(orphans.stdout))
     assert orphan.ppid() != os.getpid()
     orphan.kill()
-    wait_for(lambda: not idle.is_there, "the end of the idle one")
-    assert Forked(stays, "wait_on_input").finish()[0] == 0
-    for each in (idle, stays):
-        each.close()
 
 
 def test_a_server_that_hangs_or_cannot_import_is_an_error_with_a_name(
