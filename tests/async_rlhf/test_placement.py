@@ -124,7 +124,6 @@ RAY = (Host(devices=8, cpus=8), Host(name="a", devices=2, cpus=4), Host(name="b"
 OWN = (Host(devices=4, cpus=8), Host(name="ray-0", devices=4, cpus=8, own=True))
 COLOCATED = replace(GPU, colocate=True, evaluates_beside=True)
 SCORED = replace(GPU, ranks=3, actors="fill", actor_devices=4, scorer=True, scorer_devices=1)
-STRATEGIC = Wanted(rank_devices=1, actor_devices=1, scorer=True, scorer_devices=1, actor_share=0.4, strategy="flattening")
 SPREAD = replace(GPU, ranks=10, learner_hosts=("b", ""), actors="fill")
 
 # By what they show: what is wanted, of what hosts, some of the places, and how many actors there are.
@@ -142,14 +141,6 @@ EXAMPLES: dict[str, tuple[Wanted, Inventory, dict[str, tuple[str, Any]], int]] =
     "a relay where there are two": (replace(SCORED, actor_devices=2), TWO, {"relay-1": ("b", ())}, 5),
     "one device for all, where that is wanted": (
         replace(COLOCATED, actor_share=0.4), ONE, dict.fromkeys(("learner", "actor-0", "evaluation"), ("", (0,))), 1),
-    "and with a strategy that flattens": (
-        STRATEGIC, ONE, dict.fromkeys(("learner", "scorer", "actor-0"), ("", (0,))), 1),
-    "with one that interleaves a scorer has the learner's": (
-        replace(STRATEGIC, strategy="interleaving"), (Host(devices=2, cpus=8),),
-        {"learner": ("", (0,)), "scorer": ("", (0,)), "actor-0": ("", (1,))}, 1),
-    "with one that separates its own": (
-        replace(STRATEGIC, strategy="separation"), (Host(devices=3, cpus=8),),
-        {"learner": ("", (0,)), "scorer": ("", (1,)), "actor-0": ("", (2,))}, 1),
     "ranks fill hosts in the order that is given": (
         SPREAD, TWO, {"learner": ("b", (0,)), "learner-rank-7": ("b", (7,)), "learner-rank-8": ("", (0,))}, 6),
     "actors fill CPUs": (Wanted(actors="fill"), CPUS, {"actor-1": ("", ()), "actor-2": ("b", ()), "actor-3": ("b", ())}, 4),
@@ -180,7 +171,6 @@ def test_places(wanted: Wanted, inventory: Inventory, places: dict[str, tuple[st
     ("wanted", "inventory", "message"),
     [
         (GPU, ONE, r"actors.count = 1: actors need a device each; .*0 free of 1.*placement.colocate"),
-        (replace(STRATEGIC, strategy="interleaving"), ONE, r"actors.count = 1: actors need a device each"),
         (COLOCATED, ONE, r"share = 0\.5: device 0 .* actor-0, evaluation, learner.* 1 of its.*below 0\.5"),
         (
             replace(GPU, evaluates_beside=True),
