@@ -19,8 +19,8 @@ class LaunchConfig(Section):
     command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "{host}", "python", "-m", "async_rlhf.launch.agent")
     """With `kind = "hosts"`: starts an agent on `{host}`, passes on its standard input and output and nothing else."""
     directory: str = "~/.cache/async-rlhf"
-    """Folder on each host for what is sent; it may be deleted at any time. A model that the host has at the same path, or in
-    its Hub cache, with the same digests is not sent."""
+    """Folder on each host for what is sent; it may be deleted at any time. A file, but for code, that the host has at the same
+    path, or in its Hub cache, with the same digest is not sent."""
     interface: str | None = None
     """Network interface of this machine that the hosts reach (`eth0`), for the hub without an `address` and for the learner's
     ranks, which have no keys: with ranks on other hosts a trusted network must be named. `"none"`: found."""
