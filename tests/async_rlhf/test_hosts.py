@@ -301,21 +301,11 @@ def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(con
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"launch.kind": "hosts"}, "needs launch.hosts"),
+        ({"launch.hosts": []}, "needs launch.hosts"),
         ({"launch.hosts": ["a", "a"]}, "each once"),
         ({"launch.hosts": ["-oProxyCommand=x"]}, "begins with '-'"),
         ({"launch.kind": "slurm"}, "launch.kind = 'slurm'"),
         ({"launch.command": []}, "names no program"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(small: Any, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        small(**overrides)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
         ({"launch.hosts": ["no.such.host.invalid"]}, "'no.such.host.invalid' cannot be reached.*choose launch.interface"),
         ({"launch.interface": "eth99"}, "launch.interface = 'eth99': there is none"),
         ({"address": "tcp://*:5555", "security.keys": "keys"}, "hosts need one they can connect to"),
