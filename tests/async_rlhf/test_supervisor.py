@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from async_rlhf.buffers.clients.control import control
-from async_rlhf.buffers.errors import ConfigError, DamagedError
+from async_rlhf.buffers.errors import ConfigError, DamagedError, DeadlineError
 from async_rlhf.inspect import status
 from async_rlhf.launch.exit_codes import WORKER_LOST, WorkerLostError, ending
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
@@ -26,8 +26,10 @@ from async_rlhf.preparation import prepare
 from async_rlhf.run.display import Progress
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.supervision import supervisor as supervising
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_faults import steps, trained_groups
+from tests.async_rlhf.test_rank_processes import Idle
 from tests.conftest import Command, file_size_limit, wait_for
 
 
@@ -106,6 +108,34 @@ def test_a_run_that_cannot_begin_ends_at_once_keeps_the_reason_and_leaves_its_na
     with pytest.raises(ConfigError, match=r"exists. Continue it with --resume, remove it with --overwrite"):
         RunDir.create(config)  # how it ended is not known: perhaps it was killed
     RunDir.create(config, overwrite=True).retire()
+
+
+def test_what_is_raised_about_the_last_step_leaves_no_process(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is read when the learner has ended."""
+    config, started = small(), dict[str, Idle]()
+    run = RunDir.create(config)
+
+    class Learned(Idle):
+        def poll(self) -> int | None:
+            run.metrics.write_text('{"step": 1}\n')
+            return 0
+
+    class Idling(LocalLauncher):
+        def start(self, run_dir: Path, node: Node) -> Any:
+            started[node.name] = Learned() if node.role == "learner" else Idle()
+            return started[node.name]
+
+    def no_hub(*_: Any) -> Any:
+        raise DeadlineError("there is none")
+
+    def refuse(record: dict[str, Any]) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Supervisor, "_ask_for", no_hub)
+    monkeypatch.setattr(supervising, "_CLOSE_S", 0.0)
+    with pytest.raises(ZeroDivisionError):
+        Supervisor(config, run, Idling(), on_step=refuse).run()
+    assert {name: process.code for name, process in started.items()} == {"hub": -9, "learner": None, "actor-0": -9}
 
 
 def test_damage_that_a_role_finds_ends_the_run_at_once(small: Any) -> None:

@@ -123,10 +123,10 @@ class Supervisor:
                 try:
                     self._start_all()
                     self._watch()
+                    self._close()
                 except BaseException:  # an interrupt too: no process may be left
                     self._close(failed=True)
                     raise
-                self._close()
                 ended = self._config.budget.ended(self._spent) or self._plateau
                 finished = not self._draining or bool(ended)
                 if finished:
@@ -349,9 +349,9 @@ class Supervisor:
     def _close(self, *, failed: bool = False) -> None:
         """The hub halts. Of a run that has ended well actors have it from the hub and end by themselves; the rest is
         killed."""
+        self._notifier.close()  # first: no error here may leave its thread, which the interpreter would wait for
         with suppress(DamagedError):
             self._report_steps()
-        self._notifier.close()
         hub = self._children.get("hub")
         if hub is not None and hub.process is not None and hub.process.poll() is None:
             with suppress(AsyncRLHFError), self._ask_for(5.0) as hub_control:  # a silent hub is killed below
