@@ -140,12 +140,12 @@ def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_
     assert not left.exists() and not sockets.exists() and Path(second.opened.directory).exists()
 
 
-def test_an_agent_that_hears_nothing_ends(agent: Callable[..., Spoken]) -> None:
+def test_an_agent_that_receives_nothing_ends(agent: Callable[..., Spoken]) -> None:
     said = agent(lost_after_s=5.0).end()
     assert "ended with code 0" in said and "no order for" in said
 
 
-def test_an_agent_that_reads_for_long_hears_of_its_supervisor_and_holds_what_it_starts_to_its_place(
+def test_an_agent_that_reads_for_long_stays_connected_and_starts_a_node_at_its_place(
     small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads for longer than after which it would end by itself."""
@@ -171,9 +171,7 @@ def test_an_agent_that_reads_for_long_hears_of_its_supervisor_and_holds_what_it_
         connections.close()
 
 
-def test_an_agent_hears_of_its_supervisor_while_a_start_waits_for_the_fork_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_takes_orders_while_a_start_waits_for_the_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three is killed meanwhile: it is begun and ended. One is for a device that is not there, which counts as lost."""
     imported, begin = threading.Event(), LocalLauncher.start
 

@@ -156,7 +156,7 @@ def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: p
     forked._close()
 
 
-def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_and_hears_no_terminal(server: ForkServer) -> None:
+def test_a_server_has_one_thread_no_file_and_no_right_to_orphans_and_ignores_the_terminal(server: ForkServer) -> None:
     assert Forked(server, "wait_on_input").finish()[0] == 0
     process = psutil.Process(server.process.pid)
     assert process.num_threads() == 1 and process.open_files() == [] and process.num_fds() <= 4

@@ -1,4 +1,4 @@
-"""What the hub must know reaches it, when it is away and when it was started again."""
+"""Reports reach the hub, also one that was away or was started again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def state(address: str) -> str:
         return str(asked.status()["state"])
 
 
-def test_an_actor_is_owed_until_the_hub_knows_of_its_end_and_a_drain_reaches_one_that_was_away_or_started_again(
+def test_an_end_is_unconfirmed_until_the_hub_answers_and_a_drain_reaches_one_that_was_away_or_started_again(
     notifier: HubNotifier, hub: Callable[[], Any], address: str
 ) -> None:
     notifier.gone("actor-0")
@@ -67,8 +67,8 @@ def test_an_actor_is_owed_until_the_hub_knows_of_its_end_and_a_drain_reaches_one
         notifier.drain()
         notifier.gone("actor-1")
         wait_for(lambda: not notifier.is_unconfirmed("actor-1"), "the hub to confirm")
-        assert not notifier.hub_goes_on, "a hub that drains has told actors to stop, or will"
-        assert notifier.last_error() == "", "said once"
+        assert not notifier.hub_goes_on, "a hub that drains gives no more work"
+        assert notifier.last_error() == "", "reported once"
     with hub():
         notifier.drain()
         wait_for(lambda: state(address) == "draining", "the drain of the second hub")

@@ -1,4 +1,4 @@
-"""Tells the hub what it must know until it has confirmed it: that it drains, and which actors' processes have ended.
+"""Reports to the hub until it has confirmed it: that it is to drain, and which actors' processes have ended.
 
 owns        a thread, and a short-lived connection for each message
 waits for   the hub's answer, `_PATIENCE_S`; then the message is sent again, also to a hub that was started again meanwhile
@@ -34,7 +34,7 @@ class HubNotifier:
         """Whether the hub still gave work when it last confirmed an actor's end."""
 
     def drain(self) -> None:
-        """To be called again for a hub that was started again: it remembers nothing of it."""
+        """To be called again for a hub that was started again, which begins without it."""
         self.gone("")
 
     def gone(self, actor: str) -> None:
