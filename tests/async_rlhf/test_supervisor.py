@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -48,14 +49,16 @@ class Heard(Progress):
 
 
 class Spoiling(LocalLauncher):
-    """Starts the role of this name with arguments that it cannot be run with."""
+    """Starts the role of this name with arguments that it cannot be run with, but for its first `good` lives."""
 
-    def __init__(self, run: RunDir, name: str, *arguments: str) -> None:
+    def __init__(self, run: RunDir, name: str, *arguments: str, good: int = 1) -> None:
         super().__init__(run.lock)
-        self._name, self._arguments = name, arguments
+        self._name, self._arguments, self._good, self._lives = name, arguments, good, 0
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
-        return super().start(run_dir, replace(node, arguments=self._arguments) if node.name == self._name else node)
+        self._lives += node.name == self._name
+        spoilt = node.name == self._name and self._lives > self._good
+        return super().start(run_dir, replace(node, arguments=self._arguments) if spoilt else node)
 
 
 def told(run: Path) -> str:
@@ -66,6 +69,12 @@ def told(run: Path) -> str:
         return hub_address(sockets) if sockets is not None and (sockets / "hub").exists() else ""
 
     return wait_for(look, "the hub to listen")
+
+
+def assert_no_hole(run: Path) -> None:
+    """Every step once and in order, every group of them once; more are committed than the hub's last status may have."""
+    assert [record["step"] for record in RunDir(run).read_metrics()] == list(range(1, steps(run) + 1))
+    assert sorted(trained_groups(run)) == list(range(4 * steps(run)))
 
 
 @pytest.mark.rest
@@ -87,15 +96,59 @@ def test_a_hub_that_ends_with_code_0_is_started_again_and_a_drain_reaches_one_th
     started.process.send_signal(signal.SIGTERM)
     code, output = started.finish()
     assert code == 0 and "hub ended with code 0; starting it again" in output and "drained" in output, output
-    # Every step once and in order, every group of them once; more are committed than the hub's last status may have.
-    assert [record["step"] for record in RunDir(run).read_metrics()] == list(range(1, steps(run) + 1))
-    assert sorted(trained_groups(run)) == list(range(4 * steps(run)))
+    assert_no_hole(run)
+
+
+@pytest.mark.rest
+def test_a_frozen_role_is_killed_after_the_watchdogs_time_and_none_where_all_of_the_run_was_frozen(
+    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """The second for longer than the watchdog's time, as on a machine that sleeps; nothing is started again."""
+    started = command(*small_arguments(**{"max_steps": 100_000, "watchdog_s": 20.0, "queue.lease_s": 60.0}))
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 3, "step 3")
+    for role in ("hub", "learner"):
+        frozen, reached = started.child(role), steps(run)
+        frozen.suspend()
+        psutil.wait_procs([frozen], 120)
+        assert not frozen.is_running()
+        wait_for(lambda reached=reached: steps(run) > reached + 1, "a step after it")
+    restarts, reached = RunDir(run).read_restarts(), steps(run)
+    os.killpg(started.process.pid, signal.SIGSTOP)
+    with pytest.raises(psutil.TimeoutExpired):
+        psutil.Process(started.process.pid).wait(22)  # the time itself is what is tested
+    os.killpg(started.process.pid, signal.SIGCONT)
+    wait_for(lambda: steps(run) > reached + 1, "a step after it")
+    assert RunDir(run).read_restarts() == restarts
+    started.process.send_signal(signal.SIGTERM)
+    code, output = started.finish()
+    assert code == 0 and all(f"{role} is frozen: no beat for 2" in output for role in ("hub", "learner")), output
+    assert_no_hole(run)
+
+
+@pytest.mark.rest
+def test_a_role_that_dies_again_and_again_is_given_up_while_the_others_make_steps(small: Any) -> None:
+    config = small(**{"max_steps": 100_000, "actors.count": 2})
+    run, heard = RunDir.create(config), Heard()
+    supervisor = Supervisor(config, run, Spoiling(run, "actor-1", "ipc:///nowhere", "actor-1", "", "one too many"), heard)
+
+    def kill_once() -> None:
+        heard.on_step = lambda: None
+        os.kill(supervisor.processes()["actor-1"].pid, signal.SIGKILL)
+
+    heard.on_step = kill_once
+    with pytest.raises(WorkerLostError, match=r"actor-1 ended 6 times.*code 1 \(TypeError: .*takes"):
+        supervisor.run()
+    assert [text.split("again in ")[1] for text in heard.events if "actor-1" in text] == [
+        "0.5 s", "1.0 s", "2.0 s", "4.0 s", "8.0 s",
+    ]  # fmt: skip
+    assert not run.is_alive()
 
 
 def test_a_run_that_cannot_begin_ends_at_once_keeps_the_reason_and_leaves_its_name_free(small: Any) -> None:
     config = small()
     run = RunDir.create(config)
-    supervisor = Supervisor(config, run, Spoiling(run, "learner", "one", "two", "too many"))
+    supervisor = Supervisor(config, run, Spoiling(run, "learner", "one", "two", "too many", good=0))
     with pytest.raises(WorkerLostError, match=r"learner ended 2 times.*code 1 \(TypeError: .*takes") as raised:
         supervisor.run()
     assert run.end() == End(code=WORKER_LOST, reason=str(raised.value), finished=False)
