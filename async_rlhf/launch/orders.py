@@ -9,12 +9,12 @@ A message is one frame of a `Codec`, checked against the types below before anyt
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from async_rlhf.buffers.protocol.codec import Codec
-from async_rlhf.buffers.protocol.message import Count, MessageBase, Name
+from async_rlhf.buffers.protocol import message
+from async_rlhf.buffers.protocol.message import Codec, Count, MessageBase, Name
 
 MAX_FRAME_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
@@ -42,46 +42,41 @@ OF_NODE = ("name", "role", "arguments", "devices", "cpus", "threads")
 """What `Start` has of a `program.Node`."""
 
 
-class Open(MessageBase):
+class Open(message.Message):
     """The first order. directory: where the agent keeps files; `~` is the home of its user. lost_after_s: of silence.
     accelerators: whether the agent queries the driver for them."""
 
-    type: Literal["open"] = "open"
     directory: Text
     lost_after_s: float = Field(gt=0)
     accelerators: bool = False
 
 
-class Look(MessageBase):
+class Look(message.Message):
     """Are these files there, below `path`, with these digests? It may begin with `~` or with `HUB_CACHE`."""
 
-    type: Literal["look"] = "look"
     path: Text
     files: dict[RelativeName, FileDigest] = Field(max_length=_MAX_FILES)
 
 
-class Want(MessageBase):
+class Want(message.Message):
     """Which of these contents has the agent not got?"""
 
-    type: Literal["want"] = "want"
     digests: list[FileDigest] = Field(max_length=_MAX_FILES)
 
 
-class Piece(MessageBase):
+class Piece(message.Message):
     """The next bytes of a content; with `last` it is whole."""
 
-    type: Literal["piece"] = "piece"
     digest: FileDigest
     data: Data
     last: bool
 
 
-class Start(MessageBase):
+class Start(message.Message):
     """Start a node. life: its number in all that follows. arguments: in them the agent names its directory of sockets
     (`sockets.ON_HOST`). files: contents the agent has; inline: small ones, which it keeps with mode 0600; returns: what it
     writes there and the supervisor keeps a copy of."""
 
-    type: Literal["start"] = "start"
     life: Count
     name: RelativeName
     role: Name
@@ -94,15 +89,12 @@ class Start(MessageBase):
     returns: list[RelativeName] = Field(max_length=8)
 
 
-class Kill(MessageBase):
-    type: Literal["kill"] = "kill"
+class Kill(message.Message):
     life: Count
 
 
-class Alive(MessageBase):
+class Alive(message.Message):
     """Nothing to report: the sender is there."""
-
-    type: Literal["alive"] = "alive"
 
 
 class Machine(MessageBase):
@@ -116,56 +108,49 @@ class Machine(MessageBase):
     holds: bool = True
 
 
-class Opened(MessageBase):
+class Opened(message.Message):
     """version: of async-rlhf there. host: what the agent calls it. directory: of this agent alone, absolute."""
 
-    type: Literal["opened"] = "opened"
     version: Name
     host: Name
     directory: Text
     has: Machine
 
 
-class Looked(MessageBase):
+class Looked(message.Message):
     """path: as it is there. problem: the first thing that is not as it should be; empty when all is there."""
 
-    type: Literal["looked"] = "looked"
     path: Text
     problem: Text
 
 
-class Missing(MessageBase):
-    type: Literal["missing"] = "missing"
+class Missing(message.Message):
     digests: list[FileDigest] = Field(max_length=_MAX_FILES)
 
 
-class Started(MessageBase):
-    type: Literal["started"] = "started"
+class Started(message.Message):
     life: Count
     pid: Count
 
 
-class Beats(MessageBase):
+class Beats(message.Message):
     """Beats and progress, one byte each (`tether`)."""
 
-    type: Literal["beats"] = "beats"
     life: Count
     words: Data
 
 
-class Wrote(MessageBase):
+class Wrote(message.Message):
     """What was appended to one of the files it returns. number: which of them."""
 
-    type: Literal["wrote"] = "wrote"
     life: Count
     number: Count
     data: Data
 
 
-class Ended(MessageBase):
+class Ended(message.Message):
     """code: as `Process.poll`; words: as `Process.failure_message`. Also of a node that could not be started."""
 
-    type: Literal["ended"] = "ended"
     life: Count
     code: Exit
     words: Text

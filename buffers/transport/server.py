@@ -136,6 +136,7 @@ class ServerSocket:
         while (received := frames.receive_from(self._socket, has_keys=self._access is not None)) is not None:
             message, descriptor, key = received
             if descriptor != UNKNOWN:
+                self._watch()  # the number may have been that of a connection which has ended
                 connection = self._open.setdefault(descriptor, _Open())
                 connection.identity, connection.key, connection.unfinished_from = message[0], bytes.fromhex(key), None
             if self._access is None:
@@ -214,7 +215,11 @@ class ServerSocket:
                 self.counters["refused_handshakes"] += 1
                 if len(self._refused) < _MAX_NAMED:
                     self._refused.add(refused)
-        while self._monitor.poll(0):
+        self._watch()
+
+    def _watch(self) -> None:
+        """Read the monitor: at least what happened before anything that was received."""
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart())
             self._count(event["event"], event["value"])
 
@@ -238,7 +243,7 @@ class ServerSocket:
 
     def _count(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._open.setdefault(value, _Open())  # its first message may have been received before this event
+            self._open[value] = _Open()
             self.counters["connections"] += 1
         elif event & HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1

@@ -120,15 +120,6 @@ def test_what_a_curriculum_chooses_does_not_depend_on_what_dies_or_who_is_faster
     assert compared > 20 and killed > 5
 
 
-def test_the_schedules_play_episodes_of_several_turns_while_actors_and_hubs_are_killed() -> None:
-    """Weights change between turns and within them."""
-    played = [ran(seed) for seed in range(160) if schedule.Shape.of(seed).plays]
-    labels = [label for result in played for _, label in result.trace]
-    faults = Counter(label.split()[3] for label in labels if label.startswith("FAULT"))
-    assert len(played) > 25 and labels.count("hub killed") > 3 and faults["actor"] > 3, faults
-    assert {result.hub["ledger"]["trained"] + result.hub["ledger"]["quarantined"] > 0 for result in played} == {True}
-
-
 def test_the_schedules_send_deltas_and_drop_late_actors() -> None:
     """The weights of a run change in few elements, and slow links and frozen actors are late to adopt them."""
     totals = Counter[str]()

@@ -99,7 +99,7 @@ def run(seed: int, *, kills: int, days: int = DAYS) -> Weeks:
     wall = Wall(world)
     observer, machine = Watch(bound, max_attempts=1000), Machine(world.rng, 0.0)
     hub = HubRole(
-        world, bound, observer, max_attempts=1000, segment_bytes=300, fsync="group", max_bytes=1 << 20, machine=machine,
+        world, bound, observer, max_attempts=1000, segment_bytes=300, fsync="group", machine=machine,
         shares=False, fed=True, pace=PACE,
     )  # fmt: skip
     actors = [ActorRole(f"actor-{i}", hub, hub.network, group_size=2, capacity=3, tokens=2) for i in range(ACTORS)]

@@ -143,21 +143,6 @@ def test_attempts_and_what_counts_survive_the_hub() -> None:
     assert again.fleet.failures.suspects == set(range(8))
 
 
-def test_a_suspect_is_made_beside_groups_that_only_wait_for_room() -> None:
-    """They wait until the next batch is taken, which cannot do without the suspect."""
-    hub = Ready(Bound(groups_per_batch=2, max_staleness=1, num_groups=8), max_attempts=2, max_bytes=10)
-    waiting = hub.join("a", capacity=1)
-    hub.join("b", capacity=3)
-    assert hub.give() == {"b": [0, 1, 3], "a": [2]}
-    hub.fleet.leave("b", "ended")
-    assert hub.fleet.failures.suspects == {0, 1, 3} and hub.credits() == {}
-    waiting.has_put(2, 1.0)
-    with pytest.raises(RefusedError, match="later"):
-        hub.put("a", 2, entry(num_bytes=100))
-    waiting.capacity = 2  # the finished group takes no room in its engine
-    assert hub.give() == {"a": [0]}
-
-
 def test_the_end_of_an_actor_that_was_dropped_while_it_lived_says_nothing_of_its_groups() -> None:
     hub = hub_with(max_attempts=1)
     hub.join("a", life="1")
