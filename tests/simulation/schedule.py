@@ -27,7 +27,7 @@ from tests.simulation.world import ViolationError, World
 
 PATIENCE_S = 120.0
 """Virtual seconds a run may go on after the last fault."""
-_KINDS = (
+KINDS = (
     *("hub", "hub", "hub", "learner", "learner", "zombie", "zombie", "actor", "actor", "cut", "cut"),
     *("freeze", "full", "slow", "still", "load", "stuck", "double", "publication", "publication"),
 )
@@ -88,7 +88,7 @@ class Shape:
         staleness = rng.randint(lowest, max(lowest, 3))
         steps = rng.randint(3, 6)
         horizon = 0.25 * steps
-        kinds = rng.sample(_KINDS, rng.randint(1, 4))
+        kinds = rng.sample(KINDS, rng.randint(1, 4))
         faults = [
             Fault(rng.uniform(0, horizon), rng.choice(kinds), rng.randint(0, 3), rng.random()) for _ in range(rng.randint(0, 6))
         ]
