@@ -27,6 +27,7 @@ from async_rlhf.buffers.transport import frames, keys
 from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, UNKNOWN, Waker, bytes_received
 from async_rlhf.buffers.transport.keys import Holder, HubKeys
 
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # an enumeration would cost as much as the look, once a message
 # HWM counts messages, not bytes: a peer that does not read so many loses the rest.
 _MAX_UNSENT = 1000
 UNREAD_BY_ZMQ = 64 << 20
@@ -219,7 +220,7 @@ class ServerSocket:
 
     def _watch(self) -> None:
         """Read the monitor: at least what happened before anything that was received."""
-        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+        while int(self._monitor.get(_EVENTS)) & _READABLE:
             event = parse_monitor_message(self._monitor.recv_multipart())
             self._count(event["event"], event["value"])
 
