@@ -163,12 +163,9 @@ class Episodes:
                 continue  # it was discarded
             if isinstance(event, Lost):
                 self._again(event.key, episode)
-            elif isinstance(event, Observation):
-                episode.steps.append((event.began, event.ended))
-                played.append(self._observed(event, episode))
-            else:
-                episode.steps.append((event.began, event.ended))
-                played.append(self._ended(event, episode))
+                continue
+            episode.steps.append((event.began, event.ended))
+            played.append((self._observed if isinstance(event, Observation) else self._ended)(event, episode))
         self._submit(self._beginning)
         if self._over:
             self._engine.abort(self._over)
