@@ -165,7 +165,10 @@ class Episodes:
                 self._again(event.key, episode)
                 continue
             episode.steps.append((event.began, event.ended))
-            played.append((self._observed if isinstance(event, Observation) else self._ended)(event, episode))
+            if isinstance(event, Observation):
+                played.append(self._observed(event, episode))
+            else:
+                played.append(self._ended(event, episode))
         self._submit(self._beginning)
         if self._over:
             self._engine.abort(self._over)

@@ -18,7 +18,7 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.spool.deposit import END
 from async_rlhf.buffers.weights import weight_set as weights
 from tests.simulation.actor_role import ActorRole
-from tests.simulation.hub_role import HubRole
+from tests.simulation.hub_role import HubRole, Pace
 from tests.simulation.invariants import Observer
 from tests.simulation.learner_role import LearnerRole
 from tests.simulation.memory import Machine
@@ -29,7 +29,7 @@ PATIENCE_S = 120.0
 """Virtual seconds a run may go on after the last fault."""
 KINDS = (
     *("hub", "hub", "hub", "learner", "learner", "zombie", "zombie", "actor", "actor", "cut", "cut"),
-    *("freeze", "full", "slow", "still", "load", "stuck", "double", "publication", "publication"),
+    *("freeze", "freeze", "full", "slow", "still", "stuck", "double", "publication", "publication"),
 )
 """Each as often as it is named."""
 
@@ -172,26 +172,9 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     quiet = 0.25 * shape.steps + 5.0
     world = World(seed ^ 0x5EED, quiet + PATIENCE_S)
     observer = Observer(shape.bound, shape.max_attempts, chooses=bool(shape.chosen))
-    machine = Machine(world.rng, shape.refusals)
-    hub = HubRole(
-        world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes,
-        fsync=shape.fsync, machine=machine, shares=shape.shares, fed=bool(shape.fed),
-        chosen=shape.chosen,
-    )  # fmt: skip
-    relay = RelayRole(hub)
-    actors = [
-        ActorRole(
-            f"actor-{i}", hub, relay.network if i < shape.relayed else hub.network,
-            group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens, rows=max(1, shape.chosen),
-        )
-        for i in range(shape.actors)
-    ]  # fmt: skip
-    learner = LearnerRole(
-        hub, seed, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every,
-        keep_last=shape.keep_last, poison=shape.poison,
-    )  # fmt: skip
+    hub, relay, actors, learner = roles(world, seed, shape, observer, Pace())
     violation = None
-    with patch.object(weights, "CHUNK_BYTES", 60), machine.planted(), quiet_logs():
+    with patch.object(weights, "CHUNK_BYTES", 60), hub.machine.planted(), quiet_logs():
         try:
             begin(world, hub, actors, shape.fed, shape.fed[-1][0] if shape.fed else None)
             if shape.relayed:
@@ -206,7 +189,30 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
             violation = error
     state = hub.exchange.status() if hub.exchange is not None else {}
     places = tuple(hub.places) if shape.chosen and violation is None else ()
-    return Result(seed, shape, planned, violation, state, machine.mapped, tuple(world.trace), world.digest(), places)
+    return Result(seed, shape, planned, violation, state, hub.machine.mapped, tuple(world.trace), world.digest(), places)
+
+
+def roles(
+    world: World, seed: int, shape: Shape, observer: Observer, pace: Pace
+) -> tuple[HubRole, RelayRole, list[ActorRole], LearnerRole]:
+    """Of one run, on one machine."""
+    hub = HubRole(
+        world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes, fsync=shape.fsync,
+        machine=Machine(world.rng, shape.refusals), shares=shape.shares, fed=bool(shape.fed), chosen=shape.chosen, pace=pace,
+    )  # fmt: skip
+    relay = RelayRole(hub)
+    actors = [
+        ActorRole(
+            f"actor-{i}", hub, relay.network if i < shape.relayed else hub.network,
+            group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens, rows=max(1, shape.chosen),
+        )
+        for i in range(shape.actors)
+    ]  # fmt: skip
+    learner = LearnerRole(
+        hub, seed, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every,
+        keep_last=shape.keep_last, poison=shape.poison,
+    )  # fmt: skip
+    return hub, relay, actors, learner
 
 
 def run_block(seeds: tuple[int, int]) -> tuple[int, int, str, int | None]:
@@ -271,8 +277,6 @@ def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: 
             hub.take_back(fault.victim)
         case "still":
             hub.stand_still(10 * fault.amount)
-        case "load":
-            actor.load(10 * fault.amount)
         case "stuck" if actor is not actors[0]:  # one at least goes on
             actor.get_stuck()
         case "double":
