@@ -137,8 +137,8 @@ class ServerSocket:
         while (received := frames.receive_from(self._socket, has_keys=self._access is not None)) is not None:
             message, descriptor, key = received
             if descriptor != UNKNOWN:
-                self._watch()  # the number may have been that of a connection which has ended
-                connection = self._open.setdefault(descriptor, _Open())
+                self._watch()  # its number may have been that of another, and it may have ended
+            if (connection := self._open.get(descriptor)) is not None:
                 connection.identity, connection.key, connection.unfinished_from = message[0], bytes.fromhex(key), None
             if self._access is None:
                 return message, None
