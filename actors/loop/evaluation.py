@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
-from async_rlhf.actors.loop.episodes import Episodes, Played
-from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.work import Played, Work
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from async_rlhf.actors.engine import RolloutKey
-from async_rlhf.actors.loop.episodes import Play
+from async_rlhf.actors.loop.work import Play
 from async_rlhf.buffers.record import Score
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
