@@ -120,9 +120,6 @@ class QueueConfig(Section):
     """When a group is acknowledged. "group": when it is on disk (one fsync for all that arrived together), so that nothing
     loses it. "off": when the operating system has it; nothing is promised when the power fails. Either way no process that dies
     loses a group."""
-    max_bytes: int = Field(default=16 << 30, ge=1)
-    """Bytes of groups that may wait in the queue, on disk. Beyond it actors begin only what the next batch needs and keep
-    what they have finished; that can make actors wait, and never the learner (proof: `buffers/queue/bound.py`)."""
     segment_bytes: int = Field(default=16 << 20, ge=1 << 12)
     """Size at which the journal begins a new segment, in bytes."""
     keep_rollouts: bool = False

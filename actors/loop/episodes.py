@@ -16,86 +16,106 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
-from async_rlhf.actors.environments import Content, Message
-from async_rlhf.actors.environments.pool import Ended, EpisodePool, Lost, Observation
-from async_rlhf.actors.environments.rendering import Rendered, Renderer, as_messages, conversation
-from async_rlhf.actors.loop.transcript import Answer, Transcript
+from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments.pool import Ended, Lost, Observation
+from async_rlhf.actors.environments.rendering import Rendered, as_messages, conversation
+from async_rlhf.actors.loop.work import Play, Played
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.record import FinishReason, Score, pieces, sampled
+from async_rlhf.buffers.record import FinishReason, Int32Array, SamplingMask, Score, Span, pieces
 
 
 @dataclass(frozen=True)
-class Play:
-    """An environment and what it needs. name: of its score. max_length: of a rollout, in tokens behind the prompt. at_limit:
-    the score of an episode that a limit ends; one without a value leaves it out of the batch. max_turns: no turn follows the
-    last of them, so the engine holds nothing of it; None: not known."""
+class Answer:
+    """Of an environment. content: as it gave it; ids: int32, what the engine reads of it; score: of the turn before it;
+    restarts: as of a `Span`."""
 
-    name: str
-    pool: EpisodePool[RolloutKey]
-    rendering: Renderer
-    max_prompt_length: int
-    max_length: int
-    at_limit: Score
-    max_turns: int | None = None
-
-    def goes_on(self, turns: int) -> bool:
-        """Whether a turn may follow that which begins after `turns` others."""
-        return self.max_turns is None or turns + 1 < self.max_turns
-
-    def counted(self) -> dict[str, float]:
-        """As in `wire.Telemetry`."""
-        counters = self.pool.counters
-        return {
-            "episodes_failed_total": float(counters.episodes["failed"]),
-            "episodes_lost_total": float(counters.lost),
-            "cleanups_failed_total": float(counters.cleanups_failed),
-        }
+    content: Content
+    ids: Int32Array
+    score: float | None = None
+    restarts: bool = False
 
 
-@dataclass(frozen=True)
-class Played:
-    """A rollout that has ended.
+class Transcript:
+    """One rollout as it grows; begins and ends with a turn; turns and answers alternate. texts: of the turns.
 
-    completion: all of it, observations included; text: of that, and where a row began anew of the observation there.
-    prompt, prompt_ids: the first observation, or the row's ids and no text. turns: what the model wrote. read: what
-    the environment gave between them. messages: the conversation, is_chat: as such; num_prompt: of them before the first
-    turn. score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began,
-    ended) in seconds since the epoch.
+    What is here is never tokenised again: the tokens only get more, exactly as the engine saw them. Where the row begins anew,
+    what was sampled before stays here, and the engine reads on from there. Axes as in `record.Rollout`: T tokens behind the
+    prompt, N sampled ones.
     """
 
-    completion: Completion
-    prompt_ids: tuple[int, ...]
-    text: str
-    turns: tuple[str, ...]
-    prompt: str = ""
-    read: tuple[Content, ...] = ()
-    messages: Sequence[Message] = ()
-    num_prompt: int = 0
-    is_chat: bool = True
-    score: Score | None = None
-    turn_scores: tuple[float | None, ...] = ()
-    steps: tuple[tuple[float, float], ...] = ()
+    def __init__(self) -> None:
+        self.turns: list[Completion] = []
+        self.texts: list[str] = []
+        self.answers: list[Answer] = []
+        self.length = 0
+        """T so far."""
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """What rewards may ask for where there is an environment."""
-        if not self.messages:
-            return {}
-        was_sampled = sampled(self.completion.spans).tolist()
-        return {
-            "messages": [*self.messages],
-            "completion_messages": [*self.messages[self.num_prompt :]],
-            "model_prompt": self.messages[:-1] if self.is_chat else as_text(self.messages[:-1], ""),
-            "turns": [*self.turns],
-            "sampled": was_sampled,
-        }
+    def ids(self) -> Int32Array:
+        """int32 [T] so far."""
+        return np.concatenate([np.zeros(0, np.int32), *self._parts(0)])
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the row has begun anew."""
+        return any(answer.restarts for answer in self.answers)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    def row(self, prompt_ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the engine reads on from: the prompt of the row as it stands now, and the tokens behind it. prompt_ids: of the
+        episode."""
+        first = max((number for number, answer in enumerate(self.answers, 1) if answer.restarts), default=0)
+        prompt = tuple(self.answers[first - 1].ids.tolist()) if first else prompt_ids
+        return prompt, tuple(id for ids in self._parts(first) for id in ids.tolist())
+
+    def add_turn(self, turn: Completion, text: str) -> None:
+        assert len(self.turns) == len(self.answers)
+        self.turns.append(turn)
+        self.texts.append(text)
+        self.length += len(turn.token_ids)
+
+    def add_answer(self, answer: Answer) -> None:
+        """At least one token: what follows is another turn."""
+        assert len(answer.ids) and len(self.turns) == len(self.answers) + 1
+        self.answers.append(answer)
+        self.length += len(answer.ids)
+
+    def completion(self, key: RolloutKey, finish_reason: FinishReason) -> Completion:
+        """The whole of it; after a turn."""
+        assert len(self.turns) == len(self.answers) + 1
+        if len(self.turns) == 1 and self.turns[0].finish_reason == finish_reason:
+            return self.turns[0]
+        masks = [turn.sampling_mask for turn in self.turns if turn.sampling_mask is not None]
+        spans = list(self.turns[0].spans)
+        for answer, turn in zip(self.answers, self.turns[1:], strict=True):
+            spans += (Span(None, len(answer.ids), restarts=answer.restarts), *turn.spans)
+        return Completion(
+            key=key,
+            token_ids=self.ids,
+            logprobs=np.concatenate([turn.logprobs for turn in self.turns]),
+            spans=tuple(spans),
+            finish_reason=finish_reason,
+            sampling_mask=_joined(masks) if len(masks) == len(self.turns) else None,
+        )
+
+    def _parts(self, first: int) -> list[Int32Array]:
+        """Tokens of the turns from number `first` on, and of the answers behind them."""
+        own = [part for turn, answer in zip(self.turns, self.answers, strict=False) for part in (turn.token_ids, answer.ids)]
+        own += [turn.token_ids for turn in self.turns[len(self.answers) :]]
+        return own[2 * first :]
+
+
+def _joined(masks: Sequence[SamplingMask]) -> SamplingMask:
+    return SamplingMask(np.concatenate([mask.sizes for mask in masks]), np.concatenate([mask.ids for mask in masks]))
 
 
 @dataclass(eq=False)
@@ -163,11 +183,11 @@ class Episodes:
                 continue  # it was discarded
             if isinstance(event, Lost):
                 self._again(event.key, episode)
-            elif isinstance(event, Observation):
-                episode.steps.append((event.began, event.ended))
+                continue
+            episode.steps.append((event.began, event.ended))
+            if isinstance(event, Observation):
                 played.append(self._observed(event, episode))
             else:
-                episode.steps.append((event.began, event.ended))
                 played.append(self._ended(event, episode))
         self._submit(self._beginning)
         if self._over:

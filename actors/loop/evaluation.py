@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
-from async_rlhf.actors.loop.episodes import Episodes, Played
-from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.work import Played, Work
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
@@ -23,6 +23,7 @@ from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.sampling import GREEDY, Sampling
 
 _NUM_SHOWN = 8
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,11 @@ def judge(
     begun: Mapping[int, tuple[Row, str, Sequence[Request]]],
     place: Callable[[RolloutKey], Place],
     progress: Callable[[int, int], None] = lambda done, of: None,
-    patience_s: float = 120.0,
 ) -> Judged:
     """Generate and score these groups, by their numbers. place: of a completion in what rewards receive. progress: called when
     completions have been scored: how many, and of how many.
 
-    Raises DeadlineError when neither a score nor an environment's answer arrives for `patience_s` after generation has ended.
+    Raises DeadlineError when neither a score nor an environment's answer arrives for `_PATIENCE_S` after generation has ended.
     """
     count, play = sum(len(requests) for _, _, requests in begun.values()), work.play
     episodes = Episodes(engine, work.decode, play)
@@ -90,8 +90,8 @@ def judge(
             progress(len(found), count)
         if scored or now_ended or engine.num_unfinished:
             last_event = time.monotonic()
-        elif time.monotonic() - last_event > patience_s:
-            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {count - len(found)} completions")
+        elif time.monotonic() - last_event > _PATIENCE_S:
+            raise DeadlineError(f"waited {_PATIENCE_S:.0f} s for scores of {count - len(found)} completions")
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
     return found

@@ -1,20 +1,53 @@
-"""What a group number means: its row, its prompt, its requests, and how completions become text."""
+"""What a group number means: its row, its prompt, its requests, its environment, and how completions become text; and a rollout
+that has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.config import GenerationConfig
-from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.loop.episodes import Play
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.environments import Content, Message
+from async_rlhf.actors.environments.pool import EpisodePool
+from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import PLAIN, Row, Template, encode, prompt_number, rollout_seed
+from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.record import Score, sampled
 from async_rlhf.buffers.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Play:
+    """An environment and what it needs. name: of its score. max_length: of a rollout, in tokens behind the prompt. at_limit:
+    the score of an episode that a limit ends; one without a value leaves it out of the batch. max_turns: no turn follows the
+    last of them, so the engine holds nothing of it; None: not known."""
+
+    name: str
+    pool: EpisodePool[RolloutKey]
+    rendering: Renderer
+    max_prompt_length: int
+    max_length: int
+    at_limit: Score
+    max_turns: int | None = None
+
+    def goes_on(self, turns: int) -> bool:
+        """Whether a turn may follow that which begins after `turns` others."""
+        return self.max_turns is None or turns + 1 < self.max_turns
+
+    def counted(self) -> dict[str, float]:
+        """As in `wire.Telemetry`."""
+        counters = self.pool.counters
+        return {
+            "episodes_failed_total": float(counters.episodes["failed"]),
+            "episodes_lost_total": float(counters.lost),
+            "cleanups_failed_total": float(counters.cleanups_failed),
+        }
 
 
 @dataclass(frozen=True)
@@ -68,3 +101,42 @@ class Work:
             for member, sampling in enumerate(samplings or [generation.sampling] * generation.group_size)
         ]
         return row, text, requests
+
+
+@dataclass(frozen=True)
+class Played:
+    """A rollout that has ended.
+
+    completion: all of it, observations included; text: of that, and where a row began anew of the observation there.
+    prompt, prompt_ids: the first observation, or the row's ids and no text. turns: what the model wrote. read: what
+    the environment gave between them. messages: the conversation, is_chat: as such; num_prompt: of them before the first
+    turn. score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began,
+    ended) in seconds since the epoch.
+    """
+
+    completion: Completion
+    prompt_ids: tuple[int, ...]
+    text: str
+    turns: tuple[str, ...]
+    prompt: str = ""
+    read: tuple[Content, ...] = ()
+    messages: Sequence[Message] = ()
+    num_prompt: int = 0
+    is_chat: bool = True
+    score: Score | None = None
+    turn_scores: tuple[float | None, ...] = ()
+    steps: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What rewards may ask for where there is an environment."""
+        if not self.messages:
+            return {}
+        was_sampled = sampled(self.completion.spans).tolist()
+        return {
+            "messages": [*self.messages],
+            "completion_messages": [*self.messages[self.num_prompt :]],
+            "model_prompt": self.messages[:-1] if self.is_chat else as_text(self.messages[:-1], ""),
+            "turns": [*self.turns],
+            "sampled": was_sampled,
+        }

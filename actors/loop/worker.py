@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rlhf.actors.engine import Engine, RolloutKey
-from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
-from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.loop.work import Play, Played, Work
 from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState

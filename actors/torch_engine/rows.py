@@ -1,7 +1,13 @@
-"""What the host keeps about every running row: counters, settings, random numbers, and the tokens sampled so far.
+"""What the host keeps about every running row: counters, settings, random numbers, and the tokens sampled so far; and what is
+left of a row that was sent back (`Progress`) or whose turn may be continued (`Hold`).
 
 Structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. Never
 holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.
+
+A row that ends with `Request.hold` leaves a `Hold` behind. The request that continues it goes on where it was: at its place in
+line, and from its keys and values, which were copied out of the row when the turn ended and are copied into another row when
+the continuation is admitted. They are bounded in places; the oldest are evicted first, and what was evicted is computed
+again, with the same result. What is copied is opaque here, and goes with the last reference to it.
 
 Axes: `R` rows (slots), `N` running rows (a prefix of R), `T` completion tokens.
 """
@@ -9,13 +15,14 @@ Axes: `R` rows (slots), `N` running rows (a prefix of R), `T` completion tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from async_rlhf.actors.engine import Completion, Request
-from async_rlhf.actors.torch_engine.scheduler import Progress
-from async_rlhf.buffers.record import FinishReason, Int32Array, SamplingMask, Span
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, SamplingMask, Span
 from async_rlhf.buffers.sampling import Sampling
 
 # Keeps u * total strictly below total after rounding, so that a token of probability 0 is never chosen.
@@ -23,6 +30,16 @@ _BELOW_ONE = 1.0 - 2.0**-40
 _SAMPLING = np.dtype(
     [(name, np.int64 if each.annotation is int else np.float32) for name, each in Sampling.model_fields.items()]
 )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; sampling_masks: int32 ids of each, or empty."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    spans: tuple[Span, ...]
+    sampling_masks: tuple[Int32Array, ...] = ()
 
 
 class Rows:
@@ -195,3 +212,63 @@ class Stopping:
         window = _TOKENS_A_CHARACTER * max(map(len, stops)) + _SPARE_TOKENS
         text = self.decode(rows.newest(row, window))
         return any(stop in text for stop in stops)
+
+
+@dataclass(eq=False)
+class Hold:
+    """ids: all tokens of the row, int [T]; number: its place in the order of submission.
+
+    version: the oldest weights that computed the cache. cache: keys and values of the first T - 1 tokens (the last one is the
+    first that a continuation computes), empty once they were evicted. num_places: columns of a cache that they fill.
+    """
+
+    ids: tuple[int, ...]
+    number: int
+    version: int
+    cache: tuple[Any, ...]
+    num_places: int
+
+
+class Holds:
+    """Owns the holds by key, in the order in which their turns ended. Waits for nothing; nothing to close."""
+
+    def __init__(self) -> None:
+        self._held: dict[RolloutKey, tuple[Request, Hold]] = {}
+
+    def add(self, request: Request, hold: Hold, room: int) -> None:
+        """Hold the end of this request; of the caches, the newest stay that take at most `room` places together."""
+        self._held[request.key] = request, hold
+        cached = [each for _, each in self._held.values() if each.cache]
+        excess = sum(each.num_places for each in cached) - room
+        for each in cached:
+            if excess > 0:
+                excess -= each.num_places
+                each.cache = ()
+
+    def continued_by(self, request: Request) -> Hold | None:
+        """What this request continues; it stays held until it is forgotten.
+
+        Of a request with another prompt, which begins the row anew, only the place in line; where its context does not begin
+        with what is held, that is forgotten.
+        """
+        before, hold = self._held.get(request.key, (request, None))
+        if hold is None:
+            return None
+        # The prompt counts too: where it ends decides how the tokens around it are computed.
+        if request.prompt_ids != before.prompt_ids:
+            hold.cache = ()
+            return hold
+        if request.prefix_ids[: len(hold.ids)] == hold.ids:
+            return hold
+        self.forget([request.key])
+        return None
+
+    def forget(self, keys: Iterable[RolloutKey]) -> None:
+        """Nothing is held of these any more; unknown ones are ignored."""
+        for key in keys:
+            self._held.pop(key, None)
+
+    def release_caches(self) -> None:
+        """Keep tokens and places in line only."""
+        for _, hold in self._held.values():
+            hold.cache = ()

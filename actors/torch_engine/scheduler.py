@@ -7,7 +7,7 @@ room, or because new weights interrupt it) keeps its tokens and its place in tha
 
 A row whose prefix is not computed yet is *filling*: each plan names which chunks of which prefixes come next, at most
 `prefill_tokens` at a time. Equal prompts are computed once by the same weights, for all rows that want them meanwhile. A
-request that continues a held one (`held.py`) has its place in line, and gets its keys and values back where they are there.
+request that continues a held one (`rows.Hold`) has its place in line, and gets its keys and values back where they are there.
 No framework, no clock, no randomness; called by the engine only, and small enough for its laws to be tested by drawing
 random histories.
 """
@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.torch_engine.held import Hold, Holds
-from async_rlhf.buffers.record import Float32Array, Int32Array, Span
+from async_rlhf.actors.torch_engine.rows import Hold, Holds, Progress
 
 
 @dataclass(frozen=True)
@@ -362,13 +361,3 @@ def _is_of_prompt(fill: _Fill, version: int) -> bool:
     """Whether others may join: it computes a prompt, and these weights began it."""
     first = fill.members[0]
     return first.version == version and fill.ids == first.request.prompt_ids
-
-
-@dataclass(frozen=True)
-class Progress:
-    """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; sampling_masks: int32 ids of each, or empty."""
-
-    token_ids: Int32Array
-    logprobs: Float32Array
-    spans: tuple[Span, ...]
-    sampling_masks: tuple[Int32Array, ...] = ()

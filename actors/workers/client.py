@@ -43,7 +43,7 @@ from async_rlhf.actors.workers.messages import (
     frames_of,
 )
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError, WireError
-from async_rlhf.buffers.protocol.codec import Codec
+from async_rlhf.buffers.protocol.message import Codec
 from async_rlhf.buffers.transport.frames import Waker
 from async_rlhf.buffers.transport.keys import load_peer
 

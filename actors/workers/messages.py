@@ -12,14 +12,14 @@ sends once more what it has answered, and names what it does not know. A step is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from async_rlhf.actors.rewards.answer import Answer
-from async_rlhf.buffers.protocol.codec import Codec
-from async_rlhf.buffers.protocol.message import Count, MessageBase
+from async_rlhf.buffers.protocol import message
+from async_rlhf.buffers.protocol.message import Codec, Count, MessageBase
 
 NUM_IDS = 1 << 40
 
@@ -27,15 +27,13 @@ Id = Annotated[int, Field(ge=0, lt=NUM_IDS)]
 """Of a session or a stream, the client's own."""
 
 
-class Describe(MessageBase):
-    type: Literal["describe"] = "describe"
+class Describe(message.Message): ...
 
 
-class Step(MessageBase):
+class Step(message.Message):
     """The first of a session has members: the completions of a call, or the fields of an episode; each other what the model
     wrote in its turn. stage: which reward, "" for the only one. tokens: expected cost. stream: of one that was shown."""
 
-    type: Literal["step"] = "step"
     id: Id
     turn: Count = 0
     stage: str = ""
@@ -45,27 +43,24 @@ class Step(MessageBase):
     stream: Id | None = None
 
 
-class Show(MessageBase):
+class Show(message.Message):
     """An unfinished completion that a stage may read ahead of its end."""
 
-    type: Literal["show"] = "show"
     stage: str
     stream: Id
     member: dict[str, Any]
 
 
-class Leave(MessageBase):
+class Leave(message.Message):
     """Nothing more is wanted of these sessions and streams."""
 
-    type: Literal["leave"] = "leave"
     ids: list[Id] = Field(default_factory=list)
     streams: list[Id] = Field(default_factory=list)
 
 
-class Beat(MessageBase):
+class Beat(message.Message):
     """open: all sessions that are wanted, each with the turn whose answer is waited for, -1 for none."""
 
-    type: Literal["beat"] = "beat"
     open: list[Annotated[tuple[Id, int], Field(strict=False)]]
 
 
@@ -83,10 +78,9 @@ class EnvironmentFields(MessageBase):
     judges: bool
 
 
-class Description(MessageBase):
+class Description(message.Message):
     """answered, waiting: steps in the server's life. environment: what is played, None for rewards."""
 
-    type: Literal["description"] = "description"
     answered: int
     waiting: int
     environment: EnvironmentFields | None = None
@@ -105,11 +99,10 @@ class AnswerFields(MessageBase):
     logprobs: bytes | None
 
 
-class Stepped(MessageBase):
+class Stepped(message.Message):
     """What the model reads next, and a score for its turn; or, without content, the end of the session and its answers: of a
     call one for each member or one for all, of an episode that of its score if it has one."""
 
-    type: Literal["stepped"] = "stepped"
     id: Id
     turn: Count
     content: str | list[dict[str, Any]] | None = None
@@ -117,31 +110,27 @@ class Stepped(MessageBase):
     answers: list[AnswerFields] = Field(default_factory=list)
 
 
-class Shown(MessageBase):
+class Shown(message.Message):
     """A stage has read these streams, or failed to."""
 
-    type: Literal["shown"] = "shown"
     stage: str
     streams: list[Id]
     answer: AnswerFields
 
 
-class Missing(MessageBase):
+class Missing(message.Message):
     """Answers a beat. ids: of its sessions, those of which the step that is waited for has not come."""
 
-    type: Literal["missing"] = "missing"
     ids: list[Id]
 
 
-class Gone(MessageBase):
+class Gone(message.Message):
     """The server does not know the session whose turn this is, or the process that ran it died."""
 
-    type: Literal["gone"] = "gone"
     id: Id
 
 
-class Refused(MessageBase):
-    type: Literal["refused"] = "refused"
+class Refused(message.Message):
     id: Id
     reason: str
 

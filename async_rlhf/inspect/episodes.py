@@ -32,7 +32,7 @@ from async_rlhf.run.scoring import environment_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from async_rlhf.actors.loop.episodes import Played
+    from async_rlhf.actors.loop.work import Played
 
 # Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
 _PATIENCE_S = 600.0

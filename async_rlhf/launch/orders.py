@@ -9,12 +9,12 @@ A message is one frame of a `Codec`, checked against the types below before anyt
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from async_rlhf.buffers.protocol.codec import Codec
-from async_rlhf.buffers.protocol.message import Count, MessageBase, Name
+from async_rlhf.buffers.protocol import message
+from async_rlhf.buffers.protocol.message import Codec, Count, Name
 
 MAX_FRAME_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
@@ -42,39 +42,35 @@ OF_NODE = ("name", "role", "arguments", "devices", "cpus", "threads")
 """What `Start` has of a `program.Node`."""
 
 
-class Open(MessageBase):
+class Open(message.Message):
     """The first order. directory: where the agent keeps files; `~` is the home of its user. lost_after_s: of silence.
     accelerators: whether the agent queries the driver for them."""
 
-    type: Literal["open"] = "open"
     directory: Text
     lost_after_s: float = Field(gt=0)
     accelerators: bool = False
 
 
-class Want(MessageBase):
+class Want(message.Message):
     """Which of these contents has the host not got? places: by digest, the path at which it may have a file with it, which may
     begin with `HUB_CACHE`."""
 
-    type: Literal["want"] = "want"
     places: dict[FileDigest, Text] = Field(max_length=_MAX_FILES)
 
 
-class Piece(MessageBase):
+class Piece(message.Message):
     """The next bytes of a content; with `last` it is whole."""
 
-    type: Literal["piece"] = "piece"
     digest: FileDigest
     data: Data
     last: bool
 
 
-class Start(MessageBase):
+class Start(message.Message):
     """Start a node. life: its number in all that follows. arguments: in them the agent names its directory of sockets
     (`sockets.ON_HOST`). files: contents the agent has; inline: small ones, which it keeps with mode 0600; returns: what it
     writes there and the supervisor keeps a copy of."""
 
-    type: Literal["start"] = "start"
     life: Count
     name: RelativeName
     role: Name
@@ -87,60 +83,51 @@ class Start(MessageBase):
     returns: list[RelativeName] = Field(max_length=8)
 
 
-class Kill(MessageBase):
-    type: Literal["kill"] = "kill"
+class Kill(message.Message):
     life: Count
 
 
-class Alive(MessageBase):
+class Alive(message.Message):
     """Nothing to report: the sender is there."""
 
-    type: Literal["alive"] = "alive"
 
-
-class Opened(MessageBase):
+class Opened(message.Message):
     """version: of async-rlhf there. name: what the agent calls its host. directory: of this agent alone, absolute. has: the
     fields of a `placement.Host`."""
 
-    type: Literal["opened"] = "opened"
     version: Name
     name: Name
     directory: Text
     has: dict[Name, int | bool | str | None] = Field(max_length=16)
 
 
-class Missing(MessageBase):
-    type: Literal["missing"] = "missing"
+class Missing(message.Message):
     digests: list[FileDigest] = Field(max_length=_MAX_FILES)
 
 
-class Started(MessageBase):
-    type: Literal["started"] = "started"
+class Started(message.Message):
     life: Count
     pid: Count
 
 
-class Beats(MessageBase):
+class Beats(message.Message):
     """Beats and progress, one byte each (`tether`)."""
 
-    type: Literal["beats"] = "beats"
     life: Count
     words: Data
 
 
-class Wrote(MessageBase):
+class Wrote(message.Message):
     """What was appended to one of the files it returns. number: which of them."""
 
-    type: Literal["wrote"] = "wrote"
     life: Count
     number: Count
     data: Data
 
 
-class Ended(MessageBase):
+class Ended(message.Message):
     """code: as `Process.poll`; words: as `Process.failure_message`. Also of a node that could not be started."""
 
-    type: Literal["ended"] = "ended"
     life: Count
     code: Exit
     words: Text

@@ -12,8 +12,7 @@ from typing import Any
 
 import xxhash
 
-from async_rlhf.buffers.files import content_digest
-from async_rlhf.buffers.formats import RUN
+from async_rlhf.buffers.files import RUN, content_digest
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.run.config import Config
 

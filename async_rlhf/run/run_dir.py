@@ -32,8 +32,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
-from async_rlhf.buffers.files import write_whole
-from async_rlhf.buffers.formats import RUN
+from async_rlhf.buffers.files import RUN, write_whole
 from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.buffers.spool.claims import has_claimed
 from async_rlhf.launch.local import LocalLauncher

@@ -17,7 +17,7 @@ from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 
 if TYPE_CHECKING:
-    from async_rlhf.actors.loop.episodes import Play
+    from async_rlhf.actors.loop.work import Play
 
 OF_EPISODES = frozenset({"messages", "completion_messages", "turns", "sampled"})
 """Fields that rewards get beside the others where there is an environment: the conversation, what of it stands behind the

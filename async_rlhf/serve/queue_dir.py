@@ -25,8 +25,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError, FormatError, did_you_mean
-from async_rlhf.buffers.files import DISK, lock_directory, write_whole
-from async_rlhf.buffers.formats import QUEUE
+from async_rlhf.buffers.files import DISK, QUEUE, lock_directory, write_whole
 from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.launch.exit_codes import INTERRUPTED
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder

@@ -183,12 +183,11 @@ class Exchange:
             self._admission.blame(name, group.number, str(error))
             raise
         if self._full:
-            return self._put_later(group, self._full)
+            self._later += 1
+            return wire.Later(number=group.number, attempt=group.attempt, wait_s=_LATER_S, reason=self._full)
         try:
             entered = self._admission.put(name, group.number, entry, constant=put.constant)
         except RefusedError as error:
-            if error.reason == "later":
-                return self._put_later(group, error.detail)
             refused = self._refusals.note(error, name)
             return wire.Rejected(number=group.number, attempt=group.attempt, reason=refused.reason)
         if entered:
@@ -197,10 +196,6 @@ class Exchange:
             self._prompts.filtered(group)
         self.outbox.acknowledge(identity, (group.number, group.attempt), request)
         return None
-
-    def _put_later(self, group: wire.GroupHeader, reason: str) -> wire.Message:
-        self._later += 1
-        return wire.Later(number=group.number, attempt=group.attempt, wait_s=_LATER_S, reason=reason)
 
     # -- what follows from a change ----------------------------------------------------------------------------------
 
@@ -267,7 +262,7 @@ class Exchange:
             "committed_step": admission.committed_step,
             "fence": admission.fence,
             "version": admission.published,
-            "queued_bytes": admission.room.queued,
+            "queued_bytes": admission.queued_bytes,
             "ledger": admission.ledger.as_dict(),
             "actors": self._sessions.status(self._clock()),
             **self._counters,

@@ -1,8 +1,9 @@
-"""What a message is and how it travels: a frozen record whose fields are checked before anything looks at them, as frames.
+"""What a message is and how it travels: a frozen record whose fields are checked before anything looks at them.
 
-Frames are a MessagePack header, [protocol, request, fields], then raw little-endian arrays. Types are strict: a text is no
-number, a float no integer, 1 no truth value. Every integer fits what it is made of again: 64 bits in a header, 32 bits where it
-becomes an array. The messages of the hub are in `wire`; here is what several of them hold of a weight set.
+`Framing`: a MessagePack header, [protocol, request, fields], then raw little-endian arrays. `Codec`: one frame, [protocol,
+fields], with columns of users in it. Types are strict: a text is no number, a float no integer, 1 no truth value. Every
+integer fits what it is made of again: 64 bits in a header, 32 bits where it becomes an array. The messages of the hub are in
+`wire`; here is what several of them hold of a weight set.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -149,6 +150,56 @@ def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
             f"{max_frame_bytes} a frame. Make completions or groups smaller.",
             "oversized",
         )
+
+
+_CODEC_PROTOCOL = 1
+_SURROGATES = "surrogatepass"  # text may hold halves of surrogate pairs, as JSON lines of a data set may
+
+
+class Codec(Generic[M]):
+    """The messages of one protocol, a frame each. Raises WireError both ways, and nothing else.
+
+    types: their union. about: whose columns they carry, for the reason of a failure. max_bytes: of a packed message.
+    converts: columns unknown to MessagePack travel as their text, else they are refused by the sender. has_plain_keys:
+    dictionaries have texts as keys only: colliding numbers would cost a server time.
+    """
+
+    def __init__(self, types: Any, about: str, max_bytes: int, *, converts: bool = False, has_plain_keys: bool = False) -> None:
+        self._kinds: dict[str, type[M]] = {kind.type: kind for kind in get_args(types)}
+        self.max_bytes, self._about = max_bytes, about
+        self._converts, self._has_plain_keys = converts, has_plain_keys
+
+    def pack(self, message: M) -> bytes:
+        """Raises WireError for a message that is too large, and for a column that cannot travel."""
+        fields = {"type": message.type, **dict(message)}
+        try:
+            packed: bytes = msgpack.packb([_CODEC_PROTOCOL, fields], default=self._plain, unicode_errors=_SURROGATES)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"the columns of {self._about} cannot travel ({error})") from error
+        if len(packed) > self.max_bytes:
+            raise WireError(f"a message of {self._about} has {len(packed)} bytes; at most {self.max_bytes} are sent")
+        return packed
+
+    def unpack(self, data: bytes) -> M:
+        """Raises WireError for anything that is not one of these."""
+        try:
+            protocol, fields = msgpack.unpackb(
+                data, max_ext_len=0, strict_map_key=self._has_plain_keys, unicode_errors=_SURROGATES
+            )
+            if protocol != _CODEC_PROTOCOL:
+                raise ValueError(f"protocol {str(protocol)[:40]}")
+            return self._kinds[fields.pop("type")].model_validate(fields)
+        except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
+            what = f"what is no message of protocol {_CODEC_PROTOCOL} of {self._about}"
+            raise WireError(f"{what}: {str(error)[:200]}") from error
+
+    def _plain(self, value: Any) -> Any:
+        """What a message holds and MessagePack does not know: a record within it, or a column."""
+        if isinstance(value, MessageBase):
+            return dict(value)
+        if self._converts:
+            return str(value)
+        raise TypeError(f"a {type(value).__name__} is neither number, text, list nor dictionary")
 
 
 def _shown(value: Any) -> str:

@@ -24,7 +24,7 @@ from async_rlhf.buffers.sampling import Sampling
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
 _MAX_DEPTH = 32
 # The oldest protocol whose Put reads like today's: a journal keeps puts as they came, and hands them on after an upgrade. It is
-# raised with a change to Put, and `formats.JOURNAL.oldest` with it.
+# raised with a change to Put, and `files.JOURNAL.oldest` with it.
 _OLDEST_PUT = 8
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from async_rlhf.buffers.errors import RefusedError
-from async_rlhf.buffers.queue.bound import Bound, ByteBudget
+from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.failures import Trials
 from async_rlhf.buffers.queue.fleet import Actor as Actor
 from async_rlhf.buffers.queue.fleet import Credit as Credit
@@ -39,9 +39,8 @@ from async_rlhf.buffers.record import Entry, staleness
 class Admission:
     """Methods raise RefusedError with a reason; nothing changes then, but a `future` or `stale` `put` ends its lease."""
 
-    def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0, max_bytes: int | None = None) -> None:
+    def __init__(self, bound: Bound, *, max_attempts: int = 3, lease_s: float = 15.0) -> None:
         bound.check()
-        self.room = ByteBudget(max_bytes)
         self.fence = 0
         self.owner = ""  # the learner that holds the fence
         self.step = self.committed_step = 0
@@ -88,10 +87,7 @@ class Admission:
     def credits(self) -> dict[str, list[Credit]]:
         """Give every credit that can be given now, lowest numbers first, to the actors with most room."""
         given: dict[str, list[Credit]] = {}
-        leases = len(self.fleet.leased)
         while not self.draining and (number := self.order.next_number()) is not None:
-            if not (self.room.has_credit(leases) or self._is_due(number)):
-                break
             moved_up = self.order.dead_below(number)
             with_room = self.fleet.with_room(number)
             able = [
@@ -106,13 +102,12 @@ class Admission:
             name = min(able)[1]
             credit = self.fleet.lease(self.fleet.actors[name], number, self.fleet.failures.attempt(number))
             given.setdefault(name, []).append(credit)
-            leases += 1
         return given
 
     def put(self, name: str, number: int, entry: Entry, *, constant: bool = False) -> bool:
         """Admit a finished group; False when it is `constant`, and so filtered instead.
 
-        Raises RefusedError: `unknown`, `duplicate`, `superseded`, `future`, `stale` or `later`.
+        Raises RefusedError: `unknown`, `duplicate`, `superseded`, `future` or `stale`.
         """
         if not 0 <= number < self.bound.num_numbers:
             raise RefusedError("unknown", f"group {number} is not among the {self.bound.num_numbers} of this run")
@@ -136,11 +131,8 @@ class Admission:
             self.fleet.failures.forget([number])
             self._filtered_tokens += entry.num_tokens
             return False
-        if not self.room.fits(entry.num_bytes) and not self._is_due(number):
-            raise RefusedError("later", f"{self.room.queued} bytes wait; {entry.num_bytes} more pass {self.room.max_bytes}")
         del actor.leases[number]
         self._queued[number] = entry
-        self.room.enter(entry.num_bytes)
         return True
 
     def blame(self, name: str, number: int, reason: str) -> None:
@@ -172,9 +164,7 @@ class Admission:
         if step is not None:
             self._batches.remove(step, number)
             return
-        if (entry := self._queued.pop(number, None)) is not None:
-            self.room.leave(entry.num_bytes)
-        elif not self.fleet.end_lease(number):
+        if self._queued.pop(number, None) is None and not self.fleet.end_lease(number):
             self.fleet.credited += 1  # credited and given up in one go
         self.fleet.bury(number)
 
@@ -284,6 +274,10 @@ class Admission:
     def num_queued(self) -> int:
         return len(self._queued)
 
+    @property
+    def queued_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self._queued.values())
+
     def batch(self, step: int) -> list[int] | None:
         """The numbers of batch `step` in order, where it is made up already (and not committed)."""
         return sorted(self._batches.of[step]) if step in self._batches.of else None
@@ -332,8 +326,6 @@ class Admission:
         self._batches.removed = set(past.removed)
         self._queued = {n: entry for n, entry in queued.items() if n not in {*past.removed, *past.quarantined}}
         self.fleet.failures.restore(past.failures)
-        for entry in self._queued.values():
-            self.room.enter(entry.num_bytes)
         self.order.restore(past, self._queued)
         ended = past.committed_groups + len(self._queued) + self._stale + self.fleet.failed
         self.fleet.credited = ended + self.num_quarantined + self.num_filtered
@@ -362,10 +354,6 @@ class Admission:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _is_due(self, number: int) -> bool:
-        """Whether the next batch cannot do without this number (see `budget`)."""
-        return self.order.rank(number) < self.bound.groups_per_batch
-
     def _give_up(self, actor: Actor, number: int) -> None:
         """The lease of `number` ended because its tokens could not keep the bound."""
         del actor.leases[number]
@@ -374,13 +362,11 @@ class Admission:
 
     def _make_up(self, step: int, numbers: Iterable[int]) -> None:
         batch = self._batches.of[step] = {number: self._queued.pop(number) for number in numbers}
-        self.room.leave(sum(entry.num_bytes for entry in batch.values()))
         self.order.consume(batch)
 
     def _drop(self, number: int) -> None:
         """A queued group may not be trained on: it is counted and made again."""
         entry = self._queued.pop(number)
-        self.room.leave(entry.num_bytes)
         self._stale += 1
         self._stale_tokens += entry.num_tokens
         self.order.reopen(number)

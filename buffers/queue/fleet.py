@@ -51,8 +51,6 @@ class Actor:
     behind_since: float | None = None
     stuck: dict[int, int] = field(default_factory=dict)
     doubted: bool = False
-    finished: set[int] = field(default_factory=set)
-    """Those of its leases that are made and wait for room in the queue."""
     _moved: dict[int, tuple[int, float]] = field(default_factory=dict)  # number -> amount, and since when it is that
     _works_on: dict[int, int] = field(default_factory=dict)  # by its own account: number -> amount
 
@@ -60,15 +58,13 @@ class Actor:
         """Whether it can take one more. A suspect is made alone: only then does losing it prove anything."""
         if self.stuck:
             return False
-        making = self.leases.keys() - self.finished
         if number in suspects:
-            return not making and self.capacity > 0
-        return len(self.leases) < self.capacity and suspects.isdisjoint(making)
+            return not self.leases and self.capacity > 0
+        return len(self.leases) < self.capacity and suspects.isdisjoint(self.leases)
 
     def lease(self, credit: Credit) -> None:
         """It may begin this group, perhaps once more."""
         self.leases[credit.number] = credit
-        self.finished.discard(credit.number)
         self._moved.pop(credit.number, None)
 
     def progressed(self, amounts: Iterable[tuple[int, int]], now: float) -> None:
@@ -84,7 +80,6 @@ class Actor:
         """It has made this group, which perhaps must wait for room: that is no lack of progress."""
         if number in self.leases:
             self._moved[number] = self._moved.get(number, (0, now))[0], now
-            self.finished = (self.finished & self.leases.keys()) | {number}
             self.doubted = False
 
     def overdue(self, now: float, timeout_s: float) -> list[tuple[int, bool]]:

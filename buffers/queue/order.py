@@ -112,11 +112,6 @@ class ConsumptionOrder:
         filtered = self.filtered_before + bisect.bisect_left(self.filtered, number)
         return filtered + bisect.bisect_left(self.quarantined, number)
 
-    def rank(self, number: int) -> int:
-        """How many live numbers below this one no batch has."""
-        below = self._position(number) - self._position(self.head)
-        return below - sum(consumed < number for consumed in self.consumed)
-
     def is_dead(self, number: int) -> bool:
         return _holds(self.quarantined, number) or _holds(self.filtered, number)
 

@@ -32,7 +32,7 @@ from async_rlhf.buffers.record import Group
 
 def recovered(config: QueueConfig, bound: Bound, journal: Journal) -> Admission:
     """The state in which the hub died that wrote this journal."""
-    admission = Admission(bound, max_attempts=config.max_attempts, lease_s=config.lease_s, max_bytes=config.max_bytes)
+    admission = Admission(bound, max_attempts=config.max_attempts, lease_s=config.lease_s)
     replay = journal.replay
     admission.restore(replay.state, replay.entries)
     for step in sorted(replay.batches):

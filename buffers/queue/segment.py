@@ -23,7 +23,7 @@ import msgpack
 import xxhash
 
 from async_rlhf.buffers.errors import DamagedError, JournalError
-from async_rlhf.buffers.formats import JOURNAL
+from async_rlhf.buffers.files import JOURNAL
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.record import Entry
 

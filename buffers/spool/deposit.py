@@ -83,12 +83,12 @@ def put(
     return Deposited(rows, num_bytes, name if rows else "")
 
 
-def end(directory: Path, files: Disk = DISK) -> None:
+def end(directory: Path) -> None:
     """No further row will come: a run ends when it has used those that are there. Raises ConfigError."""
     _check_directory(directory)
     try:
-        files.create(directory / END).close()
-        files.sync_path(directory)
+        DISK.create(directory / END).close()
+        DISK.sync_path(directory)
     except OSError as error:
         raise ConfigError(f"spool {str(directory)!r} cannot be ended: {error}") from error
 

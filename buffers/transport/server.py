@@ -27,6 +27,7 @@ from async_rlhf.buffers.transport import frames, keys
 from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, UNKNOWN, Waker, bytes_received
 from async_rlhf.buffers.transport.keys import Holder, HubKeys
 
+_EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # an enumeration would cost as much as the look, once a message
 # HWM counts messages, not bytes: a peer that does not read so many loses the rest.
 _MAX_UNSENT = 1000
 UNREAD_BY_ZMQ = 64 << 20
@@ -136,7 +137,8 @@ class ServerSocket:
         while (received := frames.receive_from(self._socket, has_keys=self._access is not None)) is not None:
             message, descriptor, key = received
             if descriptor != UNKNOWN:
-                connection = self._open.setdefault(descriptor, _Open())
+                self._watch()  # its number may have been that of another, and it may have ended
+            if (connection := self._open.get(descriptor)) is not None:
                 connection.identity, connection.key, connection.unfinished_from = message[0], bytes.fromhex(key), None
             if self._access is None:
                 return message, None
@@ -214,7 +216,11 @@ class ServerSocket:
                 self.counters["refused_handshakes"] += 1
                 if len(self._refused) < _MAX_NAMED:
                     self._refused.add(refused)
-        while self._monitor.poll(0):
+        self._watch()
+
+    def _watch(self) -> None:
+        """Read the monitor: at least what happened before anything that was received."""
+        while int(self._monitor.get(_EVENTS)) & _READABLE:
             event = parse_monitor_message(self._monitor.recv_multipart())
             self._count(event["event"], event["value"])
 
@@ -238,7 +244,7 @@ class ServerSocket:
 
     def _count(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._open.setdefault(value, _Open())  # its first message may have been received before this event
+            self._open[value] = _Open()
             self.counters["connections"] += 1
         elif event & HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1

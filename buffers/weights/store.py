@@ -13,12 +13,10 @@ from pathlib import Path
 import msgpack
 
 from async_rlhf.buffers.errors import DamagedError, DiskFullError, FormatError, WeightsError
-from async_rlhf.buffers.files import DISK, FULL, Disk, write_whole
-from async_rlhf.buffers.formats import WEIGHTS
+from async_rlhf.buffers.files import DISK, FULL, WEIGHTS, Disk, write_whole
 from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.protocol.wire import Manifest
 from async_rlhf.buffers.weights.assembly import Assembly
-from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_bytes
 
 MAX_DELTA_SHARE = 0.5
@@ -39,16 +37,16 @@ class Delta:
 
 
 class WeightStore:
-    """Owns sets, newest deltas and the directory. `make` is where sets that are read from it are put."""
+    """Owns sets, newest deltas and the directory."""
 
-    def __init__(self, directory: Path | None = None, files: Disk = DISK, make: MakeMemory = HeapMemory) -> None:
+    def __init__(self, directory: Path | None = None, files: Disk = DISK) -> None:
         self._directory, self._files = directory, files
         self._sets: dict[int, WeightSet] = {}
         self._deltas: dict[str, Delta] = {}
         if directory is not None:
             files.make(directory)
             for name in sorted(name for name in files.names(directory) if name.endswith(".weights")):
-                weights = _load(directory / name, files.read(directory / name), make)
+                weights = _load(directory / name, files.read(directory / name))
                 self._sets[weights.version] = weights
 
     def add(self, weights: WeightSet, deltas: Sequence[Delta] = ()) -> None:
@@ -120,14 +118,14 @@ def _save(weights: WeightSet, path: Path, files: Disk) -> None:
         raise DiskFullError(f"version {weights.version} cannot be kept in {path.parent}: {error}") from error
 
 
-def _load(path: Path, data: bytes, make: MakeMemory) -> WeightSet:
+def _load(path: Path, data: bytes) -> WeightSet:
     length = int.from_bytes(data[:8], "little")
     blob = memoryview(data)[8 + length :]
     try:
         head = msgpack.unpackb(data[8 : 8 + length])
         WEIGHTS.check(head.pop("format", 1), path)
         del head["type"]
-        assembly = Assembly(Manifest.model_validate(head), make)
+        assembly = Assembly(Manifest.model_validate(head))
         for index in range(len(assembly.missing)):
             assembly.add(index, blob[index * chunk_bytes() : (index + 1) * chunk_bytes()])
         return assembly.whole()

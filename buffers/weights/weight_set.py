@@ -3,7 +3,7 @@
 A set is named by its manifest (name, dtype, shape and xxh3-128 digest of every tensor); its bytes are the tensors one
 after the other in that order. They come as chunks of the set, as chunks of deltas to a set that is there, or lie in sealed
 memory. `assembly` brings them together and checks every digest before a tensor is given out. Knows no socket:
-`sender`, `server` and `receiver` are the learner's, the hub's and the actor's end.
+`clients.learner`, `server` and `receiver` are the learner's, the hub's and the actor's end.
 """
 
 from __future__ import annotations

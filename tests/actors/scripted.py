@@ -14,7 +14,8 @@ from async_rlhf.actors.engine import Completion, Engine, Partial, Request, Rollo
 from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Lost, Observation
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
-from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.work import Play, Played
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.record import Score, Span

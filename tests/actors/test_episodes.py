@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.environments.pool import Lost
-from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.work import Play, Played
 from async_rlhf.actors.loop.worker import rollout_of
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.torch_engine.scheduler import Chunk, Copy, Plan, Progress, Scheduler
+from async_rlhf.actors.torch_engine.rows import Progress
+from async_rlhf.actors.torch_engine.scheduler import Chunk, Copy, Plan, Scheduler
 from async_rlhf.buffers.record import Span
 from async_rlhf.buffers.sampling import Sampling
 

@@ -12,8 +12,7 @@ import pytest
 
 from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
-from async_rlhf.actors.loop.episodes import Play
-from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.loop.work import Play, Work
 from async_rlhf.actors.loop.worker import Decoding, Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import resolve

@@ -2,7 +2,7 @@
 
 `run-N` is a run directory of format N: three steps of a random model, with its journal kept and `@HERE@` for the folder that it
 lies in; that of format 2 has an environment, that of format 3 one whose rows begin anew. To be kept as they are: a change that
-cannot read one raises `oldest` in `async_rlhf/buffers/formats.py`, and adds another.
+cannot read one raises `oldest` in `async_rlhf/buffers/files.py`, and adds another.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgpack
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.buffers import formats
+from async_rlhf.buffers import files
 from async_rlhf.buffers.errors import FormatError, WireError
-from async_rlhf.buffers.formats import Format
+from async_rlhf.buffers.files import Format
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.journal import Journal
@@ -89,7 +89,7 @@ def test_a_learner_goes_on_from_the_checkpoint_of_the_sample_with_the_groups_of_
 @pytest.mark.parametrize("verb", ["status", "stop", "train", "train --resume", "rollouts show"])
 def test_a_run_directory_of_a_newer_format_is_refused_by_every_command_and_left_as_it_is(run: RunDir, verb: str) -> None:
     manifest = run.path / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": formats.RUN.newest + 1}))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": files.RUN.newest + 1}))
     before, config = content(run), run.path / "config.toml"
     words = ["train", str(config), *verb.split()[1:]] if verb.startswith("train") else [*verb.split(), str(run.path)]
     result = CliRunner().invoke(app, words)
@@ -108,17 +108,17 @@ def test_a_run_directory_without_a_number_is_read_and_has_one_when_it_goes_on(ru
     manifest.write_text(json.dumps(known))
     config = override(RunDir.existing(run.path).config(), {"max_steps": 4})
     RunDir.reopen(config).retire()
-    assert json.loads(manifest.read_text()) == {**known, "format": formats.RUN.newest}
+    assert json.loads(manifest.read_text()) == {**known, "format": files.RUN.newest}
 
 
 def newer_journal(run: RunDir) -> None:
-    state = {"format": formats.JOURNAL.newest + 1, "something": "new"}
+    state = {"format": files.JOURNAL.newest + 1, "something": "new"}
     payload = msgpack.packb(state)
     (run.path / "queue" / "000002.log").write_bytes(segment.head(segment.STATE, [payload]) + payload + b"what none can read")
 
 
 def newer_weights(run: RunDir) -> None:
-    head = msgpack.packb({"format": formats.WEIGHTS.newest + 1, "something": "new"})
+    head = msgpack.packb({"format": files.WEIGHTS.newest + 1, "something": "new"})
     (run.path / "weights" / "00000003.weights").write_bytes(len(head).to_bytes(8, "little") + head)
 
 

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.formats import QUEUE
+from async_rlhf.buffers.files import QUEUE
 from async_rlhf.cli.commands import app
 from async_rlhf.launch.depot import Depot
 from async_rlhf.run.run_dir import RunDir

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any, cast
 
@@ -22,7 +21,6 @@ from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError, RefusedErro
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import Float32Array, Score, Span
 from async_rlhf.buffers.tensors import RawTensor
-from tests.simulation.environment import fake_play
 from tests.simulation.hub_role import HubRole
 from tests.simulation.invariants import ANOTHER
 from tests.simulation.world import Network, SimLink, ViolationError
@@ -156,10 +154,9 @@ class ActorRole:
         capacity: int,
         tokens: int,
         rows: int = 1,
-        plays: bool = False,
     ) -> None:
         self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
-        self._pace, self._plays = hub.pace, plays
+        self._pace = hub.pace
         of_run = [Row("p", {"n": number} if rows > 1 else {}) for number in range(rows)]
         generation = GenerationConfig(group_size=group_size, max_completion_length=tokens)
         refill = Composition() if hub.bound.refills else None
@@ -184,29 +181,15 @@ class ActorRole:
             connect=lambda *_: link,
             weights=self._hub.weights,
         )
-        work = replace(self._work, play=fake_play(world.rng)) if self._plays else self._work
         self._engine, scoring = FakeEngine(), cast("ScoringPool[RolloutKey]", FakeScoring(world.rng))
-        self._worker = Worker(self.name, client, self._engine, scoring, work, self._capacity, 0.5, clock=lambda: world.now)
+        self._worker = Worker(
+            self.name, client, self._engine, scoring, self._work, self._capacity, 0.5, clock=lambda: world.now
+        )
         self._client, self._scoring = client, scoring
         self._soon(life)
 
     def freeze(self, seconds: float) -> None:
         self._frozen_until = self._hub.world.now + seconds
-
-    def load(self, seconds: float) -> None:
-        """The engine keeps the actor's thread for so long; the other one beats."""
-        self.freeze(seconds)
-        if seconds > self._pace.progress_timeout_s - 1:
-            self._hub.observer.ends += 1  # it may count
-        if self.link is not None:
-            self._beat_on(self._life, self._client)
-
-    def _beat_on(self, life: int, client: ActorClient) -> None:
-        if life != self._life or self._hub.world.now >= self._frozen_until:
-            return
-        if client._hello_sent and client._newest is not None:
-            client.beat(*client._newest)
-        self._hub.world.after(self._pace.beat_s, f"beat {self.name}", lambda: self._beat_on(life, client))
 
     def get_stuck(self) -> None:
         """Its engine samples nothing any more, until it is ended."""

@@ -52,7 +52,7 @@ class HubRole:
 
     def __init__(
         self, world: World, bound: Bound, observer: Observer, *,
-        max_attempts: int, segment_bytes: int, fsync: Fsync, max_bytes: int, machine: Machine, shares: bool,
+        max_attempts: int, segment_bytes: int, fsync: Fsync, machine: Machine, shares: bool,
         fed: bool = False, chosen: int = 0, pace: Pace = Pace(),
     ) -> None:  # fmt: skip
         """fed: prompts come while the run goes on, out of the spool. chosen: of so many (or those) a curriculum chooses."""
@@ -70,7 +70,6 @@ class HubRole:
             progress_timeout_s=pace.progress_timeout_s,
             max_attempts=max_attempts,
             fsync=fsync,
-            max_bytes=max_bytes,
         )
         self._segment_bytes = segment_bytes
         self._inbox: list[tuple[bytes, wire.Frames]] = []
@@ -131,6 +130,11 @@ class HubRole:
         """A producer's file comes into the spool, whole and durable, with the rows of these numbers."""
         rows = (json.dumps({"prompt": "p", "n": number}) + "\n" for number in range(first, first + num_rows))
         self.disk.deposit(SPOOL / name, "".join(rows).encode())
+
+    def take_back(self, number: int) -> None:
+        """An operator wants a group out."""
+        self.observer.taken_back.add(number)
+        self.network.connect("operator").send(wire.encode(wire.Quarantine(number=number, reason="wrong"), request=1))
 
     def stand_still(self, seconds: float) -> None:
         self._stands_until = self.world.now + seconds
@@ -219,7 +223,7 @@ class HubRole:
         entries = {**admission._queued, **{n: entry for batch in admission._batches.of.values() for n, entry in batch.items()}}
         kept = exchange.outbox.acknowledging
         acks = [(number, attempt, entries[number].oldest_version) for number, attempt in kept if number in entries]
-        filtered = {number for number, _ in kept} - entries.keys()
+        filtered = {number for number, _ in kept}.difference(entries, admission.order.quarantined)
         exchange.settle()
         if exchange._full:
             self.world.note("the disk is full")

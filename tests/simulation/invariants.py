@@ -7,12 +7,11 @@ ledger        every credit is in exactly one place
 lost          an acknowledged group is queued, in a batch, in every checkpoint that is kept, or known to be filtered
 twice         no group is trained on twice by the surviving optimizer state, and none that was filtered
 replay        a batch offered again holds the same attempts of the same groups
-memory        never more begun than (S + 1) B, plus what a restored learner must train again; never more bytes waiting than
-              `max_bytes` and a batch
+memory        never more begun than (S + 1) B, plus what a restored learner must train again
 monotone      an actor never goes back to an older fence, nor to an older version of one fence
 refused       an honest learner is never refused
 guilt         nothing counts against a group but ends of actors that were seen, and lacks of progress; one is taken out of a
-              batch only when a learner ended that had it alone
+              batch only when a learner ended that had it alone; an operator may take any back that is not trained on
 progress      once faults stop, the run ends with every group trained on or quarantined; with refill, with as many groups
               trained on as were wanted, or as there were
 """
@@ -43,6 +42,7 @@ class Observer:
         self._holders: dict[str, tuple[str, float]] = {}  # name -> the process that had it last, and when that was heard
         self.trying: int | None = None  # the group that the learner has alone
         self.blamed: set[int] = set()  # those that it ended with
+        self.taken_back: set[int] = set()  # those that an operator wanted out
         self._promised: dict[int, tuple[int, int]] = {}  # number -> attempt, oldest version
         self._batches: dict[int, list[tuple[int, int]]] = {}
         self._adopted: dict[str, tuple[int, int]] = {}
@@ -68,13 +68,6 @@ class Observer:
         limit = bound.max_ahead + again * bound.groups_per_batch
         if begun > limit:
             raise ViolationError("memory", f"{begun} groups begun and not trained, the limit is {limit}: {ledger}")
-        room = admission.room
-        if room.max_bytes is not None and room.queued > room.max_bytes + bound.groups_per_batch * room.largest:
-            raise ViolationError(
-                "memory", f"{room.queued} bytes wait, the limit is {room.max_bytes}, {room.largest} the largest"
-            )
-        if room.queued != sum(entry.num_bytes for entry in admission._queued.values()):
-            raise ViolationError("memory", f"{room.queued} bytes are counted for {admission._queued}")
         kept, most = (
             len(journal._places),
             bound.max_ahead + bound.groups_per_batch * (self._highest_step - admission.committed_step),
@@ -91,11 +84,11 @@ class Observer:
             self._holders[name] = actor.life, actor.last_seen
         self.quarantined, self._num_filtered = frozenset(admission.order.quarantined), admission.num_filtered
         self.removed = frozenset(admission._batches.removed)
-        if self.quarantined and self.ends < self._max_attempts:
+        if self.quarantined - self.taken_back and self.ends < self._max_attempts:
             raise ViolationError("guilt", f"groups {sorted(self.quarantined)} are quarantined after {self.ends} ends of actors")
         if (counted := admission.fleet.failures._counts) and not self.ends:
             raise ViolationError("guilt", f"what no end of an actor was seen of counts against groups: {counted}")
-        if self.removed - self.blamed:
+        if self.removed - self.blamed - self.taken_back:
             raise ViolationError("guilt", f"groups {sorted(self.removed)} are taken out, the learner ended with {self.blamed}")
         if unforeseen := exchange._refusals.counts["unforeseen"]:
             raise ViolationError("crash", f"{unforeseen} messages ran into a defect of the hub")
@@ -109,7 +102,9 @@ class Observer:
             entry = admission._queued.get(number) or next(
                 (batch[number] for batch in admission._batches.of.values() if number in batch), None
             )
-            if number in self.removed or (entry is not None and entry.attempt == attempt):
+            if number in self.removed | (self.quarantined & self.taken_back) or (
+                entry is not None and entry.attempt == attempt
+            ):
                 continue
             if number in self.durable:
                 del self._promised[number]  # for good

@@ -16,7 +16,7 @@ from async_rlhf.buffers.protocol.message import Place
 from tests.simulation.world import ViolationError
 
 SEALING = (
-    "async_rlhf.buffers.weights.sender",
+    "async_rlhf.buffers.clients.learner",
     "async_rlhf.buffers.weights.server",
     "async_rlhf.buffers.weights.relay",
 )

@@ -18,7 +18,7 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.spool.deposit import END
 from async_rlhf.buffers.weights import weight_set as weights
 from tests.simulation.actor_role import ActorRole
-from tests.simulation.hub_role import HubRole
+from tests.simulation.hub_role import HubRole, Pace
 from tests.simulation.invariants import Observer
 from tests.simulation.learner_role import LearnerRole
 from tests.simulation.memory import Machine
@@ -27,9 +27,9 @@ from tests.simulation.world import ViolationError, World
 
 PATIENCE_S = 120.0
 """Virtual seconds a run may go on after the last fault."""
-_KINDS = (
+KINDS = (
     *("hub", "hub", "hub", "learner", "learner", "zombie", "zombie", "actor", "actor", "cut", "cut"),
-    *("freeze", "full", "slow", "still", "load", "stuck", "double", "publication", "publication"),
+    *("freeze", "freeze", "full", "slow", "still", "stuck", "double", "publication", "publication"),
 )
 """Each as often as it is named."""
 
@@ -63,7 +63,6 @@ class Shape:
     wild: bool
     faults: tuple[Fault, ...]
     fsync: Fsync
-    max_bytes: int
     shares: bool = False
     """Weights in shared memory; else they are sent."""
     refusals: float = 0.0
@@ -78,8 +77,6 @@ class Shape:
     """When files come into the spool, and with how many rows; without, all prompts are there."""
     chosen: int = 0
     """Prompts that a curriculum chooses among: all of the run's; of a spool those that have come. 0: there is no curriculum."""
-    plays: bool = False
-    """Rollouts are episodes of one to three turns."""
 
     @classmethod
     def of(cls, seed: int) -> Shape:
@@ -91,7 +88,7 @@ class Shape:
         staleness = rng.randint(lowest, max(lowest, 3))
         steps = rng.randint(3, 6)
         horizon = 0.25 * steps
-        kinds = rng.sample(_KINDS, rng.randint(1, 4))
+        kinds = rng.sample(KINDS, rng.randint(1, 4))
         faults = [
             Fault(rng.uniform(0, horizon), rng.choice(kinds), rng.randint(0, 3), rng.random()) for _ in range(rng.randint(0, 6))
         ]
@@ -99,13 +96,13 @@ class Shape:
             _with_refill(seed, Bound(batch, staleness, batch * steps, publish_every, window, exact)),
             steps, rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 3),
             rng.randint(2, 4), rng.choice((300, 1000, 4000)), rng.random() < 0.3, tuple(sorted(faults, key=lambda f: f.at)),
-            "group", 1 << 20, keep_last=Random(f"keep {seed}").randint(1, 3),
+            "group", keep_last=Random(f"keep {seed}").randint(1, 3),
             poison=Random(f"poison {seed}").choice((0.0, 0.0, 0.0, 0.2)),
         )  # fmt: skip
         fsync: Fsync = rng.choice(("group", "group", "group", "off"))
         if exact:  # the configuration allows no other
             fsync = "group"
-        drawn = replace(drawn, fsync=fsync, max_bytes=rng.choice((1, 700, 1500, 1 << 20)))
+        drawn = replace(drawn, fsync=fsync)
         if rng.random() < 0.3:
             drawn = replace(drawn, shares=True, refusals=rng.choice((0.0, 0.0, 0.3)))
         if rng.random() < 0.3:
@@ -113,7 +110,16 @@ class Shape:
             faults += [Fault(rng.uniform(0, horizon), "cut", rng.randint(0, 7), rng.random()) for _ in range(rng.randint(0, 2))]
             ordered = tuple(sorted(faults, key=lambda f: f.at))
             drawn = replace(drawn, relayed=rng.randint(1, drawn.actors), faults=ordered)
-        return replace(_chosen(seed, _fed(seed, drawn)), plays=Random(f"episodes {seed}").random() < 1 / 4)
+        return _chosen(seed, _fed(seed, _with_operator(seed, drawn)))
+
+
+def _with_operator(seed: int, shape: Shape) -> Shape:
+    """In a fifth of the schedules an operator takes groups back, by chance those that were trained on."""
+    rng = Random(f"operator {seed}")
+    if rng.random() > 1 / 5:
+        return shape
+    orders = [Fault(rng.uniform(0, 0.3 * shape.steps), "operator", rng.randrange(shape.bound.num_groups), 0) for _ in range(3)]
+    return replace(shape, faults=tuple(sorted((*shape.faults, *orders), key=lambda f: f.at)))
 
 
 def _fed(seed: int, shape: Shape) -> Shape:
@@ -166,27 +172,9 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     quiet = 0.25 * shape.steps + 5.0
     world = World(seed ^ 0x5EED, quiet + PATIENCE_S)
     observer = Observer(shape.bound, shape.max_attempts, chooses=bool(shape.chosen))
-    machine = Machine(world.rng, shape.refusals)
-    hub = HubRole(
-        world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes,
-        fsync=shape.fsync, max_bytes=shape.max_bytes, machine=machine, shares=shape.shares, fed=bool(shape.fed),
-        chosen=shape.chosen,
-    )  # fmt: skip
-    relay = RelayRole(hub)
-    actors = [
-        ActorRole(
-            f"actor-{i}", hub, relay.network if i < shape.relayed else hub.network,
-            group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens, rows=max(1, shape.chosen),
-            plays=shape.plays,
-        )
-        for i in range(shape.actors)
-    ]  # fmt: skip
-    learner = LearnerRole(
-        hub, seed, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every,
-        keep_last=shape.keep_last, poison=shape.poison,
-    )  # fmt: skip
+    hub, relay, actors, learner = roles(world, seed, shape, observer, Pace())
     violation = None
-    with patch.object(weights, "CHUNK_BYTES", 60), machine.planted(), quiet_logs():
+    with patch.object(weights, "CHUNK_BYTES", 60), hub.machine.planted(), quiet_logs():
         try:
             begin(world, hub, actors, shape.fed, shape.fed[-1][0] if shape.fed else None)
             if shape.relayed:
@@ -201,7 +189,30 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
             violation = error
     state = hub.exchange.status() if hub.exchange is not None else {}
     places = tuple(hub.places) if shape.chosen and violation is None else ()
-    return Result(seed, shape, planned, violation, state, machine.mapped, tuple(world.trace), world.digest(), places)
+    return Result(seed, shape, planned, violation, state, hub.machine.mapped, tuple(world.trace), world.digest(), places)
+
+
+def roles(
+    world: World, seed: int, shape: Shape, observer: Observer, pace: Pace
+) -> tuple[HubRole, RelayRole, list[ActorRole], LearnerRole]:
+    """Of one run, on one machine."""
+    hub = HubRole(
+        world, shape.bound, observer, max_attempts=shape.max_attempts, segment_bytes=shape.segment_bytes, fsync=shape.fsync,
+        machine=Machine(world.rng, shape.refusals), shares=shape.shares, fed=bool(shape.fed), chosen=shape.chosen, pace=pace,
+    )  # fmt: skip
+    relay = RelayRole(hub)
+    actors = [
+        ActorRole(
+            f"actor-{i}", hub, relay.network if i < shape.relayed else hub.network,
+            group_size=shape.group_size, capacity=shape.capacity, tokens=shape.tokens, rows=max(1, shape.chosen),
+        )
+        for i in range(shape.actors)
+    ]  # fmt: skip
+    learner = LearnerRole(
+        hub, seed, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every,
+        keep_last=shape.keep_last, poison=shape.poison,
+    )  # fmt: skip
+    return hub, relay, actors, learner
 
 
 def run_block(seeds: tuple[int, int]) -> tuple[int, int, str, int | None]:
@@ -262,10 +273,10 @@ def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: 
             actor.kill(told=fault.amount < 0.5)
         case "relay":
             relay.kill()
+        case "operator":
+            hub.take_back(fault.victim)
         case "still":
             hub.stand_still(10 * fault.amount)
-        case "load":
-            actor.load(10 * fault.amount)
         case "stuck" if actor is not actors[0]:  # one at least goes on
             actor.get_stuck()
         case "double":
@@ -320,7 +331,6 @@ def story(result: Result, last: int = 60) -> str:
         f"save every {shape.save_every}, keep {shape.keep_last}, network {'wild' if shape.wild else 'tcp'}, weights "
         f"{f'mapped but for {shape.refusals}' if shape.shares else 'sent'}, {shape.relayed} behind a relay"
         f"{f', fed {shape.fed}' if shape.fed else ''}{f', chosen among {shape.chosen}' if shape.chosen else ''}"
-        f"{', episodes' if shape.plays else ''}"
     )
     lines += [f"  fault at {fault}" for fault in result.faults]
     lines += [f"  the hub at the end: {result.hub}"]

@@ -68,7 +68,7 @@ def test_a_failing_schedule_shrinks_to_a_story_that_still_fails() -> None:
 def test_a_seed_gives_the_same_trace_in_every_process() -> None:
     printed = {
         subprocess.run(
-            [sys.executable, "-m", "tests.simulation", "--seeds", "0:12"],
+            [sys.executable, "-m", "tests.simulation", "--seeds", "0:5"],
             cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": salt}, capture_output=True, text=True, timeout=300, check=True,
         ).stdout
         for salt in ("1", "2")
@@ -77,33 +77,25 @@ def test_a_seed_gives_the_same_trace_in_every_process() -> None:
 
 
 def test_the_schedules_reach_what_they_are_for() -> None:
-    """Every kind of fault strikes, and many runs end only after a hub, an actor and a learner have come back."""
-    labels = [label for seed in range(150) for _, label in ran(seed).trace]
-    told = " ".join(labels)
-    for kind in ("hub", "learner", "zombie", "actor", "cut", "freeze", "full", "slow", "still", "load", "stuck", "double"):
-        assert f"s: {kind} (" in told, kind
+    """Every kind of fault strikes, and many runs end only after a hub, an actor and a learner have come back; weights are
+    mapped, sent whole and sent as deltas, behind relays too, which die in between; spools are fed while hubs are killed."""
+    drawn = [ran(seed) for seed in range(150)]
+    seen = [{label for _, label in result.trace} for result in drawn]
+    for kind in (*schedule.KINDS, "operator"):
+        assert any(f"s: {kind} (" in label for labels in seen for label in labels), kind
     for event in ("hub killed", "the disk is full", "learner ended", "the learner goes back", "the network is calm", "poison"):
-        assert event in labels, event
-
-
-def test_the_schedules_map_weights_and_kill_relays() -> None:
-    """Of the learner's sets some are mapped and some cannot be; behind relays too, which die in between."""
-    drawn = [ran(seed) for seed in range(120)]
-    killed = [run for run in drawn if "relay killed" in [label for _, label in run.trace]]
-    mapped = [run for run in drawn if run.mapped]
-    assert len(killed) > 5 and len(mapped) > 20
-    assert any(run.shape.shares and run.shape.refusals for run in mapped)
-    assert any(run.shape.shares for run in killed) and not all(run.shape.shares for run in killed)
-
-
-def test_the_schedules_feed_prompts_while_hubs_are_killed() -> None:
-    """As many rows as were brought, each once, whatever became of the hub; some runs end by the end of the spool."""
-    shapes = {seed: schedule.Shape.of(seed) for seed in range(140)}
-    fed = [ran(seed) for seed, shape in shapes.items() if shape.fed and not shape.chosen]
-    killed = [result for result in fed if "hub killed" in [label for _, label in result.trace]]
-    assert len(fed) > 12 and len(killed) > 3
-    assert any(result.hub["spool"]["ended"] for result in fed)
-    assert {result.hub["spool"]["rows"] - result.shape.bound.num_numbers for result in fed} == {0}
+        assert any(event in labels for labels in seen), event
+    relays = [result.shape.shares for result, labels in zip(drawn, seen, strict=True) if "relay killed" in labels]
+    mapped = [result.shape.refusals for result in drawn if result.mapped]
+    assert len(relays) > 5 and set(relays) == {True, False} and len(mapped) > 20 and any(mapped)
+    fed = [(result, labels) for result, labels in zip(drawn, seen, strict=True) if result.shape.fed and not result.shape.chosen]
+    assert len(fed) > 12 and sum("hub killed" in labels for _, labels in fed) > 3
+    assert any(result.hub["spool"]["ended"] for result, _ in fed)
+    assert {result.hub["spool"]["rows"] - result.shape.bound.num_numbers for result, _ in fed} == {0}, "each row once"
+    totals = Counter[str]()
+    for result in drawn:
+        totals.update(result.hub.get("weights", {}))
+    assert totals["deltas"] > totals["sets"] / 3 and totals["dropped_actors"] > 0
 
 
 def test_what_a_curriculum_chooses_does_not_depend_on_what_dies_or_who_is_faster() -> None:
@@ -118,21 +110,3 @@ def test_what_a_curriculum_chooses_does_not_depend_on_what_dies_or_who_is_faster
                 compared += 1
                 killed += "hub killed" in [label for _, label in faulty.trace]
     assert compared > 20 and killed > 5
-
-
-def test_the_schedules_play_episodes_of_several_turns_while_actors_and_hubs_are_killed() -> None:
-    """Weights change between turns and within them."""
-    played = [ran(seed) for seed in range(160) if schedule.Shape.of(seed).plays]
-    labels = [label for result in played for _, label in result.trace]
-    faults = Counter(label.split()[3] for label in labels if label.startswith("FAULT"))
-    assert len(played) > 25 and labels.count("hub killed") > 3 and faults["actor"] > 3, faults
-    assert {result.hub["ledger"]["trained"] + result.hub["ledger"]["quarantined"] > 0 for result in played} == {True}
-
-
-def test_the_schedules_send_deltas_and_drop_late_actors() -> None:
-    """The weights of a run change in few elements, and slow links and frozen actors are late to adopt them."""
-    totals = Counter[str]()
-    for seed in range(60):
-        totals.update(ran(seed).hub.get("weights", {}))
-    assert totals["deltas"] > totals["sets"] / 3
-    assert totals["dropped_actors"] > 0

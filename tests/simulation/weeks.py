@@ -32,8 +32,7 @@ from tests.simulation.actor_role import ActorRole
 from tests.simulation.hub_role import HubRole, Pace
 from tests.simulation.invariants import Observer
 from tests.simulation.learner_role import LearnerRole
-from tests.simulation.memory import Machine
-from tests.simulation.schedule import PATIENCE_S, begin, quiet_logs
+from tests.simulation.schedule import PATIENCE_S, Shape, begin, quiet_logs, roles
 from tests.simulation.world import ViolationError, World
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -97,21 +96,17 @@ def run(seed: int, *, kills: int, days: int = DAYS) -> Weeks:
     bound = Bound(BATCH, 2, sum(rows))
     world = World(seed, BEGIN_S + whole_s + DAY_S + SLOW * PATIENCE_S, begin=BEGIN_S, max_events=MAX_EVENTS)
     wall = Wall(world)
-    observer, machine = Watch(bound, max_attempts=1000), Machine(world.rng, 0.0)
-    hub = HubRole(
-        world, bound, observer, max_attempts=1000, segment_bytes=300, fsync="group", max_bytes=1 << 20, machine=machine,
-        shares=False, fed=True, pace=PACE,
+    shape = Shape(
+        bound, bound.num_steps, ACTORS, group_size=2, tokens=2, capacity=3, save_every=3, max_attempts=1000, segment_bytes=300,
+        wild=False, faults=(), fsync="group", keep_last=2, fed=tuple(zip(files, rows, strict=True)),
     )  # fmt: skip
-    actors = [ActorRole(f"actor-{i}", hub, hub.network, group_size=2, capacity=3, tokens=2) for i in range(ACTORS)]
-    learner = LearnerRole(
-        hub, seed, max_steps=bound.num_steps, publish_every=1, save_every=3, keep_last=2, poison=0.0
-    )  # fmt: skip
+    hub, _, actors, learner = roles(world, seed, shape, Watch(bound, shape.max_attempts), PACE)
     looks = Looks(world, hub, actors, learner)
     faults = Faults(world, wall, hub, actors, learner)
     violation = None
-    with planted(world, wall), machine.planted(), quiet_logs():
+    with planted(world, wall), hub.machine.planted(), quiet_logs():
         try:
-            begin(world, hub, actors, list(zip(files, rows, strict=True)), whole_s)
+            begin(world, hub, actors, shape.fed, whole_s)
             for kind, at in sorted(plan, key=lambda fault: fault[1]):
                 world.after(at, f"FAULT {kind}", partial(faults.strike, kind, rng.random(), rng.randrange(ACTORS)))
             world.after(PACE.tick_s, "look", looks.look)

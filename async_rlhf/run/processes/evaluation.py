@@ -35,7 +35,7 @@ from async_rlhf.run.scoring import environment_spec, group_rewards, reward_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from async_rlhf.actors.loop.episodes import Play
+    from async_rlhf.actors.loop.work import Play
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def environment_of(
     from async_rlhf.actors.engine import RolloutKey
     from async_rlhf.actors.environments.pool import EpisodePool
     from async_rlhf.actors.environments.rendering import Renderer
-    from async_rlhf.actors.loop.episodes import Play
+    from async_rlhf.actors.loop.work import Play
 
     if (spec := environment_spec(config)) is None:
         yield None

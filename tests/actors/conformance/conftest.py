@@ -66,7 +66,7 @@ def torch_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def scarce() -> EngineConfig:
-    """ByteBudget for two and a half sequences of 120 tokens, where six slots are."""
+    """Room for two and a half sequences of 120 tokens, where six slots are."""
     config: Any = make_model(0).config
     place = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return EngineConfig(slots=6, prefill_tokens=12, kv_bytes=300 * place)

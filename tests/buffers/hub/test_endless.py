@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
+from async_rlhf.buffers.transport.server import ServerSocket
 from tests.buffers.hub.place import DEADLINE_S, Place, until
 from tests.conftest import kept_port
 
@@ -88,3 +90,46 @@ def test_bytes_that_still_arrive_keep_a_lease(place: Callable[..., Place], stack
             raw.sendall(bytes(1 << 10))
             assert not later(), f"after {now[0]} s"
         until(later)
+
+
+@pytest.fixture
+def server() -> Iterator[ServerSocket]:
+    with closing(ServerSocket("tcp://127.0.0.1:*", max_part_bytes=99, max_message_bytes=99, max_unread=10)) as made:
+        yield made
+
+
+def test_a_connection_that_has_the_number_of_one_that_ended_is_known_by_its_own_sender(server: ServerSocket) -> None:
+    """Also when its first message is received before the monitor's events are read."""
+
+    def sender(raw: socket.socket) -> bytes:
+        raw.sendall(b"\x00\x01x")
+        received: list[bytes] = []
+        until(lambda: received.extend(found[0][:1] if (found := server.receive()) else ()) or received)
+        return received[0]
+
+    def is_closed() -> bool:
+        with suppress(OSError):
+            os.fstat(descriptor)
+            return False
+        return True
+
+    with open(os.devnull) as lower, by_hand(server.address) as raw:
+        sender(raw)
+        (descriptor,) = server._open
+        raw.shutdown(socket.SHUT_WR)
+        until(is_closed)
+        lower.close()  # the peer's end takes this number, and so the server's end the other
+        with by_hand(server.address) as again:
+            identity = sender(again)
+            server.wait(0)
+            assert [connection.identity for connection in server._open.values()] == [identity]
+
+
+def test_a_message_that_is_received_when_its_connection_has_ended_leaves_nothing_of_that(server: ServerSocket) -> None:
+    """Its number may be another socket's by then."""
+    with by_hand(server.address) as raw:
+        raw.sendall(b"\x00\x01x")
+        raw.shutdown(socket.SHUT_WR)
+        until(lambda: server.wait(0.01) or server.counters["connections_ended"])
+        until(server.receive)
+    assert server._open == {}

@@ -106,8 +106,10 @@ def test_what_is_refused_would_hang_and_the_lowest_named_does_not(
         assert len(staleness_by_step(bound(lowest - 1))) < all_steps
 
 
-def test_exact_mode_needs_strict_order_and_every_version() -> None:
-    Bound(2, 1, 10, exact=True).check()
+def test_exact_mode_makes_each_group_by_its_version_and_needs_strict_order_and_every_version() -> None:
+    for max_staleness in (0, 1, 3):
+        found = staleness_by_step(Bound(2, max_staleness, 20, exact=True), eager=False)
+        assert found == [min(step, max_staleness) for step in range(10)]
     for impossible in (Bound(2, 3, 10, window=2, exact=True), Bound(2, 3, 10, publish_every=2, exact=True)):
         with pytest.raises(ConfigError, match=r"queue.exact = true needs window = 1 and publish_every = 1"):
             impossible.check()

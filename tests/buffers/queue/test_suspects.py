@@ -8,7 +8,7 @@ import pytest
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from tests.buffers.queue.ready import Ready, entry
+from tests.buffers.queue.ready import Ready
 
 
 def hub_with(max_attempts: int) -> Ready:
@@ -143,21 +143,6 @@ def test_attempts_and_what_counts_survive_the_hub() -> None:
     assert again.fleet.failures.suspects == set(range(8))
 
 
-def test_a_suspect_is_made_beside_groups_that_only_wait_for_room() -> None:
-    """They wait until the next batch is taken, which cannot do without the suspect."""
-    hub = Ready(Bound(groups_per_batch=2, max_staleness=1, num_groups=8), max_attempts=2, max_bytes=10)
-    waiting = hub.join("a", capacity=1)
-    hub.join("b", capacity=3)
-    assert hub.give() == {"b": [0, 1, 3], "a": [2]}
-    hub.fleet.leave("b", "ended")
-    assert hub.fleet.failures.suspects == {0, 1, 3} and hub.credits() == {}
-    waiting.has_put(2, 1.0)
-    with pytest.raises(RefusedError, match="later"):
-        hub.put("a", 2, entry(num_bytes=100))
-    waiting.capacity = 2  # the finished group takes no room in its engine
-    assert hub.give() == {"a": [0]}
-
-
 def test_the_end_of_an_actor_that_was_dropped_while_it_lived_says_nothing_of_its_groups() -> None:
     hub = hub_with(max_attempts=1)
     hub.join("a", life="1")
@@ -255,24 +240,12 @@ def test_a_batch_of_one_bad_group_is_given_empty_and_the_run_goes_on_to_its_end(
     assert hub.take(1) == [1] and hub.num_left == 10
 
 
-def test_what_was_taken_out_stays_out_when_the_hub_is_restarted() -> None:
-    hub = hub_with_batches()
-    hub.take(0)
-    learner_ends(hub)
-    with pytest.raises(RefusedError, match="unregistered"):
-        hub.quarantine(1, "an operator said so")
-    hub.publish(0)
-    hub.quarantine(1, "an operator said so")
-    again = Admission(hub.bound, max_attempts=MAX_ATTEMPTS)
-    again.restore(hub.remember(), {number: entry() for number in range(6)})
-    again.assign(0, [0, 1, 2])
-    again.register(hub.fence + 1, 0, 0, "another")
-    assert again.take(0) == [0, 2] and again.num_quarantined == 1 and again.ledger.closes
-
-
 def test_an_operator_takes_back_what_waits_or_is_being_made_and_never_what_the_learner_holds() -> None:
     hub = hub_with_batches()
     hub.take(0)
+    hub.published = None
+    with pytest.raises(RefusedError, match="unregistered"):
+        hub.quarantine(4, "bad")
     hub.publish(0)
     hub.quarantine(4, "bad")
     assert hub.give() == {"anna": [6, 7, 8, 9]}

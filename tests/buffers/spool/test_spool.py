@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,11 +48,7 @@ class RefusingDisk(Disk):
             raise OSError(self.reason, os.strerror(self.reason), str(path))
 
 
-@contextmanager
-def running(folder: Path, files: Disk = DISK) -> Iterator[Spool]:
-    """A run that takes every row of `spool` as it is."""
-    with closing(Stream(folder / "run", files=files)) as stream:
-        yield Spool(folder / "spool", folder / "run", stream, lambda lines: [line.decode() for line in lines], files)
+Opened = Callable[..., Spool]
 
 
 def claim_all(spool: Spool) -> None:
@@ -105,40 +101,37 @@ def test_a_full_or_read_only_spool_takes_all_rows_or_none_and_says_why(operation
 
 @pytest.mark.parametrize(
     ("operation", "where", "reason"),
-    [("replace", "spool", errno.EROFS), ("replace", "spool", errno.EACCES), ("append", "run", errno.ENOSPC)],
+    [("replace", "spool", errno.EROFS), ("replace", "spool", errno.EACCES), ("append", "own", errno.ENOSPC)],
 )
 def test_a_run_names_a_spool_or_a_disk_that_takes_nothing_and_goes_on_when_it_does(
-    operation: str, where: str, reason: int, tmp_path: Path
+    operation: str, where: str, reason: int, opened: Opened, tmp_path: Path
 ) -> None:
-    source = tmp_path / "spool"
-    source.mkdir()
-    put(source, [b'{"prompt": "a"}'])
     disk = RefusingDisk(operation, tmp_path / where, reason)
-    with running(tmp_path, disk) as spool:
-        for _ in range(3):
-            assert not spool.turn() and os.strerror(reason) in spool.status()["problem"], "it is tried again, and not at once"
-        assert spool.stream.num_rows == 0
-        disk.reason = 0
-        claim_all(spool)
-        assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""} and os.listdir(source) == []
+    spool, source = opened(disk), tmp_path / "spool"
+    put(source, [b'{"prompt": "a"}'])
+    for _ in range(3):
+        assert not spool.turn() and os.strerror(reason) in spool.status()["problem"], "it is tried again, and not at once"
+    assert spool.stream.num_rows == 0
+    disk.reason = 0
+    claim_all(spool)
+    assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""} and os.listdir(source) == []
 
 
-def test_a_spool_that_is_away_is_named_until_it_is_back_and_what_is_no_file_stays_in_it(tmp_path: Path) -> None:
-    source = tmp_path / "spool"
-    with running(tmp_path) as spool:
-        assert not spool.turn() and "No such file or directory" in spool.status()["problem"]
-        source.mkdir()
-        (source / "folder").mkdir()
-        os.mkfifo(source / "pipe")
-        for name in (".written", "written.tmp"):
-            (source / name).write_text("{}\n")
-        put(source, [b'{"prompt": "a"}'])
-        claim_all(spool)
-        assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""}
-        assert sorted(os.listdir(source)) == [".written", "folder", "pipe", "written.tmp"]
+def test_a_spool_that_is_away_is_named_until_it_is_back_and_what_is_no_file_stays_in_it(opened: Opened, tmp_path: Path) -> None:
+    spool, source = opened(), tmp_path / "spool"
+    source.rmdir()
+    assert not spool.turn() and "No such file or directory" in spool.status()["problem"]
+    source.mkdir()
+    (source / "folder").mkdir()
+    os.mkfifo(source / "pipe")
+    for name in (".written", "written.tmp"):
+        (source / name).write_text("{}\n")
+    put(source, [b'{"prompt": "a"}'])
+    claim_all(spool)
+    assert spool.status() == {"rows": 1, "rejected": 0, "ended": False, "problem": ""}
+    assert sorted(os.listdir(source)) == [".written", "folder", "pipe", "written.tmp"]
 
 
-Opened = Callable[..., Spool]
 GOOD = '{"prompt":"good"}'
 
 
@@ -221,8 +214,7 @@ def test_a_turn_reads_so_many_bytes_and_what_lies_behind_a_large_file_is_bound(
 def test_what_is_set_aside_can_be_read_by_this_user_alone(opened: Opened, tmp_path: Path) -> None:
     spool = opened()
     (tmp_path / "spool" / "bad.jsonl").write_text("-----BEGIN KEY-----\n")
-    while spool.turn():
-        pass
+    claim_all(spool)
     assert (tmp_path / "own" / "rejected" / "000000001-bad.jsonl").stat().st_mode & 0o777 == 0o600
 
 
@@ -246,8 +238,7 @@ def test_what_is_no_regular_file_is_left_alone_and_neither_read_nor_waited_for(
     spool = opened()
     make(tmp_path / "spool" / "0-strange.jsonl")
     (tmp_path / "spool" / "1-good.jsonl").write_text(GOOD)
-    while spool.turn():
-        pass
+    claim_all(spool)
     assert spool.stream.num_rows == 1 and not rejected(tmp_path) and not spool.problem
     assert os.listdir(tmp_path / "spool") == ["0-strange.jsonl"]
 
@@ -262,8 +253,7 @@ def test_what_becomes_no_file_in_the_last_moment_is_set_aside_unread(
         spool.turn()
     (tmp_path / "spool" / "1-good.jsonl").write_text(GOOD)
     again = opened()
-    while again.turn():
-        pass
+    claim_all(again)
     assert again.stream.num_rows == 1 and not again.problem
     (lines,) = rejected(tmp_path).values()
     assert [line["reason"] for line in lines] == ["it is no regular file that this user may read"]
@@ -278,8 +268,7 @@ def test_a_run_is_not_given_up_while_files_that_it_has_claimed_lie_in_the_spool(
         spool.turn()
     assert has_claimed(tmp_path / "own") and [name[:9] for name in os.listdir(tmp_path / "spool")] == [".claimed-"]
     again = opened()
-    while again.turn():
-        pass
+    claim_all(again)
     assert again.stream.num_rows == claims._PIECE // 8 and not os.listdir(tmp_path / "spool")
 
 
