@@ -18,10 +18,9 @@ from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardFunction, RewardSpec
-from async_rlhf.actors.scoring.remote import RemoteRewards
+from async_rlhf.actors.scoring.executors import Executor, RemoteRewards, RewardWorkers, Shown
 from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, Task
-from async_rlhf.actors.scoring.reward_worker import Answers, Call, Executor, Shown
-from async_rlhf.actors.scoring.reward_workers import RewardWorkers
+from async_rlhf.actors.scoring.reward_worker import Answers, Call
 from async_rlhf.buffers.errors import RewardError
 
 # Batches, limits and retries of a stage of the scorer are the scorer's.

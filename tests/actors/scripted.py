@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
 from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
+from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.loop.episodes import Episodes, Play, Played
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import EpisodeError
@@ -25,7 +26,6 @@ ROW = Row("row", {"answer": "4"})
 PROMPT = (7, 8)
 """Of the row; what an environment says is encoded as its characters."""
 RIGHT = Score(1.0)
-Event = Observation[RolloutKey] | Ended[RolloutKey] | Lost[RolloutKey]
 
 
 class ScriptedEngine:
@@ -71,7 +71,7 @@ class ScriptedPool:
         self.begun: list[tuple[RolloutKey, Mapping[str, Any]]] = []
         self.live: set[RolloutKey] = set()
         self.replies: list[tuple[RolloutKey, str]] = []
-        self.events: list[Event] = []
+        self.events: list[Event[RolloutKey]] = []
         self.counters = EpisodeCounters()
 
     def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
@@ -86,10 +86,10 @@ class ScriptedPool:
     def num_turns(self, key: RolloutKey) -> int:
         return 1 + sum(replied == key for replied, _ in self.replies)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Event[RolloutKey]]:
         events, self.events = self.events, []
         for event in events:
-            if not isinstance(event, Observation):
+            if not isinstance(event.came, Read):
                 self.live.discard(event.key)
         return events
 
@@ -97,10 +97,10 @@ class ScriptedPool:
         self.live -= set(keys)
 
     def says(self, key: RolloutKey, content: Content, score: float | None = None) -> None:
-        self.events.append(Observation(key, content, score, 1.0, 2.0))
+        self.events.append(Event(key, Read(content, score), 1.0, 2.0))
 
     def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored") -> None:
-        self.events.append(Ended(key, score, reason, 2.0, 3.0))
+        self.events.append(Event(key, End(reason, score), 2.0, 3.0))
 
 
 class Talker(ScriptedPool):

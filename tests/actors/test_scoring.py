@@ -13,9 +13,10 @@ import pytest
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, spec_in_process
+from async_rlhf.actors.scoring.executors import RewardWorkers
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.actors.scoring.reward_worker import Answers, Call
-from async_rlhf.actors.scoring.reward_workers import MAX_STUCK, RewardWorkers
+from async_rlhf.actors.workers.pool import MAX_STUCK
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench

@@ -179,7 +179,7 @@ ENDS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "surrogate": ("ValueError: half \ud800",) * 4,
     "hang": (OF_REWARD, BLOCKED, OF_EPISODE, BLOCKED),
     "wait": (None, OF_REWARD, None, OF_EPISODE),
-    "refuse": (None, f"timed out after {SECONDS} and refused to be cancelled.*", None, OF_EPISODE),
+    "refuse": (None, OF_REWARD, None, OF_EPISODE),
     "interpreter": (OF_REWARD, BLOCKED, f"{TWICE}its process did not answer for more than {SECONDS}.*", BLOCKED),
     "exit": (EXITED, EXITED, TWICE + EXITED, EXITED),
     "abort": (ABORTED, ABORTED, TWICE + ABORTED, ABORTED),

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from async_rlhf.actors.engine import RolloutKey
 from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Event, Lost, Observation
+from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
+from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.loop.episodes import Play
 from async_rlhf.buffers.record import Score
 
@@ -52,11 +53,11 @@ class FakeEnvironment:
     def _event(self, key: RolloutKey) -> Event[RolloutKey]:
         if self._rng.random() < _LOST:
             del self._turns[key]
-            return Lost(key)
+            return Event(key, None)
         if self._turns[key] <= (key.group + key.member) % 3:
-            return Observation(key, "p", None, 0.0, 0.0)
+            return Event(key, Read("p"))
         del self._turns[key]
-        return Ended(key, Score(float(key.group // 2 % 2)), "scored", 0.0, 0.0)
+        return Event(key, End("scored", Score(float(key.group // 2 % 2))))
 
 
 class _Rendering:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.environments import Feedback
-from async_rlhf.actors.environments.pool import Ended, Observation
 from async_rlhf.actors.environments.yields import MAX_BYTES, End, Read, read_return, read_yield
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.score import Score
@@ -87,15 +86,15 @@ def bench(source: Path) -> Iterator[Bench]:
         yield bench
 
 
-def end_of(events: list[Any]) -> Ended[Any]:
-    assert isinstance(events[-1], Ended), events
+def end_of(events: list[Any]) -> End:
+    assert isinstance(events[-1], End), events
     return events[-1]
 
 
 def test_an_episode_yields_its_prompt_then_its_score(either: Bench) -> None:
     prompt, end = either.play("it is 4", question="2 + 2")
     assert prompt == "2 + 2"
-    assert (end.reason, end.score.value) == ("scored", 1.0) and end.ended >= end.began
+    assert (end.reason, end.score.value) == ("scored", 1.0)
 
 
 def test_an_episode_that_is_discarded_runs_its_cleanup(either: Bench, tmp_path: Path) -> None:
@@ -125,12 +124,12 @@ def test_the_turns_of_an_episode_are_known_until_it_ends(bench: Bench) -> None:
 def test_feedback_scores_the_turn_before_it_and_at_the_last_turn_the_end(bench: Bench) -> None:
     bench.play("a", "b", "c", act="feedback")
     *observed, end = bench.events[max(key for key in bench.events if isinstance(key, int))]
-    assert [(each.content, each.score) for each in observed if isinstance(each, Observation)] == [
+    assert [(each.content, each.score) for each in observed if isinstance(each, Read)] == [
         ("?", None),
         ([{"role": "tool", "content": "a", "name": "t"}], 0.25),
         ("again", 0.5),
     ]
-    assert isinstance(end, Ended) and (end.reason, end.score) == ("max_turns", Score(0.75))
+    assert isinstance(end, End) and (end.reason, end.score) == ("max_turns", Score(0.75))
 
 
 def test_a_return_leaves_the_judgement_to_rewards(bench: Bench) -> None:
@@ -199,9 +198,7 @@ def test_only_so_many_steps_run_at_once_and_the_others_wait(source: Path) -> Non
         for key in range(30):
             bench.begin(key, act="together")
         bench.until(lambda: bench.pool.num_pending == 0, lambda key, turn: "4")
-        observed = [
-            event.content for events in bench.events.values() for event in events[1:2] if isinstance(event, Observation)
-        ]
+        observed = [event.content for events in bench.events.values() for event in events[1:2] if isinstance(event, Read)]
         assert len(observed) == 30 and max(map(int, map(str, observed))) == 3
 
 
@@ -220,13 +217,13 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
         for key, events in bench.events.items():
             if key not in dropped:
                 *observed, end = events
-                assert [each.content for each in observed if isinstance(each, Observation)] == [
+                assert [each.content for each in observed if isinstance(each, Read)] == [
                     str(key), *(f"{i}: {key}" for i in range(min(key % 4, 2)))]  # fmt: skip
-                assert isinstance(end, Ended) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
+                assert isinstance(end, End) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
         ends = bench.pool.counters.episodes
         assert set(ends) == {"max_turns", "scored"} and ends["max_turns"] in range(490, 501)
         assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0
-        wait_for(lambda: not bench.pool._workers.num_episodes(), "the cleanup of all of them")
+        wait_for(lambda: not bench.pool._sessions.num_sessions(), "the cleanup of all of them")
 
 
 def test_columns_that_cannot_travel_fail_their_episode_alone(bench: Bench) -> None:

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from async_rlhf.actors.environments import EnvironmentConfig, remote
-from async_rlhf.actors.environments.pool import Ended, Lost, Observation
 from async_rlhf.actors.environments.server import EnvironmentServer
+from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.workers import client
 from async_rlhf.actors.workers.messages import Beat, Describe, Gone, Leave, Missing, Refused, Step, Stepped
 from async_rlhf.buffers.errors import ConfigError
@@ -159,7 +159,7 @@ def test_an_episode_of_a_server_that_began_anew_is_begun_again_once(
             if heard == 3:
                 played.pool.reply("one", "a")
             played.until(played.heard(heard))  # the second time while it is the model's turn
-    assert [type(event) for event in played.events["one"]] == [Observation, Lost, Observation, Ended]
+    assert [type(event) for event in played.events["one"]] == [Read, type(None), Read, End]
     assert "began anew" in played.failure("one")
 
 
