@@ -23,7 +23,8 @@ from async_rlhf.actors.environments.remote import RemoteEpisodes
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import End, Read, fails
-from async_rlhf.actors.workers.pool import Failed, WorkerPool
+from async_rlhf.actors.workers.book import Failed
+from async_rlhf.actors.workers.pool import WorkerPool
 from async_rlhf.actors.workers.sessions import Came, Closed
 from async_rlhf.buffers.errors import EpisodeError
 

@@ -21,8 +21,7 @@ from async_rlhf.actors.environments.yields import End, Read, fails
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import Failure, SessionClient, describe
 from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, Step, Stepped, to_answers
-from async_rlhf.actors.workers.pool import Happened
-from async_rlhf.actors.workers.sessions import Came
+from async_rlhf.actors.workers.sessions import Came, Happened
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, EpisodeError, WireError
 from async_rlhf.buffers.score import Score
 
@@ -79,7 +78,7 @@ class _Episode:
 
 
 class RemoteEpisodes:
-    """What the `WorkerPool` of its processes is to a pool of episodes, at a server."""
+    """`Sessions` of episodes at a server."""
 
     def __init__(self, spec: EnvironmentSpec, address: str, happened: Happened) -> None:
         self._spec, self._happened = spec, happened

@@ -33,7 +33,7 @@ BUILTINS = {
     "overlong": f"{_HERE}.text:overlong",
     "reasoning_gym": f"{_HERE}.gym:reasoning_gym",
     "regex": f"{_HERE}.text:regex",
-    "remote": "async_rlhf.actors.scoring.executors:remote",
+    "remote": "async_rlhf.actors.scoring.remote:remote",
     "reward_model": "async_rlhf.actors.scoring.model_stages:reward_model",
 }
 

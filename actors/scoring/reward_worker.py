@@ -12,19 +12,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, failed, load, settings_of
+from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker
+from async_rlhf.actors.workers.sessions import Came, Closed
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 
 
 class Call(NamedTuple):
-    """One call of one reward, by its name.
+    """One call of one reward, by its name. It travels as a plain tuple, which is packed faster.
 
     members: of each completion, its fields and the columns of its prompt's row that the reward uses. timeout_s: longest run.
     prefetch: the completions are unfinished and only read, not scored. stream: of a single completion that was or is
     prefetched. forgotten: streams to drop, in a prefetch. tokens: expected cost.
     """
 
-    id: int
     name: str
     members: tuple[Mapping[str, Any], ...]
     timeout_s: float
@@ -38,10 +39,16 @@ Answers = tuple[Answer, ...]
 """One for each member of a call, or one for all of them."""
 
 
-def timed_out(timeout_s: float, reason: str = "") -> Answer:
-    """A transient failure: it may be retried."""
-    now, reason = time.time(), reason or f"timed out after {timeout_s:g} s (scoring.timeout_s)"
-    return Answer(None, reason, began=now - timeout_s, ended=now, retry_after_s=0.0)
+def answers_of(came: Came | Closed | Failed, call: Call) -> Answers:
+    """A call that timed out may be retried."""
+    if isinstance(came, Came):
+        return tuple(answer._replace(began=came.began, ended=came.ended) for answer in came.result)
+    if isinstance(came, Closed):
+        return (Answer(None, "discarded"),)
+    if came.kind != "timed out":
+        return (Answer(None, came.reason),)
+    now = time.time()
+    return (Answer(None, came.reason, began=now - call.timeout_s, ended=now, retry_after_s=0.0),)
 
 
 class RewardKind:
@@ -66,11 +73,13 @@ class RewardKind:
     def load(self) -> None:
         self._rewards = {spec.name: ready(spec, self._functions) for spec in self._specs}
 
-    def call(self, what: Call) -> Answers:
-        return run_call(self._rewards[what.name], what)
+    def call(self, what: tuple[Any, ...]) -> Answers:
+        call = Call(*what)
+        return run_call(self._rewards[call.name], call)
 
-    def begin(self, id: int, what: Call, watchdog: LoopWatchdog) -> AsyncCall:
-        return AsyncCall(self._rewards[what.name], what, watchdog, id)
+    def begin(self, id: int, what: tuple[Any, ...], watchdog: LoopWatchdog) -> AsyncCall:
+        call = Call(*what)
+        return AsyncCall(self._rewards[call.name], call, watchdog, id)
 
 
 class Ready(NamedTuple):
@@ -154,4 +163,4 @@ class AsyncCall:
         return True
 
     def failed(self, has_died: bool, reason: str) -> Answers:
-        return (Answer(None, reason) if has_died else timed_out(self.timeout_s, reason),)
+        return (Answer(None, reason, retry_after_s=None if has_died else 0.0),)

@@ -17,6 +17,13 @@ class Ended(NamedTuple):
     over: tuple[int, ...] = ()
 
 
+class Failed(NamedTuple):
+    """Why a step has no result: what it was given cannot travel, or its process ended."""
+
+    kind: Literal["not readable", "died", "timed out"]
+    reason: str
+
+
 @dataclass
 class _Slot:
     takes: bool = True
@@ -56,7 +63,7 @@ class SessionBook:
         taking = [worker for worker, slot in self._slots.items() if slot.takes and has_room(worker)]
         if not taking:
             return None
-        worker = min(taking, key=lambda each: len(self._slots[each].phases))
+        worker = taking[0] if len(taking) == 1 else min(taking, key=lambda each: len(self._slots[each].phases))
         self._slots[worker].phases[id] = "waiting"
         self._worker_of[id], self._keys[id] = worker, key
         return worker

@@ -23,12 +23,12 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from async_rlhf.actors.rewards.answer import failed
-from async_rlhf.actors.workers.book import SessionBook
+from async_rlhf.actors.workers.book import Failed, SessionBook
 from async_rlhf.actors.workers.process import LOOK_S, START_LIMIT_S, Worker, WorkerThread, is_over
-from async_rlhf.actors.workers.sessions import Begin, Came, Close, Closed, Kind, Reply, StartFailed, serve
+from async_rlhf.actors.workers.sessions import Came, Closed, Happened, Kind, StartFailed, serve
 from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError
 from async_rlhf.buffers.transport.frames import Waker
@@ -52,18 +52,7 @@ _TOO_MANY = (
 _NONE = -1
 
 
-class Failed(NamedTuple):
-    """Why a step has no result: what it was given cannot travel, or its process ended."""
-
-    kind: Literal["not readable", "died", "timed out"]
-    reason: str
-
-
-Happened = Callable[[int, Came | Closed | Failed | None], object]
-"""Takes what became of a session, by its id. None: it is lost; by -1: the pool has ended. Called from the pool's thread."""
-
-
-@dataclass
+@dataclass(slots=True)
 class _Session:
     """unsent: packed, what it is to begin or to go on with; None while nothing is. size: of the first, in bytes. has_begun: its
     process has been sent that."""
@@ -76,9 +65,7 @@ class _Session:
 
 
 class WorkerPool:
-    """See the module docstring. `begin`, `reply` and `discard` return at once. `happened` is called once for each `begin` and
-    `reply`, with None for a session that is lost, at any time, and with Closed once nothing is left of one that was discarded
-    or had to clean up."""
+    """`Sessions` in processes; see the module docstring."""
 
     def __init__(self, kind: Kind, num_workers: int, what: str, error: type[AsyncRLHFError], happened: Happened) -> None:
         """what: whose processes these are, for messages; error: raised by `check`."""
@@ -107,19 +94,17 @@ class WorkerPool:
         atexit.register(self._kill)
 
     def begin(self, id: int, key: Hashable, what: Any, timeout_s: float) -> None:
-        """key: names it in the rules of `book` when it is begun again. timeout_s: of a step."""
         try:
-            packed = ForkingPickler.dumps(Begin(id, what))
+            packed = ForkingPickler.dumps(("begin", id, what))
         except Exception as error:  # noqa: BLE001  a column may be an object of the user's, and raise anything
             self._act(partial(self._over, id, Failed("not readable", failed(error).failure or "")))
             return
         self._act(partial(self._begin, id, _Session(key, timeout_s, packed, len(packed))))
 
     def reply(self, id: int, text: str) -> None:
-        self._act(partial(self._reply, id, ForkingPickler.dumps(Reply(id, text))))
+        self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, text))))
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable] = ()) -> None:
-        """Close these sessions, as soon as their steps end or can be stopped; the keys are not begun again."""
         self._act(partial(self._discard, ids, keys))
 
     def num_sessions(self) -> int:
@@ -185,7 +170,7 @@ class WorkerPool:
             elif self._book.phase(id) != "closing":
                 self._book.enter(id, "closing")
                 if self._kind.at_once is not None and (number := self._book.worker_of(id)) is not None:
-                    self._send(self._workers[number], ForkingPickler.dumps(Close(id)))
+                    self._send(self._workers[number], ForkingPickler.dumps(("close", id, None)))
 
     def _advance(self) -> None:
         """Messages go first: whoever is woken by a result would take the interpreter from this thread."""
