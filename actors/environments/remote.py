@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from async_rlhf.actors.environments.adapters import Adapted
-from async_rlhf.actors.environments.loading import EnvironmentSpec
+from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
 from async_rlhf.actors.environments.settings import Declaration
 from async_rlhf.actors.environments.yields import End, Read, fails
 from async_rlhf.actors.workers import CALLER

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
@@ -195,7 +195,7 @@ def _check_stream(name: str, settings: Declaration, is_async: bool, options: Map
 def absolute(target: str, base_dir: Path) -> str:
     """The same target, its file seen from everywhere; what names no file stays as it is."""
     own_name, equals, rest = target.rpartition("=")
-    scheme, rest = _scheme(rest)
+    scheme, rest = split_form(rest, ADAPTERS)
     place, _, name = rest.rpartition(":")
     if not place.endswith(".py"):
         return target
@@ -239,14 +239,8 @@ def spec_of(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{name}"
 
 
-def _scheme(target: str) -> tuple[str, str]:
-    """The form before the first colon ("" for none), and what follows."""
-    scheme, _, rest = target.partition(":")
-    return (scheme, rest) if scheme in ADAPTERS and rest else ("", target)
-
-
 def _function(target: str) -> RewardFunction:
-    scheme, rest = _scheme(target)
+    scheme, rest = split_form(target, ADAPTERS)
     place, _, name = BUILTINS.get(rest, rest).rpartition(":")
     if not place:
         raise RewardError(
@@ -261,6 +255,12 @@ def _function(target: str) -> RewardFunction:
 
 
 # -- of any kind ----------------------------------------------------------------------------------------------------------
+
+
+def split_form(target: str, forms: Collection[str]) -> tuple[str, str]:
+    """The form before the first colon ("" for none of these), and what follows."""
+    form, _, rest = target.partition(":")
+    return (form, rest) if form in forms and rest else ("", target)
 
 
 def found_in(place: str, name: str, kind: str, target: str, error: type[AsyncRLHFError] = RewardError) -> Any:
