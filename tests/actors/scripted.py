@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
-from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments import Content, EnvironmentSpec
 from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.environments.yields import End, Read
@@ -149,10 +149,10 @@ class Characters:
         return self._encode(content)
 
 
-def play_of(pool: object, rendering: object, max_prompt_length: int, max_length: int, max_turns: int | None = None) -> Play:
+def play_of(pool: object, rendering: object, max_prompt_length: int, max_length: int, max_turns: int = 1000) -> Play:
     """Of a scripted environment."""
     own = cast(EpisodePool[RolloutKey], pool), cast(Renderer, rendering)
-    return Play("game", *own, max_prompt_length, max_length, Score(0.0), max_turns)
+    return Play(EnvironmentSpec("game", "game", "sync", max_turns=max_turns), *own, max_prompt_length, max_length)
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -162,9 +162,7 @@ def text_of(ids: Sequence[int]) -> str:
 class Scene:
     """One group whose engine and environments are scripted."""
 
-    def __init__(
-        self, group_size: int = 2, max_length: int = 20, max_turns: int | None = None, rendering: object = None
-    ) -> None:
+    def __init__(self, group_size: int = 2, max_length: int = 20, max_turns: int = 1000, rendering: object = None) -> None:
         self.engine, self.pool = ScriptedEngine(), ScriptedPool()
         play = play_of(self.pool, rendering or Characters(), 6, max_length, max_turns)
         self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, play)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.environments.pool import Event
-from async_rlhf.actors.loop.episodes import Episodes, Play, Played
+from async_rlhf.actors.loop.episodes import Episodes, Played
 from async_rlhf.actors.loop.worker import rollout_of
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong
@@ -266,6 +266,6 @@ def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_referen
     assert rollout_of(
         Played(completion, (1,), "", ("",), score=RIGHT),
         Scored(completion.key, {}, 0.0, reference=np.array([-1, -2, -3, -4], np.float32)),
-        Play("talk", cast(Any, None), cast(Any, None), 1, 1, Score(0.0)),
+        play_of(None, None, 1, 1),
         {},
     ).reference.tolist() == [-1, -4]  # type: ignore[union-attr]

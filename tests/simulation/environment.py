@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, cast
 
 from async_rlhf.actors.engine import RolloutKey
-from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments import Content, EnvironmentSpec
 from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.environments.yields import End, Read
@@ -77,4 +77,5 @@ class _Rendering:
 
 def fake_play(rng: Random) -> Play:
     pool = cast("EpisodePool[RolloutKey]", FakeEnvironment(rng))
-    return Play("environment", pool, cast("Renderer", _Rendering()), 4, 64, Score(0.0))
+    spec = EnvironmentSpec("environment", "environment", "sync", max_turns=1000)
+    return Play(spec, pool, cast("Renderer", _Rendering()), 4, 64)

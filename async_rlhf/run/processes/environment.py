@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from async_rlhf.actors.engine import RolloutKey
 from async_rlhf.actors.loop.episodes import Play
-from async_rlhf.buffers.record import Score
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
 from async_rlhf.run.scoring import environment_spec
@@ -32,15 +31,11 @@ def environment_of(
     pool = EpisodePool[RolloutKey](spec, config.environment, wake)
     try:
         yield Play(
-            name=spec.name,
-            pool=pool,
-            rendering=Renderer(
-                tokenizer, config.data.chat, config.environment.render, spec.tools, config.data.chat_template_kwargs
-            ),
+            spec,
+            pool,
+            Renderer(tokenizer, config.data.chat, config.environment.render, spec.tools, config.data.chat_template_kwargs),
             max_prompt_length=longest_prompt(config)[0],
             max_length=config.generation.longest_completion,
-            at_limit=Score(spec.at_limit),
-            max_turns=spec.max_turns,
         )
     finally:
         pool.close()
