@@ -25,7 +25,6 @@ from async_rlhf import Score
 
 def do(act, path):
     if act == "exit": os._exit(7)
-    if act == "abort": os.abort()
     if act == "sleep":
         while True: time.sleep(1000)
 
@@ -140,14 +139,6 @@ def test_of_a_process_that_dies_suspects_are_begun_again_once_and_the_waiting_ar
     assert played.pool.counters.episodes == {"failed": 1, "scored": 1}
 
 
-def test_the_asynchronous_step_that_was_on_the_loop_is_the_cause_and_fails_alone(bench: Callable[..., Bench]) -> None:
-    played = bench("asynchronous")
-    played.opens("other")
-    assert played.fails("cause", act="abort").startswith("its worker process ended with exit code -6")
-    assert lost(played, "cause") == 0
-    played.until(lambda: lost(played, "other") == 1 and isinstance(played.events["other"][-1], Read))
-
-
 def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[..., Bench]) -> None:
     played = bench("asynchronous", workers=2)
     played.opens(*range(6))
@@ -188,18 +179,14 @@ def test_a_cleanup_that_hangs_is_counted_and_its_process_replaced(bench: Callabl
     assert played.ended("a") is not None and played.ended("a").reason == "scored"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("act", "reason"),
-    [("raise KeyError('no licence')", "raised KeyError: 'no licence'"), ("os._exit(3)", "ended with exit code 3")],
-)
-def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(tmp_path: Path, act: str, reason: str) -> None:
+def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     path = tmp_path / "unloadable.py"
-    path.write_text(f"""
-import multiprocessing, os
-if multiprocessing.parent_process() is not None: {act}
+    path.write_text("""
+import multiprocessing
+if multiprocessing.parent_process() is not None: raise KeyError('no licence')
 def environment(question): text = yield question
 """)
     with Bench(path, "environment") as played:
         played.begin("a")
-        with pytest.raises(EpisodeError, match=f"ended 3 times in a row before they were ready: .*{reason}"):
+        with pytest.raises(EpisodeError, match=r"ended 3 times in a row before they were ready: .*KeyError: 'no licence'"):
             played.until(lambda: False)
