@@ -109,7 +109,7 @@ def test_a_reward_model_that_reads_along_says_in_the_metrics_what_it_had_read(sm
     overrides = {
         "rewards.functions": ["reward_model"],
         "rewards.options": {"reward_model": {"path": str(QUICK.parent / "models" / "tiny-judge")}},
-        "scoring.stages": {"reward_model": {"stream_tokens": 1, "batch_wait_s": 0.0}},
+        "scoring.stages": {"reward_model": {"stream_tokens": 1}},
     }
     (step,) = run(small(max_steps=1, **overrides), quiet=True).metrics
     assert step["rewards/failed_ratio"] == 0.0 and step["rewards/reward_model/given_up"] == 0.0
