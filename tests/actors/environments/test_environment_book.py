@@ -115,12 +115,3 @@ class Books(RuleBasedStateMachine):
 
 
 TestEveryEpisodeHasOneFate = Books.TestCase
-
-
-def test_an_episode_that_is_in_a_step_at_two_unexplained_deaths_has_failed() -> None:
-    book = SessionBook()
-    for attempt in (1, 2):
-        book.open(attempt)
-        book.place(attempt, "a")
-        assert book.step(attempt)
-        assert book.died(attempt, None) == (((), (1,), ()) if attempt == 1 else ((2,), (), ()))
