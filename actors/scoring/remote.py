@@ -76,8 +76,7 @@ class RemoteRewards:
     def _came(self, id: int, came: Stepped | Failure) -> None:
         timeout_s = self._timeouts.pop(id)
         if isinstance(came, Stepped):
-            answers = to_answers(came.answers)
-            self._happened(id, Came(id, answers, answers[0].began, answers[0].ended))
+            self._happened(id, Came(id, to_answers(came.answers)))
         elif came.kind == "late":
             self._happened(id, Failed("timed out", f"timed out after {timeout_s:g} s (scoring.timeout_s)"))
         else:

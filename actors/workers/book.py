@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -60,10 +61,12 @@ class SessionBook:
 
     def place(self, id: int, key: Hashable, has_room: Callable[[int], bool] = lambda worker: True) -> int | None:
         """The process that the session is to begin in: the one with the fewest; None while none takes it."""
-        taking = [worker for worker, slot in self._slots.items() if slot.takes and has_room(worker)]
-        if not taking:
+        worker, fewest = None, math.inf
+        for each, slot in self._slots.items():
+            if slot.takes and len(slot.phases) < fewest and has_room(each):
+                worker, fewest = each, len(slot.phases)
+        if worker is None:
             return None
-        worker = taking[0] if len(taking) == 1 else min(taking, key=lambda each: len(self._slots[each].phases))
         self._slots[worker].phases[id] = "waiting"
         self._worker_of[id], self._keys[id] = worker, key
         return worker

@@ -200,9 +200,10 @@ class WorkerPool:
     def _go_on(self, id: int, session: _Session, worker: Worker) -> None:
         unsent, session.unsent = session.unsent, None
         assert unsent is not None
-        if next(iter(self._book.sessions(worker.number))) == id:
-            worker.began = time.monotonic()
-        self._look_by(time.monotonic() + (session.timeout_s if self._kind.at_once is None else LOOK_S))
+        now = time.monotonic()
+        if len(self._book.sessions(worker.number)) == 1:
+            worker.began = now
+        self._look_by(now + (session.timeout_s if self._kind.at_once is None else LOOK_S))
         was_begun, session.has_begun = session.has_begun, True
         if not self._send(worker, unsent) and not was_begun and id in self._sessions:  # it has ended, and never began this
             self._book.closed(id)

@@ -49,13 +49,13 @@ class StartFailed(NamedTuple):
 
 
 class Came(NamedTuple):
-    """What a step came to. began, ended: of it, in seconds since the epoch. ends: no step follows. closed: nor is anything left
-    of the session. retire: as of Closed."""
+    """What a step came to. began, ended: of it on the loop, in seconds since the epoch. ends: no step follows. closed: nor is
+    anything left of the session. retire: as of Closed."""
 
     id: int
     result: Any
-    began: float
-    ended: float
+    began: float = 0.0
+    ended: float = 0.0
     ends: bool = True
     closed: bool = True
     retire: bool = False
@@ -168,9 +168,7 @@ def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             _, id, what = connection.recv()  # nothing but begins
-            began = time.time()
-            result = kind.call(what)
-            connection.send(Came(id, result, began, time.time()))
+            connection.send(Came(id, kind.call(what)))
     end_worker(0)
 
 
