@@ -201,7 +201,7 @@ class WorkerPool:
         unsent, session.unsent = session.unsent, None
         assert unsent is not None
         now = time.monotonic()
-        if len(self._book.sessions(worker.number)) == 1:
+        if next(iter(self._book.sessions(worker.number))) == id:
             worker.began = now
         self._look_by(now + (session.timeout_s if self._kind.at_once is None else LOOK_S))
         was_begun, session.has_begun = session.has_begun, True
