@@ -192,8 +192,6 @@ class RewardsConfig(Section):
     (trl, verl, openrlhf, gym, verifiers) for another system's that cannot be recognised."""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """By reward name: values for those of its parameters that are no columns (`regex = { pattern = "..." }`)."""
-    stop_when: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """By reward name: texts after which a completion ends; `[]` removes those that the reward declares."""
     weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each reward by name; where not given, that of `@reward(weight=...)`, else 1.0."""
     combine: Literal["sum", "product"] = "sum"
@@ -226,7 +224,7 @@ class RewardsConfig(Section):
         """
         settings = {name: stage.given for name, stage in stages.items() if name != REFERENCE}
         try:
-            specs = resolve(self.functions, base_dir, columns, self.options, settings, self.stop_when)
+            specs = resolve(self.functions, base_dir, columns, self.options, settings)
         except (RewardError, ConfigError) as error:  # before the start a reward that cannot be loaded is a wrong setting
             default = (
                 "" if "functions" in self.model_fields_set else f" (rewards.functions = {list(self.functions)} by default)"
@@ -298,8 +296,6 @@ class StageConfig(Section):
     """Tokens in any 60 seconds, of one actor."""
     batch_size: int | None = Field(default=None, ge=1)
     """Completions given at once to a reward that takes lists."""
-    batch_wait_s: float | None = Field(default=None, ge=0)
-    """Seconds for which they are gathered."""
     workers: int | None = Field(default=None, ge=0)
     """Processes of its own for a synchronous reward."""
     stream_tokens: int | None = Field(default=None, ge=0)

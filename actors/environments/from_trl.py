@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
-from async_rlhf.actors.environments.adapters import MAX_TURNS, Adapted, Target
+from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, beside
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, Message
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, checked, read_turn, schema_of
@@ -39,26 +39,25 @@ _ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
     """options: `rewards`, names of TRL rewards beside the target, which are called with `environments`; `response_template`,
     how the model writes a call. Raises EpisodeError for what is not there, ConfigError."""
-    target = Target.of(named)
+    _, name_of_it, found = beside(named)
     for name in options:
         if name not in _OPTIONS:
             raise ConfigError(
                 f"environment.options.{name}: a TRL environment has no such option; {did_you_mean(name, _OPTIONS)}"
             )
-    rewards = {name: _reward(target.beside(name), name) for name in options.get("rewards", ())}
-    found = target.found
+    rewards = {name: _reward(beside(named, name, ConfigError)[2], name) for name in options.get("rewards", ())}
     if isinstance(found, list | tuple) and found and all(map(callable, found)):
         make, shown, methods, reset = None, list(found), {}, None
     elif callable(found):
         make = found
-        kind = _kind(target)
+        kind = _kind(found, name_of_it)
         methods = {name: each for name, each in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
         reset = methods["reset"]
         shown = [_bound(kind, name) for name in methods if name not in _RESERVED]
     else:
         hint = "; a run has one environment: name one" if isinstance(found, Mapping) else ""
         raise ConfigError(
-            f"environment {target.name!r} is {type(found).__name__}; an environment_factory or a list of tools was "
+            f"environment {name_of_it!r} is {type(found).__name__}; an environment_factory or a list of tools was "
             f"expected{hint}"
         )
     schemas = tuple(map(schema_of, shown))
@@ -70,7 +69,7 @@ def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
     is_async = any(map(inspect.iscoroutinefunction, [*methods.values(), *functions, *rewards.values()]))
     return Adapted(
         player.play if is_async else plain(player.play),
-        Declaration(name=target.name, max_turns=MAX_TURNS),
+        Declaration(name=name_of_it, max_turns=MAX_TURNS),
         tuple(dict.fromkeys(needed)),
         schemas,
         judges=bool(rewards) or "get_reward" in methods,
@@ -162,14 +161,14 @@ def _methods(world: Any) -> dict[str, Callable[..., Any]]:
     return {name: getattr(world, name) for name in names if name not in _RESERVED and not name.startswith("_")}
 
 
-def _kind(target: Target) -> type:
+def _kind(factory: Any, name: str) -> type:
     """Of the environments that a factory makes."""
     try:
-        kind = target.found if isinstance(target.found, type) else type(target.found())
+        kind = factory if isinstance(factory, type) else type(factory())
     except Exception as error:  # the factory is the user's own code
-        raise ConfigError(f"environment {target.name!r} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"environment {name!r} raised {type(error).__name__}: {error}") from error
     if not inspect.isfunction(getattr(kind, "reset", None)):
-        raise ConfigError(f"environment {target.name!r} makes a {kind.__name__}, which has no method 'reset'; TRL needs one")
+        raise ConfigError(f"environment {name!r} makes a {kind.__name__}, which has no method 'reset'; TRL needs one")
     return kind
 
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.environments.adapters import MAX_TURNS, Adapted, Target
+from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, beside
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, Message
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, read_turn
@@ -35,16 +35,16 @@ _TEMPLATE = {**TEMPLATE, "fields": {name: each for name, each in TEMPLATE["field
 
 def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
     """options: arguments of `load_environment`. Raises EpisodeError for what is not there, ConfigError."""
-    target = Target.of(named)
-    if not callable(target.found):
-        raise ConfigError(f"environment {target.name!r} is a {type(target.found).__name__}; a load_environment was expected")
+    place, name, load_environment = beside(named)
+    if not callable(load_environment):
+        raise ConfigError(f"environment {name!r} is a {type(load_environment).__name__}; a load_environment was expected")
     try:
-        env = target.found(**options)
+        env = load_environment(**options)
     except Exception as error:  # the environment's own code
-        raise ConfigError(f"environment {target.place}:{target.name} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"environment {named} raised {type(error).__name__}: {error}") from error
     if lacking := [name for name in _NEEDED if not hasattr(env, name)]:
         raise ConfigError(
-            f"environment {target.place}:{target.name} gave a {type(env).__name__}, which has no {lacking[0]!r}; a "
+            f"environment {named} gave a {type(env).__name__}, which has no {lacking[0]!r}; a "
             "MultiTurnEnv of verifiers 0.1.9 was expected"
         )
     most = getattr(env, "max_turns", -1)
@@ -77,8 +77,8 @@ def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
         metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         yield Score(float(state["reward"]), metrics={**metrics, "unparsed_turns": unparsed})
 
-    named = Path(target.place).stem if target.place.endswith(".py") else target.place.rpartition(".")[2]
-    return Adapted(play, Declaration(name=named, max_turns=most if most > 0 else MAX_TURNS), (), tools)
+    own_name = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    return Adapted(play, Declaration(name=own_name, max_turns=most if most > 0 else MAX_TURNS), (), tools)
 
 
 def _step(prompt: Any, completion: Any, trajectory_id: str) -> dict[str, Any]:

@@ -1,11 +1,23 @@
 """From a name to an environment and back: `resolve` in the supervisor, `load` in the process that runs its episodes.
 
-As with rewards, an environment travels as a name, and is proven good before any process starts.
+As with rewards, an environment travels as a name, and is proven good before any process starts. One that is written for another
+system is named with its form before the target, `trl:file.py:MyEnvironment`, and played as ours:
+
+    form        what the target is                                                        settings it reads
+    trl         what `GRPOTrainer` takes as `environment_factory`, or as `tools`: a list     options.rewards, .response_template
+    verifiers   a `load_environment` that gives a `MultiTurnEnv` or a subclass of it         options are its arguments
+    remote      the address of a server that plays one (`server`)                            options.keys
+
+Each adapter makes a generator of ours from the foreign object, which stays unchanged. The tools that the model is shown are
+known before the run, and travel with the spec.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+import json
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -13,18 +25,40 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Literal
 
-from async_rlhf.actors.environments.adapters import Adapted, adapted, form_of
-from async_rlhf.actors.environments.settings import EnvironmentFunction, EnvironmentSettings, settings_of
+from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, EnvironmentSettings, settings_of
 from async_rlhf.actors.environments.tool_calls import Tool, schema_of
-from async_rlhf.actors.rewards import absolute
-from async_rlhf.actors.rewards.loading import found_in
+from async_rlhf.actors.rewards.loading import absolute, found_in, split_form
 from async_rlhf.actors.rewards.signature import Signature, check_parameters
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError
 
 FIELDS = frozenset({"prompt", "seed"})
 """Of every episode, beside the columns of its row. seed: int, the same for all members of a group."""
+MAX_TURNS = 64
+"""Of an adapted environment that sets no limit itself; the length of an episode bounds it as well."""
+ADAPTERS: Mapping[str, str] = {
+    "trl": "from_trl:from_trl",
+    "verifiers": "from_verifiers:from_verifiers",
+    "remote": "remote:from_server",
+}
+"""By form the module here and its function, which makes of target and options what is `Adapted`: imported where it is used."""
 
 _FORM = "an environment is a generator: it yields the prompt, and gets what the model wrote back ('text = yield question')"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A generator of ours, called with the fields of an episode, and what it or its foreign object declares.
+
+    required: columns that every row must have. tools: what the model's chat template is given. judges: whether it gives a
+    score; else rewards must. fields: the fields and columns it takes, None for all.
+    """
+
+    function: EnvironmentFunction
+    settings: Declaration
+    required: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    judges: bool = True
+    fields: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -32,9 +66,7 @@ class EnvironmentSpec(EnvironmentSettings):
     """An environment by name, and how its episodes are bounded. Plain data.
 
     target: `package.module:name` or `/absolute/file.py:name`, with its form before it (`trl:`) where it is of another system.
-    kind: async for an asynchronous generator. required: parameters without a default. fields: the fields and columns it takes,
-    None for all. options: values of its other parameters. tools: those that the model is shown. judges: False where it never
-    gives a score, so that rewards must.
+    kind: async for an asynchronous generator. options: values of its other parameters. The others: as of `Adapted`.
     """
 
     name: str
@@ -49,9 +81,8 @@ class EnvironmentSpec(EnvironmentSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A spec is written as JSON on its way to an actor, which turns tuples into lists.
-        object.__setattr__(self, "required", tuple(self.required))
-        object.__setattr__(self, "tools", tuple(self.tools))
-        object.__setattr__(self, "fields", None if self.fields is None else tuple(self.fields))
+        for name in ("required", "fields", "tools"):
+            object.__setattr__(self, name, None if getattr(self, name) is None else tuple(getattr(self, name)))
 
     def check(self, columns: AbstractSet[str]) -> None:
         """columns: those of every row. Raises ConfigError when a parameter can get no value, and for an unknown option."""
@@ -75,12 +106,13 @@ def resolve(
     target: as in `EnvironmentSpec.target`, or `own_name=target`. base_dir: folder that a relative file starts from. columns:
     those of every row; without them parameters are not checked. options: values for parameters that are no columns. settings:
     what overrides its `@environment(...)`.
-    Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator, and as `check` does.
+    Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator, for a parameter that can
+    get no value, and for an unknown option.
     """
     own_name, _, target = absolute(target, base_dir).rpartition("=")
-    found, fields = _found(target, options or {})
+    found = _found(target, options or {})
     name = own_name or found.settings.name or target.rpartition(":")[2].rpartition(".")[2]
-    return _checked(name, target, found, fields, options, settings, columns)
+    return _spec(name, target, found, options or {}, settings or {}, columns)
 
 
 def spec_in_process(
@@ -91,26 +123,25 @@ def spec_in_process(
     columns: AbstractSet[str] | None,
 ) -> EnvironmentSpec:
     """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
-    return _checked(name, name, *_of_ours(name, function), options, settings, columns)
+    return _spec(name, name, _ours(name, function), options, settings, columns)
 
 
-def _checked(
+def _spec(
     name: str,
     target: str,
     found: Adapted,
-    fields: tuple[str, ...] | None,
-    options: Mapping[str, Any] | None,
-    settings: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    settings: Mapping[str, Any],
     columns: AbstractSet[str] | None,
 ) -> EnvironmentSpec:
-    given = replace(found.settings, **(settings or {}))
+    given = replace(found.settings, **settings)
     spec = EnvironmentSpec(
         name,
         target,
         "async" if _is(inspect.isasyncgenfunction, found.function) else "sync",
         found.required,
-        fields,
-        dict(options or {}),
+        found.fields,
+        dict(options),
         found.tools,
         found.judges,
         **{each.name: getattr(given, each.name) for each in dataclass_fields(EnvironmentSettings)},
@@ -125,13 +156,11 @@ def load(spec: EnvironmentSpec) -> EnvironmentFunction:
 
     Raises EpisodeError when it cannot be had.
     """
-    form, rest = form_of(spec.target)
-    if form:
-        try:
-            return adapted(form, rest, spec.options).function
-        except ConfigError as error:
-            raise EpisodeError(str(error)) from error
-    return with_options(_function(spec.target), spec)
+    try:
+        function = _found(spec.target, spec.options).function
+    except ConfigError as error:
+        raise EpisodeError(str(error)) from error
+    return function if split_form(spec.target, ADAPTERS)[0] else with_options(function, spec)
 
 
 def with_options(function: EnvironmentFunction, spec: EnvironmentSpec) -> EnvironmentFunction:
@@ -139,39 +168,45 @@ def with_options(function: EnvironmentFunction, spec: EnvironmentSpec) -> Enviro
     return (lambda **fields: function(**{**fields, **spec.options})) if spec.options else function
 
 
-def _found(target: str, options: Mapping[str, Any]) -> tuple[Adapted, tuple[str, ...] | None]:
-    """What the target is, and the fields that it takes (None: all)."""
-    form, rest = form_of(target)
-    if form:
-        found = adapted(form, rest, options)
-        return found, found.fields
-    return _of_ours(target, _function(target))
+def beside(target: str, name: str = "", error: type[EpisodeError] | type[ConfigError] = EpisodeError) -> tuple[str, str, Any]:
+    """The module or file that a target names, and what stands there: the target's own name, or another, and what that is.
 
-
-def _of_ours(target: str, function: EnvironmentFunction) -> tuple[Adapted, tuple[str, ...] | None]:
-    signature = _signature(target, function)
-    fields = None if signature.any_column else (*signature.required, *signature.optional)
-    declared = settings_of(function)
-    return Adapted(function, declared, signature.required, tuple(map(schema_of, declared.tools))), fields
-
-
-def _function(target: str) -> EnvironmentFunction:
-    place, _, name = target.rpartition(":")
+    Raises the error for what cannot be imported or is not there.
+    """
+    place, _, own = target.rpartition(":")
     if not place:
-        raise EpisodeError(f"environment {target!r} has no module; name it as 'package.module:name' or 'path.py:name'")
-    found: EnvironmentFunction = found_in(place, name, "environment", target, EpisodeError)
+        raise error(f"environment {target!r} has no module; name it as 'package.module:name' or 'path.py:name'")
+    name = name or own
+    return place, name, found_in(place, name, "environment", f"{place}:{name}", error)
+
+
+def _found(target: str, options: Mapping[str, Any]) -> Adapted:
+    form, rest = split_form(target, ADAPTERS)
+    if form:
+        return _adapted(form, rest, json.dumps(dict(options), sort_keys=True))
+    return _ours(target, beside(target)[2])
+
+
+@functools.lru_cache(maxsize=16)
+def _adapted(form: str, target: str, options: str) -> Adapted:
+    """Made once in a process. Raises EpisodeError for what is not there, ConfigError for what is not of the form."""
+    module, _, name = ADAPTERS[form].partition(":")
+    found: Adapted = getattr(importlib.import_module(f"{__package__}.{module}"), name)(target, json.loads(options))
     return found
 
 
-def _signature(target: str, function: EnvironmentFunction) -> Signature:
+def _ours(target: str, function: EnvironmentFunction) -> Adapted:
     if not callable(function):
         raise ConfigError(f"environment {target!r} is {type(function).__name__}, no function; {_FORM}")
     if not _is(inspect.isasyncgenfunction, function) and not _is(inspect.isgeneratorfunction, function):
         raise ConfigError(f"environment {target!r} has no yield; {_FORM}")
     try:
-        return Signature.of(function)
+        signature = Signature.of(function)
     except RewardError as error:
         raise ConfigError(f"environment {target!r}: {error}") from error
+    declared, taken = settings_of(function), (*signature.required, *signature.optional)
+    tools = tuple(map(schema_of, declared.tools))
+    return Adapted(function, declared, signature.required, tools, fields=None if signature.any_column else taken)
 
 
 def _is(kind: Any, function: EnvironmentFunction) -> bool:

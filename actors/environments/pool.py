@@ -1,8 +1,8 @@
 """The pool of episodes: what the actor's loop needs of environments.
 
 The loop must never block: `begin`, `reply`, `discard` and `poll` return at once, and `wake` is called from another thread when
-a poll may have something. Each `begin` and each `reply` brings one event: `Observation` (then it is the model's turn), `Ended`
-or `Lost`; a `Lost` may also come while the model writes.
+a poll may have something. Each `begin` and each `reply` brings one `Event`; one of a lost episode may also come while the model
+writes.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from async_rlhf.actors.environments.adapters import form_of
 from async_rlhf.actors.environments.config import EnvironmentConfig
-from async_rlhf.actors.environments.loading import EnvironmentSpec
+from async_rlhf.actors.environments.loading import ADAPTERS, EnvironmentSpec
 from async_rlhf.actors.environments.remote import RemoteEpisodes
-from async_rlhf.actors.environments.settings import Content, EnvironmentFunction
-from async_rlhf.actors.environments.worker import EpisodeClosed, EpisodeStep
-from async_rlhf.actors.environments.workers import EpisodeWorkers
-from async_rlhf.actors.environments.yields import End, Read, Reason
+from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.worker import EpisodeKind
+from async_rlhf.actors.environments.yields import End, Read, fails
+from async_rlhf.actors.rewards.loading import split_form
+from async_rlhf.actors.workers.book import Failed
+from async_rlhf.actors.workers.pool import WorkerPool
+from async_rlhf.actors.workers.sessions import Came, Closed
 from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.score import Score
 
 logger = logging.getLogger(__name__)
 
@@ -32,58 +34,28 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Observation(Generic[Key]):
-    """What the model is to read next; the first one is the prompt.
+class Event(Generic[Key]):
+    """What came of an episode: what the model is to read next (the first is the prompt), its end, or None where it is lost.
 
-    score: of the turn before it, None for none. began, ended: of the environment's step, in seconds since the epoch.
+    Then its process ended for another episode's reason or one that is not known, and the caller begins it again.
+
+    began, ended: of the environment's step, in seconds since the epoch.
     """
 
     key: Key
-    content: Content
-    score: float | None
-    began: float
-    ended: float
-
-
-@dataclass(frozen=True)
-class Ended(Generic[Key]):
-    """The end of an episode, by its environment's choice (`scored`, `returned`), after the last turn that it may have
-    (`max_turns`), or `failed`.
-
-    score: that of the episode and of its last turn; its state is failed where the reason is. None: rewards judge it alone.
-    At `max_turns` it is what Feedback gave for the last turn.
-    """
-
-    key: Key
-    score: Score | None
-    reason: Reason
-    began: float
-    ended: float
-
-
-@dataclass(frozen=True)
-class Lost(Generic[Key]):
-    """Its process ended for another episode's reason or one that is not known: the caller begins it again."""
-
-    key: Key
-
-
-Event = Observation[Key] | Ended[Key] | Lost[Key]
+    came: Read | End | None
+    began: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass
 class EpisodeCounters:
-    """episodes: ended ones, by reason. failed: by kind (`yields.Kind`). turns: of the model, answered or not.
-
-    seconds: in steps of the environment, summed over concurrent ones. cleanups_failed: generators whose `finally` raised, hung
-    or yielded.
-    """
+    """episodes: ended ones, by reason. failed: by kind (`yields.Kind`). lost: begun again. cleanups_failed: generators whose
+    `finally` raised, hung or yielded."""
 
     episodes: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
-    turns: int = 0
     lost: int = 0
-    seconds: float = 0.0
     cleanups_failed: int = 0
 
 
@@ -105,18 +77,20 @@ class EpisodePool(Generic[Key]):
         function: EnvironmentFunction | None = None,
     ) -> None:
         """function: where only this process has it; it then runs in threads."""
-        self._wake, self._is_awake = wake, False
+        self._spec, self._wake, self._is_awake = spec, wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _Pending[Key]] = {}
-        self._inbox: queue.SimpleQueue[tuple[int, EpisodeStep | EpisodeClosed | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Came | Closed | Failed | None]] = queue.SimpleQueue()
         self.counters = EpisodeCounters()
-        form, address = form_of(spec.target)
-        self._workers: RemoteEpisodes | EpisodeWorkers
+        form, address = split_form(spec.target, ADAPTERS)
+        self._sessions: RemoteEpisodes | WorkerPool
         if form == "remote":
-            self._workers = RemoteEpisodes(spec, address, self._happened)
+            self._sessions = RemoteEpisodes(spec, address, self._happened)
         else:
-            self._workers = EpisodeWorkers(spec, config, self._happened, function)
+            what = f"the processes of environment {spec.name!r} ({spec.target})"
+            kind = EpisodeKind(spec, config, function)
+            self._sessions = WorkerPool(kind, config.workers, what, EpisodeError, self._happened)
 
     @property
     def num_pending(self) -> int:
@@ -138,16 +112,15 @@ class EpisodePool(Generic[Key]):
             raise EpisodeError(f"the episode {key} runs already; poll its end or discard it first")
         id = self._id_of[key] = next(self._ids)
         self._pending[id] = _Pending(key)
-        self._workers.begin(id, key, fields)
+        self._sessions.begin(id, key, self._spec.usable(fields), self._spec.timeout_s)
 
     def reply(self, key: Key, text: str) -> None:
         """What the model wrote in its turn. Raises EpisodeError where it is not the model's turn."""
         id = self._id_of.get(key, -1)
         if id not in self._pending or not self._pending[id].writes:
-            raise EpisodeError(f"the episode {key} waits for no reply; each Observation has one")
+            raise EpisodeError(f"the episode {key} waits for no reply; each observation has one")
         self._pending[id].writes = False
-        self.counters.turns += 1
-        self._workers.reply(id, text)
+        self._sessions.reply(id, text)
 
     def poll(self) -> list[Event[Key]]:
         """What has come since the last poll; of an episode that was lost meanwhile only that. Never waits.
@@ -155,17 +128,17 @@ class EpisodePool(Generic[Key]):
         Raises EpisodeError when no process can run the environment.
         """
         self._is_awake = False  # first of all, so that nothing comes unseen and without a call of `wake`
-        self._workers.check()
+        self._sessions.check()
         events: list[Event[Key]] = []
         # Only what is there now: environments that answer faster than this loop must not block the actor.
         for _ in range(self._inbox.qsize()):
             id, message = self._inbox.get_nowait()
-            if isinstance(message, EpisodeClosed):
+            if isinstance(message, Closed):
                 self._count_cleanup(message)
             elif id in self._pending:  # Else it was discarded.
                 events.append(self._event(id, message))
-        lost = {event.key for event in events if isinstance(event, Lost)}
-        return [event for event in events if not isinstance(event, Observation) or event.key not in lost]
+        lost = {event.key for event in events if event.came is None}
+        return [event for event in events if not isinstance(event.came, Read) or event.key not in lost]
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Close these episodes; unknown keys are ignored. Their generators are closed as soon as their steps end."""
@@ -173,37 +146,36 @@ class EpisodePool(Generic[Key]):
         ids = tuple(id for key in keys if (id := self._id_of.pop(key, None)) is not None)
         for id in ids:
             del self._pending[id]
-        self._workers.discard(ids, keys)
+        self._sessions.discard(ids, keys)
 
     def close(self, deadline_s: float = 5.0) -> None:
         """End all processes, after half of the deadline for cleanup. Raises DeadlineError if one is left after all of it."""
-        self._workers.close(deadline_s)
+        self._sessions.close(deadline_s)
 
-    def _happened(self, id: int, message: EpisodeStep | EpisodeClosed | None) -> None:
+    def _happened(self, id: int, message: Came | Closed | Failed | None) -> None:
         """Called from the thread of the processes."""
+        if isinstance(message, Closed) and not message.failure:
+            return
         self._inbox.put((id, message))
         if not self._is_awake:  # else there has been no poll since
             self._is_awake = True
             self._wake()
 
-    def _event(self, id: int, step: EpisodeStep | None) -> Event[Key]:
+    def _event(self, id: int, message: Came | Failed | None) -> Event[Key]:
         pending = self._pending[id]
-        if step is None:
-            self._forget(id)
-            self.counters.lost += 1
-            return Lost(pending.key)
-        came = step.came
-        self.counters.seconds += step.ended - step.began
-        if isinstance(came, Read):
+        if isinstance(message, Came) and isinstance(message.result, Read):
             pending.writes = True
             pending.turns += 1
-            return Observation(pending.key, came.content, came.score, step.began, step.ended)
-        self._forget(id)
-        self._count(came)
-        return Ended(pending.key, came.score, came.reason, step.began, step.ended)
-
-    def _forget(self, id: int) -> None:
-        del self._id_of[self._pending.pop(id).key]
+            return Event(pending.key, message.result, message.began, message.ended)
+        del self._id_of[pending.key], self._pending[id]
+        if message is None:
+            self.counters.lost += 1
+            return Event(pending.key, None)
+        if isinstance(message, Failed):
+            now, end = time.time(), fails(message.kind, message.reason)
+            message = Came(id, end, now, now)
+        self._count(message.result)
+        return Event(pending.key, message.result, message.began, message.ended)
 
     def _count(self, end: End) -> None:
         """The log gets the first failure with its traceback."""
@@ -213,7 +185,7 @@ class EpisodePool(Generic[Key]):
                 logger.warning("an episode failed, later failures are only counted: %s\n%s", end.failure, end.traceback)
             self.counters.failed[end.kind] += 1
 
-    def _count_cleanup(self, closed: EpisodeClosed) -> None:
+    def _count_cleanup(self, closed: Closed) -> None:
         if not self.counters.cleanups_failed:
             logger.warning("the cleanup of an episode failed, later failures are only counted: %s", closed.failure)
         self.counters.cleanups_failed += 1

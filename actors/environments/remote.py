@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from async_rlhf.actors.environments.adapters import Adapted
-from async_rlhf.actors.environments.loading import EnvironmentSpec
+from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
 from async_rlhf.actors.environments.settings import Declaration
-from async_rlhf.actors.environments.worker import EpisodeStep
-from async_rlhf.actors.environments.workers import Happened
 from async_rlhf.actors.environments.yields import End, Read, fails
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import Failure, SessionClient, describe
 from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, Step, Stepped, to_answers
+from async_rlhf.actors.workers.sessions import Came, Happened
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, EpisodeError, WireError
 from async_rlhf.buffers.score import Score
 
@@ -79,7 +77,7 @@ class _Episode:
 
 
 class RemoteEpisodes:
-    """What `EpisodeWorkers` are to a pool, at a server."""
+    """`Sessions` of episodes at a server."""
 
     def __init__(self, spec: EnvironmentSpec, address: str, happened: Happened) -> None:
         self._spec, self._happened = spec, happened
@@ -88,11 +86,10 @@ class RemoteEpisodes:
         keys = "" if address.startswith(CALLER) else str(spec.options.get("keys", ""))
         self._client = SessionClient(address, keys, SERVED, self._came)
 
-    def begin(self, id: int, key: Hashable, fields: Mapping[str, Any]) -> None:
+    def begin(self, id: int, key: Hashable, what: Mapping[str, Any], timeout_s: float) -> None:
         limit_s = self._spec.episode_timeout_s
         episode = _Episode(key, float("inf") if limit_s is None else time.monotonic() + limit_s)
-        members = [{**self._spec.usable(fields)}]
-        self._client.do(partial(self._step, id, episode, Step.model_construct(id=id, members=members)))
+        self._client.do(partial(self._step, id, episode, Step.model_construct(id=id, members=[{**what}])))
 
     def reply(self, id: int, text: str) -> None:
         self._client.do(partial(self._reply, id, text))
@@ -140,7 +137,7 @@ class RemoteEpisodes:
         else:
             self._episodes[id] = episode
             end = Read(came.content, came.score)
-        self._happened(id, EpisodeStep(id, end, episode.began, now))
+        self._happened(id, Came(id, end, episode.began, now))
 
     def _failed(self, episode: _Episode, came: Failure) -> End:
         if came.kind == "late" and episode.ends_at <= time.monotonic():

@@ -15,8 +15,9 @@ from typing import Any
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
-from async_rlhf.actors.environments.pool import Ended, EpisodePool, Event, Lost, Observation
+from async_rlhf.actors.environments.pool import EpisodePool, Event
 from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.yields import Read
 from async_rlhf.actors.rewards import Answer
 from async_rlhf.actors.workers.messages import EnvironmentFields, Step, Stepped, to_fields
 from async_rlhf.actors.workers.service import Client, Service, Session
@@ -69,12 +70,11 @@ class EnvironmentServer(Service):
         self._pool.discard(keys)
 
     def _stepped(self, event: Event[int], client: Client, id: int, session: Session) -> Stepped | None:
-        if isinstance(event, Lost):
+        if event.came is None:
             return None
-        if isinstance(event, Observation):
-            return Stepped(id=id, turn=session.turn, content=event.content, score=event.score)
-        assert isinstance(event, Ended)
-        score = event.score
+        if isinstance(event.came, Read):
+            return Stepped(id=id, turn=session.turn, content=event.came.content, score=event.came.score)
+        score = event.came.score
         answers = [] if score is None else [to_fields(Answer(score.value, score.failure, metrics=score.metrics))]
         return Stepped(id=id, turn=session.turn, answers=answers)
 

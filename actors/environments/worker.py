@@ -1,273 +1,150 @@
-"""The child process that runs episodes on one event loop. Started and killed by `workers`.
+"""Episodes in the processes that run them: a generator that is driven one step at a time, synchronous or asynchronous.
 
-owns        the generators of its episodes, and threads for the steps of synchronous ones
-waits for   messages (in a thread of its own, so that the actor can always send), steps, the time-out of each
-woken by    these
-on close    it is killed; episodes that are to be cleaned up have been closed before
-
-    actor -> process   BeginEpisode, Reply, CloseEpisode
-    process -> actor   None once the environment is imported, or StartFailed; EpisodeStep, EpisodeClosed
-
-Each BeginEpisode and each Reply is answered by one EpisodeStep; each episode ends with EpisodeClosed, after its generator's
-cleanup. An id names an episode of one actor's life.
-
-A blocked loop cannot report itself: the child writes into shared memory that its loop turns and which asynchronous step runs on
-it (`watchdog`); the actor reads both.
+A step returns what it came to and never raises for what the user's code does, but for memory that ran out. An asynchronous step
+runs on the event loop and is cancelled when it must end; a synchronous one runs in a thread, which ends only with its process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import threading
-import time
-import traceback
-from collections.abc import Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
-from async_rlhf.actors.environments.generators import AsyncSteps, DaemonThreads, Steps, ThreadSteps
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.settings import EnvironmentFunction
-from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_yield
-from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, ended, obey_parent
-from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
-from async_rlhf.buffers.errors import EpisodeError
-
-# How often the loop shows that it turns.
-PULSE_S = 0.2
+from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return, read_yield
+from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 
 
-class BeginEpisode(NamedTuple):
-    """fields: what the environment can use of its columns, `prompt` and `seed`."""
+class EpisodeKind:
+    """The `Kind` of a pool of episodes. function: where only this process has it; it then runs in threads."""
 
-    id: int
-    fields: Mapping[str, Any]
+    timeout_setting, memory_setting = "timeout_s", "environment.worker_memory_mb"
+    cleans_up = True
 
+    def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, function: EnvironmentFunction | None) -> None:
+        self.spec, self.memory_mb = spec, config.worker_memory_mb
+        self.at_once: int | None = config.max_concurrency
+        self.in_thread, self._function = function is not None, function
+        self._threads: Executor | None = None
 
-class Reply(NamedTuple):
-    """What the model wrote in its turn."""
+    def load(self) -> None:
+        """Raises EpisodeError."""
+        if self._function is None:
+            self._function, self._threads = load(self.spec), ThreadPoolExecutor(self.at_once, "episode")
+        else:
+            self._function, self._threads = with_options(self._function, self.spec), DaemonThreads()
 
-    id: int
-    text: str
+    def call(self, what: Any) -> Any:
+        raise AssertionError("an episode is no single call")
 
-
-class CloseEpisode(NamedTuple):
-    """Nothing more is wanted of it."""
-
-    id: int
-
-
-class StartFailed(NamedTuple):
-    """The environment cannot be imported; the process ends."""
-
-    reason: str
-
-
-class EpisodeStep(NamedTuple):
-    """What a step came to. began, ended: of it, in seconds since the epoch. retire: as of EpisodeClosed."""
-
-    id: int
-    came: Read | End
-    began: float
-    ended: float
-    retire: bool = False
+    def begin(self, id: int, what: Mapping[str, Any], watchdog: LoopWatchdog) -> Episode:
+        assert self._function is not None
+        threads = None if self.spec.kind == "async" else self._threads
+        return Episode(self._function, what, self.spec, threads, watchdog, id)
 
 
-class EpisodeClosed(NamedTuple):
-    """failure: what its cleanup raised. retire: something of it runs on and cannot be stopped, or memory ran out: its process
-    should take no further episodes."""
+class Episode:
+    """A `Session`. fields: of the episode. threads: for the steps of a synchronous generator, each in whichever is free; else
+    the watchdog shows whose step the loop runs."""
 
-    id: int
-    failure: str
-    retire: bool
-
-
-Message = BeginEpisode | Reply | CloseEpisode | StartFailed | EpisodeStep | EpisodeClosed | None
-
-
-def serve(
-    connection: Connection,
-    watchdog: LoopWatchdog,
-    spec: EnvironmentSpec,
-    config: EnvironmentConfig,
-    function: EnvironmentFunction | None,
-) -> None:
-    """Until the other end of the connection is closed. function: in a thread of the process that has it."""
-    threads: Executor = DaemonThreads()
-    if function is None:
-        obey_parent(config.worker_memory_mb)
-        threads = ThreadPoolExecutor(config.max_concurrency, "episode")
-        try:
-            function = load(spec)
-        except EpisodeError as error:
-            connection.send(StartFailed(str(error)))
-            os._exit(1)  # whatever else the import has begun
-    else:
-        function = with_options(function, spec)
-    asyncio.run(_Worker(connection, spec, config, function, threads, watchdog).run())
-
-
-class _Episode:
-    """One episode: its generator, what the model writes (None: nothing more is wanted), and when it must end.
-
-    is_stuck: a step of it runs on and cannot be stopped. retires: its process should be replaced.
-    """
-
-    def __init__(self, id: int, steps: Steps, ends_at: float) -> None:
-        self.id, self.steps, self.ends_at = id, steps, ends_at
-        self.replies: asyncio.Queue[str | None] = asyncio.Queue()
-        self.running: asyncio.Future[Any] | None = None
-        self.is_closed = self.is_stuck = self.retires = False
-
-    def close(self) -> None:
-        """Nothing more is wanted of it: an asynchronous step ends now, its cleanup is left to run."""
-        if not self.is_closed:
-            self.is_closed = True
-            self.replies.put_nowait(None)
-            if self.steps.stoppable and self.running is not None:
-                self.running.cancel()
-
-
-class _Worker:
     def __init__(
         self,
-        connection: Connection,
-        spec: EnvironmentSpec,
-        config: EnvironmentConfig,
         function: EnvironmentFunction,
-        threads: Executor,
+        fields: Mapping[str, Any],
+        spec: EnvironmentSpec,
+        threads: Executor | None,
         watchdog: LoopWatchdog,
+        id: int,
     ) -> None:
-        self._connection, self._spec, self._config, self._function = connection, spec, config, function
-        self._threads, self._watchdog = threads, watchdog
-        self._places = asyncio.Semaphore(config.max_concurrency)
-        self._episodes: dict[int, _Episode] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._function, self._fields, self._spec, self._threads = function, fields, spec, threads
+        self._watchdog, self._id = watchdog, id
+        self.stoppable, self.timeout_s, self.whole_timeout_s = threads is None, spec.timeout_s, spec.episode_timeout_s
+        self._generator: Any = None
+        self._turn = -1
 
-    async def run(self) -> None:
-        self._watchdog.beat()
-        self._send(None)
-        loop, over = asyncio.get_running_loop(), asyncio.Event()
+    def step(self, sent: str | None) -> asyncio.Future[Read | End]:
+        self._turn += 1
+        if self._threads is None:
+            return asyncio.ensure_future(self._step_async(sent))
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._step, sent)
 
-        def read() -> None:
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    loop.call_soon_threadsafe(self._take, self._connection.recv())
-            end_worker(0)
-            loop.call_soon_threadsafe(over.set)
+    def close(self) -> asyncio.Future[str]:
+        if self._threads is None:
+            return asyncio.ensure_future(self._close_async())
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._close)
 
-        threading.Thread(target=read, name="messages", daemon=True).start()
-        while not over.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), PULSE_S)
-            self._watchdog.beat()
+    def ends(self, result: Read | End) -> bool:
+        return isinstance(result, End)
 
-    def _send(self, message: Message) -> None:
-        # The parent always reads, so this does not block the loop.
-        self._connection.send(message)
+    def failed(self, has_died: bool, reason: str) -> End:
+        return fails("died" if has_died else "timed out", reason)
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, BeginEpisode):
-            self._begin(message.id, message.fields)
-        elif isinstance(message, Reply) and message.id in self._episodes:
-            self._episodes[message.id].replies.put_nowait(message.text)
-        elif isinstance(message, CloseEpisode) and message.id in self._episodes:
-            self._episodes[message.id].close()
+    def _started(self) -> Any:
+        """Calling the function fails for arguments that it does not take."""
+        if self._generator is None:
+            self._generator = self._function(**self._fields)
+        return self._generator
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # Of the connection where a thread was left behind; else a defect of ours: the episode would never be answered.
-            if not isinstance(error, OSError):
-                traceback.print_exception(error)
-            end_worker(1)
-
-    def _begin(self, id: int, fields: Mapping[str, Any]) -> None:
-        """At once, because a message to close it may come before its task runs."""
+    def _step(self, sent: str | None) -> Read | End:
         try:
-            generator = self._function(**fields)
-        except BaseException as error:  # noqa: BLE001  calling the function fails for arguments it does not take
-            now = time.time()
-            self._send(EpisodeStep(id, raised(error), now, now))
-            self._send(EpisodeClosed(id, "", retire=False))
-            return
-        steps: Steps = (
-            AsyncSteps(generator, self._watchdog, id) if self._spec.kind == "async" else ThreadSteps(generator, self._threads)
-        )
-        limit_s = self._spec.episode_timeout_s
-        ends_at = float("inf") if limit_s is None else time.monotonic() + limit_s
-        self._episodes[id] = _Episode(id, steps, ends_at)
-        task = asyncio.get_running_loop().create_task(self._attend(self._episodes[id]))
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+            return read_yield(self._started().send(sent), self._turn, self._spec.max_turns)
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
+            return self._end_of(error)
 
-    async def _attend(self, episode: _Episode) -> None:
-        """One episode, from its first step to the end of its cleanup."""
-        id = episode.id
-        turn, sent = 0, None
-        while not episode.is_closed:
-            came, began = await self._step(episode, sent, turn)
-            self._send(EpisodeStep(id, came, began, time.time(), episode.is_stuck or episode.retires))
-            if isinstance(came, End):
-                break
-            sent = await episode.replies.get()
-            if sent is None:
-                break
-            turn += 1
-        episode.is_closed = True
-        failure = await self._close(episode)
-        del self._episodes[id]
-        self._send(EpisodeClosed(id, failure, episode.is_stuck or episode.retires))
+    async def _step_async(self, sent: str | None) -> Read | End:
+        try:
+            step = self._started().asend(sent)
+            return read_yield(await Watched(step, self._watchdog, self._id), self._turn, self._spec.max_turns)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return fails("raised", "CancelledError: something cancelled what the environment waits for")
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
+            return self._end_of(error)
 
-    async def _step(self, episode: _Episode, sent: str | None, turn: int) -> tuple[Read | End, float]:
-        """What one step of the environment came to, and when it began."""
-        reads = partial(read_yield, turn=turn, max_turns=self._spec.max_turns)
-        await self._places.acquire()
-        began = time.time()
-        left_s = episode.ends_at - time.monotonic()
-        came: Read | End | None = None
-        if left_s > 0 and not episode.is_closed:
-            came = await self._bounded(episode, episode.steps.step(sent, turn, reads), min(left_s, self._spec.timeout_s))
-        else:
-            self._places.release()
-        if came is None:
-            came = self._timed_out(in_step=left_s > self._spec.timeout_s)
-        if isinstance(came, End) and came.kind == "died":
-            # What each episode holds cannot be told apart: memory comes back with a new process.
-            episode.retires = True
-            came = fails("died", ended(OUT_OF_MEMORY, self._config.worker_memory_mb, "environment.worker_memory_mb"))
-        return came, began
+    def _end_of(self, error: BaseException) -> End:
+        """What a step that gave nothing came to."""
+        if isinstance(error, StopIteration | StopAsyncIteration):
+            return read_return(self._turn, getattr(error, "value", None))
+        if isinstance(error, MemoryError):
+            raise error
+        return raised(error)
 
-    def _timed_out(self, in_step: bool) -> End:
-        if in_step:
-            return fails("timed out", f"timed out after {self._spec.timeout_s:g} s (timeout_s)")
-        return fails("timed out", f"the episode took longer than {self._spec.episode_timeout_s:g} s (episode_timeout_s)")
+    def _close(self) -> str:
+        try:
+            if self._generator is not None:
+                self._generator.close()
+        except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
+            return raised(error).failure
+        return ""
 
-    async def _close(self, episode: _Episode) -> str:
-        """Run the generator's cleanup, unless it is stuck; what that failed with."""
-        if episode.is_stuck:
-            return ""
-        await self._places.acquire()
-        failure = await self._bounded(episode, episode.steps.close(), self._spec.timeout_s)
-        return f"timed out after {self._spec.timeout_s:g} s (timeout_s)" if failure is None else failure
+    async def _close_async(self) -> str:
+        try:
+            if self._generator is not None:
+                await Watched(self._generator.aclose(), self._watchdog, self._id)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
+            return raised(error).failure
+        return ""
 
-    async def _bounded(self, episode: _Episode, running: asyncio.Future[Any], timeout_s: float) -> Any:
-        """The result, None where there was none in time. The place is given back unless what runs cannot be stopped."""
-        episode.running = running
-        done, _ = await asyncio.wait({running}, timeout=timeout_s)
-        result = None
-        if done:
-            result = None if running.cancelled() else running.result()
-        elif episode.steps.stoppable:
-            running.cancel()
-            done, _ = await asyncio.wait({running}, timeout=GRACE_S)
-        episode.running = None
-        episode.is_stuck = not done
-        if done:
-            self._places.release()
-        return result
+
+class DaemonThreads(Executor):
+    """One for each call, so that a step that hangs takes no other's place and never keeps the process alive."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments, **named))
+                except MemoryError as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=run, name="episode", daemon=True).start()
+        return future

@@ -21,8 +21,8 @@ import numpy as np
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
 from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Ended, Lost, Observation
 from async_rlhf.actors.environments.rendering import Rendered, as_messages, conversation
+from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.loop.work import Play, Played
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.rewards.answer import as_text
@@ -181,14 +181,14 @@ class Episodes:
         for event in self._play.pool.poll():
             if (episode := self._episodes.get(event.key)) is None:
                 continue  # it was discarded
-            if isinstance(event, Lost):
+            if event.came is None:
                 self._again(event.key, episode)
                 continue
             episode.steps.append((event.began, event.ended))
-            if isinstance(event, Observation):
-                played.append(self._observed(event, episode))
+            if isinstance(event.came, Read):
+                played.append(self._observed(event.key, event.came, episode))
             else:
-                played.append(self._ended(event, episode))
+                played.append(self._ended(event.key, event.came, episode))
         self._submit(self._beginning)
         if self._over:
             self._engine.abort(self._over)
@@ -232,24 +232,24 @@ class Episodes:
         self._play.pool.reply(turn.key, text)
         return None
 
-    def _observed(self, event: Observation[RolloutKey], episode: _Episode) -> Played | None:
+    def _observed(self, key: RolloutKey, read: Read, episode: _Episode) -> Played | None:
         assert self._play is not None
         transcript = episode.transcript
         if not transcript.turns:
-            self._opened(event.key, episode, event.content)
+            self._opened(key, episode, read.content)
             return None
         try:
-            _, ids, restarts = self._rendered(episode, event.content)
+            _, ids, restarts = self._rendered(episode, read.content)
             if not ids:
                 raise EpisodeError("its observation is empty: the model has nothing to read")
         except EpisodeError as error:
-            self._play.pool.discard([event.key])
-            return self._end(event.key, episode, "stop", Score(failure=str(error)))
+            self._play.pool.discard([key])
+            return self._end(key, episode, "stop", Score(failure=str(error)))
         room = self._play.max_length - transcript.length - len(ids)
         if room < 1:
-            self._play.pool.discard([event.key])
-            return self._end(event.key, episode, "context", self._play.at_limit)
-        transcript.add_answer(Answer(event.content, np.array(ids, np.int32), event.score, restarts))
+            self._play.pool.discard([key])
+            return self._end(key, episode, "context", self._play.at_limit)
+        transcript.add_answer(Answer(read.content, np.array(ids, np.int32), read.score, restarts))
         first = episode.request
         prompt_ids, context = transcript.row(first.prompt_ids)
         following = replace(
@@ -273,14 +273,14 @@ class Episodes:
             return rendering.whole(prompt, list(zip(transcript.texts, read, strict=True)), [*prompt_ids, *context])
         return rendering.observation(prompt, content, transcript.turns[-1].token_ids.tolist())
 
-    def _ended(self, event: Ended[RolloutKey], episode: _Episode) -> Played | None:
+    def _ended(self, key: RolloutKey, end: End, episode: _Episode) -> Played | None:
         assert self._play is not None
         if not episode.transcript.turns:
-            self._opened(event.key, episode, event.score or Score(failure="it ended before the model wrote anything"))
+            self._opened(key, episode, end.score or Score(failure="it ended before the model wrote anything"))
             return None
-        if event.reason == "max_turns":
-            return self._end(event.key, episode, "max_turns", event.score or self._play.at_limit)
-        return self._end(event.key, episode, episode.transcript.turns[-1].finish_reason, event.score)
+        if end.reason == "max_turns":
+            return self._end(key, episode, "max_turns", end.score or self._play.at_limit)
+        return self._end(key, episode, episode.transcript.turns[-1].finish_reason, end.score)
 
     def _again(self, key: RolloutKey, episode: _Episode) -> None:
         """Its process ended, and the environment with it: the same from the beginning."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
-from async_rlhf.actors.environments import Content, Message
+from async_rlhf.actors.environments import Content, EnvironmentSpec, Message
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import PLAIN, Row, Template, encode, prompt_number, rollout_seed
@@ -24,21 +24,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Play:
-    """An environment and what it needs. name: of its score. max_length: of a rollout, in tokens behind the prompt. at_limit:
-    the score of an episode that a limit ends; one without a value leaves it out of the batch. max_turns: no turn follows the
-    last of them, so the engine holds nothing of it; None: not known."""
+    """An environment and what it needs. max_length: of a rollout, in tokens behind the prompt."""
 
-    name: str
+    spec: EnvironmentSpec
     pool: EpisodePool[RolloutKey]
     rendering: Renderer
     max_prompt_length: int
     max_length: int
-    at_limit: Score
-    max_turns: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its score."""
+        return self.spec.name
+
+    @property
+    def at_limit(self) -> Score:
+        """The score of an episode that a limit ends; one without a value leaves it out of the batch."""
+        return Score(self.spec.at_limit)
 
     def goes_on(self, turns: int) -> bool:
-        """Whether a turn may follow that which begins after `turns` others."""
-        return self.max_turns is None or turns + 1 < self.max_turns
+        """Whether a turn may follow that which begins after `turns` others; else the engine holds nothing of it."""
+        return turns + 1 < self.spec.max_turns
 
     def counted(self) -> dict[str, float]:
         """As in `wire.Telemetry`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
@@ -72,24 +72,20 @@ def resolve(
     columns: AbstractSet[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
-    stop_when: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[RewardSpec, ...]:
     """Prove that every target can be loaded and called; runs in the supervisor before any process starts.
 
     targets: each a name as in `RewardSpec.target`, or `own_name=target`. base_dir: folder that relative file targets start
     from. columns: those of the data; without them parameters are not checked. options: by reward name, values for
-    parameters that are no columns. settings, stop_when: by reward name, what overrides its `@reward(...)`.
+    parameters that are no columns. settings: by reward name, what overrides its `@reward(...)`.
     Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that can get no value, for two
     rewards of one name and for none at all.
     """
-    options, settings, stop_when = options or {}, settings or {}, stop_when or {}
-    overrides = {name: dict(chosen) for name, chosen in settings.items()}
-    for name, texts in stop_when.items():
-        overrides.setdefault(name, {})["stop_when"] = texts
+    options, settings = options or {}, settings or {}
     specs: dict[str, RewardSpec] = {}
     for given in targets:
         own_name, _, target = absolute(given, base_dir).rpartition("=")
-        spec = _spec(own_name, target, columns, options, overrides)
+        spec = _spec(own_name, target, columns, options, settings)
         if spec.name in specs:
             raise ConfigError(
                 f"two rewards are called {spec.name!r}: {specs[spec.name].target} and {spec.target}; "
@@ -98,10 +94,9 @@ def resolve(
         specs[spec.name] = spec
     if not specs:
         raise ConfigError("no reward is configured, so there is nothing to learn; name one in rewards.functions")
-    for section, named in {"rewards.options": options, "rewards.stop_when": stop_when}.items():
-        if unknown := set(named) - set(specs):
-            name = min(unknown)
-            raise ConfigError(f"{section}.{name}: there is no reward of this name; {did_you_mean(name, specs)}")
+    if unknown := set(options) - set(specs):
+        name = min(unknown)
+        raise ConfigError(f"rewards.options.{name}: there is no reward of this name; {did_you_mean(name, specs)}")
     return tuple(specs.values())
 
 
@@ -110,12 +105,12 @@ def _spec(
     target: str,
     columns: AbstractSet[str] | None,
     options: Mapping[str, Mapping[str, Any]],
-    overrides: Mapping[str, Mapping[str, Any]],
+    given: Mapping[str, Mapping[str, Any]],
 ) -> RewardSpec:
     function = _function(target)
     settings = settings_of(function)
     name = own_name or settings.name or target.rpartition(":")[2].rpartition(".")[2]
-    return _checked(name, target, function, columns, dict(options.get(name, {})), overrides.get(name, {}))
+    return _checked(name, target, function, columns, dict(options.get(name, {})), given.get(name, {}))
 
 
 def spec_in_process(name: str, function: RewardFunction, columns: AbstractSet[str] | None) -> RewardSpec:
@@ -167,10 +162,6 @@ def _check_given(name: str, given: Mapping[str, Any], settings: Declaration, is_
             f"{where}.workers = {settings.workers}: an 'async def' runs on one event loop; set {where}.max_concurrency, or "
             "leave it out"
         )
-    if "batch_wait_s" in given and settings.batch_size == 1:
-        raise ConfigError(
-            f"{where}.batch_wait_s: one completion is given at a time; set {where}.batch_size above 1, or leave it out"
-        )
     at_once = given.get("max_concurrency") or 0
     if not is_async and settings.workers and at_once > settings.workers:
         raise ConfigError(
@@ -195,7 +186,7 @@ def _check_stream(name: str, settings: Declaration, is_async: bool, options: Map
 def absolute(target: str, base_dir: Path) -> str:
     """The same target, its file seen from everywhere; what names no file stays as it is."""
     own_name, equals, rest = target.rpartition("=")
-    scheme, rest = _scheme(rest)
+    scheme, rest = split_form(rest, ADAPTERS)
     place, _, name = rest.rpartition(":")
     if not place.endswith(".py"):
         return target
@@ -239,14 +230,8 @@ def spec_of(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{name}"
 
 
-def _scheme(target: str) -> tuple[str, str]:
-    """The form before the first colon ("" for none), and what follows."""
-    scheme, _, rest = target.partition(":")
-    return (scheme, rest) if scheme in ADAPTERS and rest else ("", target)
-
-
 def _function(target: str) -> RewardFunction:
-    scheme, rest = _scheme(target)
+    scheme, rest = split_form(target, ADAPTERS)
     place, _, name = BUILTINS.get(rest, rest).rpartition(":")
     if not place:
         raise RewardError(
@@ -261,6 +246,12 @@ def _function(target: str) -> RewardFunction:
 
 
 # -- of any kind ----------------------------------------------------------------------------------------------------------
+
+
+def split_form(target: str, forms: Collection[str]) -> tuple[str, str]:
+    """The form before the first colon ("" for none of these), and what follows."""
+    form, _, rest = target.partition(":")
+    return (form, rest) if form in forms and rest else ("", target)
 
 
 def found_in(place: str, name: str, kind: str, target: str, error: type[AsyncRLHFError] = RewardError) -> Any:

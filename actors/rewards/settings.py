@@ -1,7 +1,7 @@
 """The settings of a reward and the `@reward` decorator that leaves them on the function.
 
     @reward(...)   ->  Declaration     on the function
-    configuration  ->  overrides it    scoring.stages.NAME (`actors.config.StageConfig`), rewards.stop_when
+    configuration  ->  overrides it    scoring.stages.NAME (`actors.config.StageConfig`)
     resolve        ->  RewardSpec      what travels to the processes that score
 
 All three are `RewardSettings`, so a setting is one field here. A function without the decorator has the defaults.

@@ -1,9 +1,9 @@
-"""Takes tasks from the queues of all rewards to their executors and brings the answers back.
+"""Takes tasks from the queues of all rewards to where they run (`Sessions`) and brings the answers back.
 
-owns        a queue for each reward, the executors, a thread that waits for the time when a queue may go on
+owns        a queue for each reward, the places where they run, a thread that waits for the time when a queue may go on
 waits for   nothing in its methods, which any thread may call; one at a time advances the queues
-woken by    `submit` and the other methods, and by the executors' threads with answers
-on close    the executors are closed; tasks without an answer get none
+woken by    `submit` and the other methods, and by the threads of the places with answers
+on close    the places are closed; tasks without an answer get none
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardFunction, RewardSpec
-from async_rlhf.actors.scoring.remote import RemoteRewards
+from async_rlhf.actors.scoring.remote import RemoteRewards, Shown
 from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, Task
-from async_rlhf.actors.scoring.reward_worker import Answers, Call, Executor, Shown
-from async_rlhf.actors.scoring.reward_workers import RewardWorkers
+from async_rlhf.actors.scoring.reward_worker import Answers, Call, RewardKind, answers_of
+from async_rlhf.actors.workers.book import Failed
+from async_rlhf.actors.workers.pool import WorkerPool
+from async_rlhf.actors.workers.sessions import Came, Closed, Sessions
 from async_rlhf.buffers.errors import RewardError
 
 # Batches, limits and retries of a stage of the scorer are the scorer's.
@@ -69,22 +71,21 @@ class Dispatcher:
             self._queues[spec.name] = RewardQueue(replace(spec, **_UNLIMITED) if is_there else spec)
             if spec.stream_tokens and not is_there:
                 self._prefetches[spec.name] = Prefetch(spec.batch_size)
-        self._running: dict[int, tuple[str, tuple[Task, ...]]] = {}
-        self._prefetching: dict[int, tuple[str, PrefetchBatch]] = {}
-        self._call_ids = itertools.count()
+        self._running: dict[int, tuple[Call, tuple[Task, ...] | PrefetchBatch]] = {}
+        self._ids = itertools.count()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._due, self._closing = float("inf"), False
-        self._executors: dict[Place, Executor] = {}
+        self._sessions: dict[Place, Sessions] = {}
         for place in dict.fromkeys(self._places.values()):
-            self._executors[place] = self._executor(place, tuple(s for s in specs if self._places[s.name] == place))
+            self._sessions[place] = self._made(place, tuple(s for s in specs if self._places[s.name] == place))
         self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
         self._thread.start()
 
     @property
     def num_resent(self) -> int:
         """Requests that were sent to a server again."""
-        return sum(each.num_resent for each in self._executors.values() if isinstance(each, RemoteRewards))
+        return sum(each.num_resent for each in self._sessions.values() if isinstance(each, RemoteRewards))
 
     def submit(self, name: str, task: Task) -> None:
         with self._lock:
@@ -103,7 +104,7 @@ class Dispatcher:
                     self._prefetches[name].offer(stream, member)
                     self._hand_over(self._advance(name))
                 else:
-                    self._hand_over([self._call(name, (member,), prefetch=True, stream=stream)])
+                    self._hand_over([(next(self._ids), self._call(name, (member,), prefetch=True, stream=stream))])
 
     def forget(self, streams: Sequence[int]) -> None:
         """These completions will not be scored, or their scores are no longer needed."""
@@ -113,7 +114,7 @@ class Dispatcher:
                 self._hand_over(self._advance(name))
             there = [name for name, place in self._places.items() if place == _SCORER and self._specs[name].stream_tokens]
             if there:  # Streams are one set for all stages of the scorer.
-                self._hand_over([self._call(there[0], (), prefetch=True, forgotten=tuple(streams))])
+                self._hand_over([(next(self._ids), self._call(there[0], (), prefetch=True, forgotten=tuple(streams)))])
 
     def discard(self, task_ids: Iterable[int]) -> None:
         """The answers of these tasks are no longer needed: what has not begun does not begin."""
@@ -122,16 +123,16 @@ class Dispatcher:
             for waiting in self._queues.values():
                 waiting.discard(unwanted)
             unneeded: dict[Place, set[int]] = {}
-            for call_id, (name, batch) in self._running.items():
-                if all(task.id in unwanted for task in batch):
-                    unneeded.setdefault(self._places[name], set()).add(call_id)
-            for place, call_ids in unneeded.items():
-                self._executors[place].discard(call_ids)
+            for id, (call, batch) in self._running.items():
+                if not isinstance(batch, PrefetchBatch) and all(task.id in unwanted for task in batch):
+                    unneeded.setdefault(self._places[call.name], set()).add(id)
+            for place, ids in unneeded.items():
+                self._sessions[place].discard(ids, ids)
 
     def check(self) -> None:
-        """Raises RewardError when an executor cannot recover."""
-        for executor in self._executors.values():
-            executor.check()
+        """Raises RewardError when a place cannot recover."""
+        for each in self._sessions.values():
+            each.check()
         if not self._thread.is_alive():
             raise RewardError("the thread that hands out scoring has ended; see the log for its error")
 
@@ -143,8 +144,8 @@ class Dispatcher:
             self._changed.notify()
         self._thread.join(deadline_s)
         with contextlib.ExitStack() as closing:  # One that fails to close does not keep the others open.
-            for executor in self._executors.values():
-                closing.callback(_close, executor, end_s)
+            for each in self._sessions.values():
+                closing.callback(_close, each, end_s)
 
     # -- locked ------------------------------------------------------------------------------------------------------
 
@@ -158,51 +159,60 @@ class Dispatcher:
                         self._hand_over(self._advance(name))
                 self._changed.wait(None if self._due == float("inf") else max(0.0, self._due - now))
 
-    def _advance(self, name: str) -> list[Call]:
+    def _advance(self, name: str) -> list[tuple[int, Call]]:
         """What may be called of a reward now; lets the thread come back when more may be."""
-        calls: list[Call] = []
+        calls: list[tuple[int, Call]] = []
         if self._closing:
             return calls
         waiting, now = self._queues[name], time.monotonic()
         for batch in waiting.due(now):
             members = tuple(member for task in batch for member in task.members)
             tokens, stream = sum(task.tokens for task in batch), batch[0].stream if len(batch) == 1 else None
-            calls.append(self._call(name, members, stream=stream, tokens=tokens))
-            self._running[calls[-1].id] = (name, batch)
+            calls.append(self._begun(self._call(name, members, stream=stream, tokens=tokens), batch))
         prefetch = self._prefetches.get(name)
         if prefetch is not None and waiting.is_idle and (ahead := prefetch.due()) is not None:
-            calls.append(self._call(name, tuple(ahead.members.values()), prefetch=True, forgotten=ahead.forgotten))
-            self._prefetching[calls[-1].id] = (name, ahead)
+            members = tuple(ahead.members.values())
+            calls.append(self._begun(self._call(name, members, prefetch=True, forgotten=ahead.forgotten), ahead))
         if (due := waiting.next_due(now)) < self._due:
             self._due = due
             self._changed.notify()
         return calls
 
     def _call(self, name: str, members: tuple[Mapping[str, Any], ...], **details: Any) -> Call:
-        return Call(next(self._call_ids), name, members, self._specs[name].timeout_s or self._config.timeout_s, **details)
+        return Call(name, members, self._specs[name].timeout_s or self._config.timeout_s, **details)
 
-    def _hand_over(self, calls: Sequence[Call]) -> None:
+    def _begun(self, call: Call, batch: tuple[Task, ...] | PrefetchBatch) -> tuple[int, Call]:
+        id = next(self._ids)
+        self._running[id] = call, batch
+        return id, call
+
+    def _hand_over(self, calls: Iterable[tuple[int, Call]]) -> None:
         """Need not be locked: a thread that packs calls keeps no other waiting."""
-        for call in calls:
-            self._executors[self._places[call.name]].submit(call)
+        for id, call in calls:
+            self._sessions[self._places[call.name]].begin(id, id, tuple(call), call.timeout_s)
 
-    def _ended(self, call_id: int, answers: Answers) -> None:
-        """Called from the executors' threads."""
+    def _happened(self, id: int, came: Came | Closed | Failed | None) -> None:
+        """Called from the threads of the places."""
         with self._lock:
-            if (prefetched := self._prefetching.pop(call_id, None)) is not None:
-                (answer, *_), (name, prefetch) = answers, prefetched
-                self._prefetches[name].shown(answer.seconds)
-                self._shown(name, tuple(prefetch.members), answer)
-            elif call_id in self._running:  # Else a second answer: the executor gave the call up just as it ended.
-                name, batch = self._running.pop(call_id)
-                for task, own in self._queues[name].ended(batch, answers, time.monotonic()):
-                    self._answered(task.id, tuple(own))
-            else:
-                if call_id < 0:
-                    self._answered(-1, ())  # an executor has ended: `check` has its reason
+            if id not in self._running:  # a second answer: the place gave the call up just as it ended
+                if id < 0:
+                    self._answered(-1, ())  # a place has ended: `check` has its reason
                 return
-            calls = self._advance(name)
+            call, batch = self._running[id]
+            calls = [(id, call)]  # made again, where its process ended for another's reason
+            if came is not None:
+                del self._running[id]
+                self._ended(call, batch, answers_of(came, call))
+                calls = self._advance(call.name)
         self._hand_over(calls)
+
+    def _ended(self, call: Call, batch: tuple[Task, ...] | PrefetchBatch, answers: Answers) -> None:
+        if isinstance(batch, PrefetchBatch):
+            self._prefetches[call.name].shown(answers[0].seconds)
+            self._shown(call.name, tuple(batch.members), answers[0])
+            return
+        for task, own in self._queues[call.name].ended(batch, answers, time.monotonic()):
+            self._answered(task.id, tuple(own))
 
     # -- where a reward runs -----------------------------------------------------------------------------------------
 
@@ -213,19 +223,19 @@ class Dispatcher:
             return "server", str(spec.options["address"]), str(spec.options.get("keys", ""))
         return ("event loop",) if spec.kind == "async" else ("workers", spec.name if spec.workers else "")
 
-    def _executor(self, place: Place, specs: tuple[RewardSpec, ...]) -> Executor:
+    def _made(self, place: Place, specs: tuple[RewardSpec, ...]) -> Sessions:
         if place == _SCORER:
             names = {spec.name: spec.name for spec in specs}
-            return RemoteRewards(self._scorer, "", names, self._ended, self._shown, is_scorer=True)
+            return RemoteRewards(self._scorer, "", names, self._happened, self._shown, is_scorer=True)
         if place[0] == "server":
             names = {spec.name: str(spec.options.get("reward_name", "")) for spec in specs}
-            return RemoteRewards(place[1], place[2], names, self._ended, self._shown, is_scorer=False)
+            return RemoteRewards(place[1], place[2], names, self._happened, self._shown, is_scorer=False)
         memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
-        if specs[0].kind == "async":
-            return RewardWorkers(specs, 1, self._config.max_concurrency, memory_mb, self._ended, self._functions)
+        kind = RewardKind(specs, self._config.max_concurrency, memory_mb, self._functions)
         workers = specs[0].workers or (self._config.workers if self._functions is None else _CALLER_THREADS)
-        return RewardWorkers(specs, workers, 1, memory_mb, self._ended, self._functions)
+        what = f"the worker processes of {', '.join(f'{spec.name} ({spec.target})' for spec in specs)}"
+        return WorkerPool(kind, 1 if specs[0].kind == "async" else workers, what, RewardError, self._happened)
 
 
-def _close(executor: Executor, end_s: float) -> None:
-    executor.close(max(0.0, end_s - time.monotonic()))
+def _close(sessions: Sessions, end_s: float) -> None:
+    sessions.close(max(0.0, end_s - time.monotonic()))

@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What is known of a completion at its end. hidden: [P, C] of its newly read tokens; known: of the earlier ones."""
+    """What is known of a completion at its end. hidden: [P, C] of its last tokens; known: of those read before its end."""
 
     sample: Sample
     hidden: torch.Tensor
@@ -52,14 +52,6 @@ class Head(Protocol[Result]):
 
     def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
         """What is to be kept of an unfinished completion beside keys and values."""
-        ...
-
-    def share(self, known: Float32Array, num_cached: int, sample: Sample, wanted: Wanted) -> float:
-        """The share of a completion that was read before its end."""
-        ...
-
-    def complete(self, known: Float32Array, sample: Sample) -> Any | None:
-        """The finished result where nothing is left to read."""
         ...
 
     def finish(self, batch: Sequence[Progress]) -> list[Any]: ...
@@ -104,7 +96,7 @@ class IncrementalJudge(Generic[Result]):
     def score(self, streams: Sequence[int | None], samples: Sequence[Sample]) -> list[Result]:
         """The results of whole completions. streams: None for one without prefetches.
 
-        Metrics: `prefetched`, the share of its tokens read before its end; `given_up`, 1 where the cache had no room for it.
+        Metrics: `prefetched`, the share of the tokens read before its end; `given_up`, 1 where the cache had no room for it.
         """
         taken = [self.cache.take(stream) for stream in streams]
         known = [_NONE if stream is None else self._known.pop(stream, _NONE) for stream in streams]
@@ -113,11 +105,8 @@ class IncrementalJudge(Generic[Result]):
         left: dict[int, tuple[CachedPrefix, list[int]]] = {}
         for at, (wanted, (prefix, _)) in enumerate(zip(self._head.read(samples), taken, strict=True)):
             if prefix is not None and wanted is not None:
-                shares[at] = self._head.share(known[at], prefix.shares(wanted.ids[:-1]), samples[at], wanted)
-                if (complete := self._head.complete(known[at], samples[at])) is not None:
-                    found[at] = complete
-                else:
-                    left[at] = prefix, wanted.ids
+                shares[at] = prefix.shares(wanted.ids[:-1]) / len(wanted.ids)
+                left[at] = prefix, wanted.ids
         places = {id(prefix): at for at, (prefix, _) in left.items()}
         for batch in alike(left.values()):
             ats = [places[id(prefix)] for prefix, _ in batch]
@@ -153,12 +142,6 @@ class RewardHead:
     def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
         return _NONE
 
-    def share(self, known: Float32Array, num_cached: int, sample: Sample, wanted: Wanted) -> float:
-        return num_cached / len(wanted.ids)
-
-    def complete(self, known: Float32Array, sample: Sample) -> None:
-        return None
-
     def finish(self, batch: Sequence[Progress]) -> list[float]:
         return self.model.judge(torch.stack([each.hidden[-1] for each in batch]))
 
@@ -183,14 +166,10 @@ class ReferenceHead:
         return [Wanted(tuple(s.prompt), [*s.prompt, *s.completion[:-1]], len(s.prompt) - 1) for s in samples]
 
     def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
-        new = sample.completion[len(known) :]
-        return np.concatenate([known, self.model.logprobs(hidden[-len(new) :], new, self._temperature, None)])
-
-    def share(self, known: Float32Array, num_cached: int, sample: Sample, wanted: Wanted) -> float:
-        return len(known) / len(sample.completion)
-
-    def complete(self, known: Float32Array, sample: Sample) -> Float32Array | None:
-        return known if len(known) == len(sample.completion) else None
+        # The last token is read again where nothing is left to read.
+        start = min(len(known), max(0, len(sample.completion) - len(hidden)))
+        new = sample.completion[start:]
+        return np.concatenate([known[:start], self.model.logprobs(hidden[-len(new) :], new, self._temperature, None)])
 
     def finish(self, batch: Sequence[Progress]) -> list[Float32Array]:
         return [self.absorb(each.known, each.sample, each.hidden) for each in batch]

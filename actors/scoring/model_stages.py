@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,6 +43,14 @@ def check_incremental(path: str, of: str) -> None:
         )
 
 
+def _prepares(stage: type[_Reward] | type[_Reference]) -> Callable[..., object]:
+    return lambda **options: stage(**options).model()
+
+
+def _forgets(stage: type[_Reward] | type[_Reference]) -> Callable[..., object]:
+    return lambda stream_ids, **options: stage(**options).judge().forget(stream_ids)
+
+
 # -- reward_model ----------------------------------------------------------------------------------------------------------
 
 
@@ -56,6 +64,18 @@ class _Reward(NamedTuple):
     threads: int = 1
     max_length: int = _MAX_LENGTH
     cache_bytes: int = _CACHE_BYTES
+
+    @functools.cache  # noqa: B019  a process has few, for all its life
+    def model(self) -> RewardModel:
+        from async_rlhf.actors.scoring.models import RewardModel
+
+        return RewardModel(Path(self.path), label=self.label, device=self.device, dtype=self.dtype, threads=self.threads)
+
+    @functools.cache  # noqa: B019
+    def judge(self) -> IncrementalJudge[Score]:
+        from async_rlhf.actors.scoring.incremental import IncrementalJudge, RewardHead
+
+        return IncrementalJudge(RewardHead(self.model(), self.max_length), self.cache_bytes)
 
 
 def check(path: str = "", label: int = 0, max_length: int = _MAX_LENGTH, **others: Any) -> None:
@@ -96,10 +116,6 @@ def _check_stream(path: str = "", cache_bytes: int = _CACHE_BYTES, **others: Any
         )
 
 
-def _prepare(**options: Any) -> None:
-    _reward_model(_Reward(**options))
-
-
 def _read(prompts: list[Any], completions: list[Any], model_prompt: list[Any] | None) -> tuple[list[Any], list[Any]]:
     """What the policy read, and what it then wrote: of an episode all up to its last turn, and that turn."""
     if model_prompt is None:
@@ -110,11 +126,7 @@ def _read(prompts: list[Any], completions: list[Any], model_prompt: list[Any] | 
 def _prefetch(
     prompts: list[Any], completions: list[Any], stream_ids: list[int], model_prompt: list[Any] | None = None, **options: Any
 ) -> None:
-    _reward_judge(_Reward(**options)).prefetch(stream_ids, _samples(*_read(prompts, completions, model_prompt)))
-
-
-def _forget(stream_ids: list[int], **options: Any) -> None:
-    _reward_judge(_Reward(**options)).forget(stream_ids)
+    _Reward(**options).judge().prefetch(stream_ids, _samples(*_read(prompts, completions, model_prompt)))
 
 
 @reward(
@@ -123,8 +135,8 @@ def _forget(stream_ids: list[int], **options: Any) -> None:
     workers=1,
     timeout_s=60.0,
     check=check,
-    prepare=_prepare,
-    stream=Stream(_prefetch, _forget, _check_stream),
+    prepare=_prepares(_Reward),
+    stream=Stream(_prefetch, _forgets(_Reward), _check_stream),
 )
 def reward_model(
     prompts: list[Any],
@@ -147,22 +159,8 @@ def reward_model(
     """
     own, read = _Reward(path, label, device, dtype, threads, max_length, cache_bytes), _read(prompts, completions, model_prompt)
     if stream_ids is not None:
-        return _reward_judge(own).score(stream_ids, _samples(*read))
-    return _reward_model(own).score(*read, max_length)
-
-
-@functools.cache
-def _reward_model(own: _Reward) -> RewardModel:
-    from async_rlhf.actors.scoring.models import RewardModel
-
-    return RewardModel(Path(own.path), label=own.label, device=own.device, dtype=own.dtype, threads=own.threads)
-
-
-@functools.cache
-def _reward_judge(own: _Reward) -> IncrementalJudge[Score]:
-    from async_rlhf.actors.scoring.incremental import IncrementalJudge, RewardHead
-
-    return IncrementalJudge(RewardHead(_reward_model(own), own.max_length), own.cache_bytes)
+        return own.judge().score(stream_ids, _samples(*read))
+    return own.model().score(*read, max_length)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------------
@@ -179,19 +177,23 @@ class _Reference(NamedTuple):
     threads: int = 1
     cache_bytes: int = _CACHE_BYTES
 
+    @functools.cache  # noqa: B019
+    def model(self) -> ReferenceModel:
+        from async_rlhf.actors.scoring.models import ReferenceModel
 
-def _prepare_reference(**options: Any) -> None:
-    _reference_model(_Reference(**options))
+        return ReferenceModel(Path(self.path), device=self.device, dtype=self.dtype, threads=self.threads)
+
+    @functools.cache  # noqa: B019
+    def judge(self) -> IncrementalJudge[Logprobs]:
+        from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead
+
+        return IncrementalJudge(ReferenceHead(self.model(), self.temperature), self.cache_bytes)
 
 
 def _prefetch_reference(
     prompt_ids: list[list[int]], completion_ids: list[list[int]], stream_ids: list[int], **options: Any
 ) -> None:
-    _reference_judge(_Reference(**options)).prefetch(stream_ids, _samples(prompt_ids, completion_ids))
-
-
-def _forget_reference(stream_ids: list[int], **options: Any) -> None:
-    _reference_judge(_Reference(**options)).forget(stream_ids)
+    _Reference(**options).judge().prefetch(stream_ids, _samples(prompt_ids, completion_ids))
 
 
 @reward(
@@ -199,8 +201,8 @@ def _forget_reference(stream_ids: list[int], **options: Any) -> None:
     batch_wait_s=0.02,
     workers=1,
     timeout_s=60.0,
-    prepare=_prepare_reference,
-    stream=Stream(_prefetch_reference, _forget_reference),
+    prepare=_prepares(_Reference),
+    stream=Stream(_prefetch_reference, _forgets(_Reference)),
 )
 def reference(
     prompt_ids: list[list[int]],
@@ -229,27 +231,13 @@ def reference(
     samples = [sample for own in cut for sample in own]
     if stream_ids is not None:  # what was read ahead is of the first piece
         streams = [stream for first, own in zip(stream_ids, cut, strict=True) for stream in (first, *(None for _ in own[1:]))]
-        found = _reference_judge(options).score(streams, samples)
+        found = options.judge().score(streams, samples)
     else:
-        model = _reference_model(options)
+        model = options.model()
         read = zip(model.read([s.prompt for s in samples], [s.completion for s in samples]), samples, strict=True)
         found = [Logprobs(model.logprobs(hidden, s.completion, temperature, s.sampling_mask)) for hidden, s in read]
     each = iter(found)
     return [_joined([next(each) for _ in own], own) for own in cut]
-
-
-@functools.cache
-def _reference_model(own: _Reference) -> ReferenceModel:
-    from async_rlhf.actors.scoring.models import ReferenceModel
-
-    return ReferenceModel(Path(own.path), device=own.device, dtype=own.dtype, threads=own.threads)
-
-
-@functools.cache
-def _reference_judge(own: _Reference) -> IncrementalJudge[Logprobs]:
-    from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead
-
-    return IncrementalJudge(ReferenceHead(_reference_model(own), own.temperature), own.cache_bytes)
 
 
 def _sampling_mask(sizes: bytes, ids: bytes) -> SamplingMask:

@@ -1,118 +1,89 @@
-"""A pool of worker processes and the thread that looks after them: what rewards and environments have in common.
+"""A pool of processes that run sessions of users' code: calls of rewards, episodes of an environment.
 
 owns        `num_workers` processes, and a thread
 waits for   messages of the processes, actions of its owner, the time of its next look at the processes
 woken by    these
-on close    `_drain`, then every process is killed with all that it started
+on close    sessions that clean up have half of the deadline for it; then every process is killed with all that it started
 
-A worker that dies, is not ready in time, or is given up by `_look` is killed and replaced. Workers that end three times in a
-row before they are ready end the pool: `check` raises. A kind of pool adds what its messages mean, and what becomes of the
-sessions of a worker that has ended.
+A process is replaced when it dies, is not ready in time, no longer turns, or runs a call in order past its time-out; `book` has
+the rules of what becomes of its sessions. When a step that cannot be stopped has exceeded its time, it is retired: its other
+sessions go on for `DRAIN_S` at most while a new process takes its place. Workers that end three times in a row before they are
+ready end the pool: `check` raises. A thread stands for a process where only this process has the code, and is left behind.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
 import queue
 import select
-import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Pipe
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
-from async_rlhf.actors.workers.process import WorkerContext, WorkerProcess, WorkerThread, ended, is_over
-from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
-from async_rlhf.buffers.errors import DeadlineError, WireError
+from async_rlhf.actors.rewards.answer import failed
+from async_rlhf.actors.workers.book import Failed, SessionBook
+from async_rlhf.actors.workers.process import LOOK_S, START_LIMIT_S, Worker, WorkerThread, is_over
+from async_rlhf.actors.workers.sessions import Came, Closed, Happened, Kind, StartFailed, serve
+from async_rlhf.actors.workers.watchdog import GRACE_S
+from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError
 from async_rlhf.buffers.transport.frames import Waker
 
 logger = logging.getLogger(__name__)
 
-# Longest time a worker may take to import its user's code, models it loads at import included.
-START_LIMIT_S = 300.0
 # Workers that end so often before they are ready will not recover.
 MAX_FAILED_STARTS = 3
-LOOK_S = 0.25
-"""How often to look at workers whose loop may be blocked."""
-END_S = 10.0
-"""How long a process that was killed may be kept from the processor."""
 LONGEST_WAIT_S = 60.0
+# Longest time that the other sessions of a retired process have to end.
+DRAIN_S = 60.0
+# Calls in order that the only process is sent at once. While one runs nothing is read there, so that no more is sent than its
+# socket holds. With several, one that waited in a process could have run in another.
+_AHEAD, _AHEAD_BYTES = 4, 32 << 10
+MAX_STUCK = 32
+_TOO_MANY = (
+    f"more than {MAX_STUCK} calls of functions of the calling process ran past their time-out and never ended; put the "
+    "function into a .py file, where a call can be killed"
+)
+# The id of no session.
+_NONE = -1
 
 
-class Worker:
-    """One process and the parent's end of its connection.
+@dataclass(slots=True)
+class _Session:
+    """unsent: packed, what it is to begin or to go on with; None while nothing is. size: of the first, in bytes. has_begun: its
+    process has been sent that."""
 
-    serve: runs in the process, with its end of the connection, the watchdog and the arguments. in_thread: it is a thread of
-    this process instead. is_ready: it has loaded its user's code; failure: why it cannot, "" where no reason came. takes: it
-    gets new sessions. ready_by: monotonic seconds.
-    """
-
-    memory_setting: ClassVar[str]
-
-    def __init__(
-        self, number: int, serve: Callable[..., None], arguments: tuple[Any, ...], memory_mb: int | None, in_thread: bool
-    ) -> None:
-        """Raises OSError where no process can be started."""
-        self.number, self._memory_mb = number, memory_mb
-        self.connection, theirs = Pipe()
-        # Code that holds the interpreter lock keeps the process from reading; a send has a deadline.
-        with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
-        self.watchdog = LoopWatchdog()
-        kind: Callable[..., WorkerProcess | WorkerThread] = WorkerThread if in_thread else WorkerContext().Process
-        self.process = kind(target=serve, args=(theirs, self.watchdog, *arguments), name="worker")
-        try:
-            self.process.start()
-        except BaseException:  # an interrupt too: the pipe must not outlive a start that was given up
-            self.connection.close()
-            theirs.close()
-            raise
-        if not in_thread:
-            theirs.close()
-        self.is_ready, self.takes, self.failure = False, True, ""
-        self.ready_by = time.monotonic() + START_LIMIT_S
-
-    def running(self) -> int | None:
-        """The session whose code is on the event loop right now, or was when the process died."""
-        turn = self.watchdog.look()
-        return None if turn is None else turn.id
-
-    def ended(self) -> str:
-        """Why the process ended, which it has, or is about to."""
-        is_over(self.process, END_S)
-        return self.failure or ended(self.process.exitcode, self._memory_mb, self.memory_setting)
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def end(self) -> None:
-        """Kill it, and all it started."""
-        self.process.kill()
-        if not is_over(self.process, END_S):
-            logger.warning("worker process %s was killed and still runs after %g s", self.process.pid, END_S)
-        self.connection.close()
+    key: Hashable
+    timeout_s: float
+    unsent: memoryview | None
+    size: int
+    has_begun: bool = False
 
 
-Kind = TypeVar("Kind", bound=Worker)
+class WorkerPool:
+    """`Sessions` in processes; see the module docstring."""
 
-
-class WorkerPool(Generic[Kind]):
-    """See the module docstring. what: whose processes these are, for messages; error: raised by `check`."""
-
-    error: ClassVar[type[Exception]]
-
-    def __init__(self, num_workers: int, what: str) -> None:
-        self._num_workers, self._what = num_workers, what
-        self._workers: dict[int, Kind] = {}
+    def __init__(self, kind: Kind, num_workers: int, what: str, error: type[AsyncRLHFError], happened: Happened) -> None:
+        """what: whose processes these are, for messages; error: raised by `check`."""
+        self._kind, self._num_workers, self._what, self._error, self._happened = kind, num_workers, what, error, happened
+        self._ahead = _AHEAD if num_workers == 1 else 1
+        self._book = SessionBook()
+        self._sessions: dict[int, _Session] = {}
+        # Ids of those without a process, and of those that have one and are to step, in the order in which they came.
+        self._unplaced: dict[int, None] = {}
+        self._unsent: dict[int, None] = {}
+        self._found: list[tuple[int, Came | Closed | Failed | None]] = []
+        self._stuck: list[WorkerThread] = []
+        self._workers: dict[int, Worker] = {}
         self._num_started = self._failed_starts = 0
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._waker, self._is_rung = Waker(), False
         # Kept from wait to wait: a call of a quick reward costs little more than its messages.
-        self._poll, self._by_descriptor = select.poll(), dict[int, Kind]()
+        self._poll, self._by_descriptor = select.poll(), dict[int, Worker]()
         self._poll.register(self._waker.descriptor, select.POLLIN)
         self._look_at = 0.0
         self._closing_by: float | None = None
@@ -122,10 +93,28 @@ class WorkerPool(Generic[Kind]):
         # multiprocessing joins its children at interpreter exit; a pool that was not closed must not hang there.
         atexit.register(self._kill)
 
+    def begin(self, id: int, key: Hashable, what: Any, timeout_s: float) -> None:
+        try:
+            packed = ForkingPickler.dumps(("begin", id, what))
+        except Exception as error:  # noqa: BLE001  a column may be an object of the user's, and raise anything
+            self._act(partial(self._over, id, Failed("not readable", failed(error).failure or "")))
+            return
+        self._act(partial(self._begin, id, _Session(key, timeout_s, packed, len(packed))))
+
+    def reply(self, id: int, text: str) -> None:
+        self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, text))))
+
+    def discard(self, ids: Collection[int], keys: Collection[Hashable] = ()) -> None:
+        self._act(partial(self._discard, ids, keys))
+
+    def num_sessions(self) -> int:
+        """Those in the processes, that are being cleaned up included."""
+        return sum(len(self._book.sessions(number)) for number in tuple(self._workers))
+
     def check(self) -> None:
         """Raises the pool's error when its processes do not come up."""
         if self._broken is not None or not self._thread.is_alive():
-            raise self.error(self._broken or f"the thread of {self._what} has ended; see the log for its error")
+            raise self._error(self._broken or f"the thread of {self._what} has ended; see the log for its error")
 
     def close(self, deadline_s: float) -> None:
         """Raises DeadlineError if something is left after `deadline_s`. A second call does nothing."""
@@ -144,7 +133,7 @@ class WorkerPool(Generic[Kind]):
 
     def _kill(self) -> None:
         for worker in tuple(self._workers.values()):
-            worker.kill()
+            worker.process.kill()
 
     def _act(self, action: Callable[[], object]) -> None:
         """To be done by the thread."""
@@ -154,20 +143,130 @@ class WorkerPool(Generic[Kind]):
             self._is_rung = True
             self._waker.ring()
 
-    # -- its thread --------------------------------------------------------------------------------------------------
+    # -- its thread: sessions ----------------------------------------------------------------------------------------
+
+    def _begin(self, id: int, session: _Session) -> None:
+        self._stuck = [thread for thread in self._stuck if thread.is_stuck]
+        if len(self._stuck) > MAX_STUCK:
+            self._over(id, Failed("died", _TOO_MANY))
+            return
+        self._sessions[id] = session
+        self._unplaced[id] = None
+
+    def _reply(self, id: int, packed: memoryview) -> None:
+        if self._book.phase(id) == "waiting":  # Else it has just been lost.
+            self._sessions[id].unsent = packed
+            self._unsent[id] = None
+
+    def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
+        self._book.forget(keys)
+        for id in ids:
+            self._unsent.pop(id, None)
+            if (session := self._sessions.get(id)) is None:
+                continue
+            if not session.has_begun:
+                self._unplaced.pop(id, None)
+                self._over(id, Closed(id))
+            elif self._book.phase(id) != "closing":
+                self._book.enter(id, "closing")
+                if self._kind.at_once is not None and (number := self._book.worker_of(id)) is not None:
+                    self._send(self._workers[number], ForkingPickler.dumps(("close", id, None)))
+
+    def _advance(self) -> None:
+        """Messages go first: whoever is woken by a result would take the interpreter from this thread."""
+        while self._unplaced:
+            id = next(iter(self._unplaced))
+            if self._book.place(id, self._sessions[id].key, partial(self._has_room, self._sessions[id].size)) is None:
+                break
+            del self._unplaced[id]
+            self._unsent[id] = None
+        for id in tuple(self._unsent):
+            number = self._book.worker_of(id)
+            if number is None:  # It has been lost, while another's message was sent.
+                self._unsent.pop(id, None)
+            elif self._book.step(id):
+                del self._unsent[id]
+                self._go_on(id, self._sessions[id], self._workers[number])
+        found, self._found = self._found, []
+        for id, came in found:
+            self._happened(id, came)
+
+    def _has_room(self, size: int, number: int) -> bool:
+        inside = self._book.sessions(number)
+        if self._kind.at_once is not None or not inside:
+            return True
+        return len(inside) < self._ahead and size + sum(self._sessions[id].size for id in inside) <= _AHEAD_BYTES
+
+    def _go_on(self, id: int, session: _Session, worker: Worker) -> None:
+        unsent, session.unsent = session.unsent, None
+        assert unsent is not None
+        now = time.monotonic()
+        if next(iter(self._book.sessions(worker.number))) == id:
+            worker.began = now
+        self._look_by(now + (session.timeout_s if self._kind.at_once is None else LOOK_S))
+        was_begun, session.has_begun = session.has_begun, True
+        if not self._send(worker, unsent) and not was_begun and id in self._sessions:  # it has ended, and never began this
+            self._book.closed(id)
+            session.unsent, session.has_begun = unsent, False
+            self._unplaced = {id: None, **self._unplaced}
+            self._retire(worker)
+
+    def _send(self, worker: Worker, packed: memoryview) -> bool:
+        """False where the process has ended, as its connection will show behind what it has sent."""
+        try:
+            worker.connection.send_bytes(packed)
+        except BlockingIOError:
+            self._replace(worker, f"timed out: its process took no message for {GRACE_S:g} s", worker.running())
+        except OSError:
+            return False
+        return True
+
+    def _over(self, id: int, came: Came | Closed | Failed | None) -> None:
+        """Nothing is left of a session."""
+        self._book.closed(id)
+        self._sessions.pop(id, None)
+        self._found.append((id, came))
+
+    def _take(self, worker: Worker) -> None:
+        message: Came | Closed | StartFailed | None = worker.connection.recv()
+        if message is None:
+            worker.is_ready, self._failed_starts = True, 0
+            self._book.open(worker.number)
+            return
+        if isinstance(message, StartFailed):
+            worker.failure = message.reason
+            return
+        phase = self._book.phase(message.id)
+        if isinstance(message, Closed):
+            self._over(message.id, message)
+        elif message.closed:
+            worker.began = time.monotonic()
+            self._over(message.id, message if phase == "stepping" else Closed(message.id))
+        elif phase == "stepping":  # Else it has been discarded.
+            self._book.enter(message.id, "closing" if message.ends else "waiting")
+            self._found.append((message.id, message))
+        if message.retire and worker.takes:
+            logger.warning("a process of %s is replaced: a step in it cannot be stopped", self._what)
+            self._retire(worker)
+        if worker.retired_until is not None and self._has(worker) and self._book.has_drained(worker.number):
+            self._end_retired(worker)
+
+    # -- its thread: processes ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._closing_by is None and self._broken is None:
                 self._start_missing()
                 self._turn(self._look_at)
-            if self._closing_by is not None:
-                self._drain(self._closing_by)
+            if self._closing_by is not None and self._kind.cleans_up:
+                self._discard(tuple(self._sessions), ())
+                while self.num_sessions() and (left_s := self._closing_by - time.monotonic()) > 0:
+                    self._turn(time.monotonic() + min(LOOK_S, left_s))
         finally:
             self._kill()  # all at once, before any is waited for
             for worker in self._workers.values():
                 worker.end()
-            self._ended()
+            self._happened(_NONE, None)  # Wakes the owner, whose `check` raises if this was not on purpose.
 
     def _turn(self, until: float) -> None:
         """Wait for something, until so many monotonic seconds, and see to all of it."""
@@ -179,7 +278,11 @@ class WorkerPool(Generic[Kind]):
             self._is_rung = False
         for worker in workers:
             if self._has(worker):
-                self._receive(worker)
+                # One message; the next turn shows whether there are more, and looking for them here would cost as much.
+                try:
+                    self._take(worker)
+                except (EOFError, OSError):
+                    self._replace(worker, worker.ended(), worker.running())
         for _ in range(self._actions.qsize()):
             self._actions.get_nowait()()
         if (now := time.monotonic()) >= self._look_at:
@@ -190,33 +293,60 @@ class WorkerPool(Generic[Kind]):
         for worker in tuple(self._workers.values()):
             if not self._has(worker):
                 continue
-            if worker.is_ready:
+            if not worker.is_ready:
+                if now >= worker.ready_by:
+                    self._replace(worker, f"it was not ready within {START_LIMIT_S:g} s", None)
+            elif worker.retired_until is not None and worker.retired_until < now:
+                self._end_retired(worker)
+            elif self._book.sessions(worker.number):
                 self._look(worker, now)
-            elif now >= worker.ready_by:
-                self._replace(worker, f"it was not ready within {START_LIMIT_S:g} s", None)
-        starting = any(not worker.is_ready for worker in self._workers.values())
-        self._look_at = now + (LOOK_S if starting else self._patience_s())
+        self._look_at = now + self._patience_s(now)
+
+    def _look(self, worker: Worker, now: float) -> None:
+        """Replace a process that no longer turns, or runs a call in order for too long."""
+        inside = self._book.sessions(worker.number)
+        if self._kind.at_once is None:
+            limit_s = self._sessions[next(iter(inside))].timeout_s
+            if now - worker.began >= limit_s:
+                self._replace(worker, f"timed out after {limit_s:g} s ({self._kind.timeout_setting})", None)
+            return
+        on_loop = worker.running()
+        cause = on_loop if on_loop in inside else None
+        limit_s = max(self._sessions[id].timeout_s for id in (inside if cause is None else [cause]))
+        if worker.silent_s(now) <= limit_s + GRACE_S:
+            return
+        if not worker.takes:
+            self._end_retired(worker)
+            return
+        limit = f"for more than {limit_s:g} s ({self._kind.timeout_setting})"
+        if cause is None:
+            self._replace(worker, f"its process did not answer {limit}", None)
+        else:
+            blocked = f"timed out: it blocked the event loop {limit}; a step that does not await belongs in a plain 'def'"
+            self._replace(worker, blocked, cause)
+
+    def _patience_s(self, now: float) -> float:
+        """Longest wait before the next look, where no session begins meanwhile (`_look_by`)."""
+        if any(not worker.is_ready or not worker.takes for worker in self._workers.values()):
+            return LOOK_S
+        busy = [(worker, inside) for number, worker in self._workers.items() if (inside := self._book.sessions(number))]
+        if self._kind.at_once is not None:
+            return LOOK_S if busy else LONGEST_WAIT_S
+        deadlines = (worker.began + self._sessions[next(iter(inside))].timeout_s for worker, inside in busy)
+        return min(deadlines, default=now + LONGEST_WAIT_S) - now
 
     def _look_by(self, when: float) -> None:
         """Not later than so many monotonic seconds."""
-        if when < self._look_at:
-            self._look_at = when
+        self._look_at = min(self._look_at, when)
 
-    def _has(self, worker: Kind) -> bool:
+    def _has(self, worker: Worker) -> bool:
         return self._workers.get(worker.number) is worker
-
-    def _receive(self, worker: Kind) -> None:
-        """One message; the next turn shows whether there are more, and looking for them here would cost as much."""
-        try:
-            self._take(worker)
-        except (EOFError, OSError, WireError) as error:
-            self._replace(worker, str(error) if isinstance(error, WireError) else worker.ended(), worker.running())
 
     def _start_missing(self) -> None:
         while sum(worker.takes for worker in self._workers.values()) < self._num_workers:
             self._num_started += 1
             try:
-                worker = self._start(self._num_started)
+                worker = Worker(self._num_started, serve, self._kind)
             except OSError as error:
                 self._broken = f"no process could be started for {self._what}: {error}"
                 return
@@ -224,12 +354,19 @@ class WorkerPool(Generic[Kind]):
             self._workers[worker.number] = self._by_descriptor[worker.connection.fileno()] = worker
             self._poll.register(worker.connection, select.POLLIN)
 
-    def _is_up(self, worker: Kind) -> None:
-        worker.is_ready = True
-        self._failed_starts = 0
+    def _retire(self, worker: Worker) -> None:
+        self._book.retire(worker.number)
+        worker.takes, worker.retired_until = False, time.monotonic() + DRAIN_S
+        retired = [each for each in self._workers.values() if not each.takes]
+        if len(retired) > self._num_workers:  # So there are never more than twice as many processes.
+            self._end_retired(retired[0])
 
-    def _replace(self, worker: Kind, reason: str, cause: int | None) -> None:
-        """End a worker. cause: the session for whose code it must end, where it is known."""
+    def _end_retired(self, worker: Worker) -> None:
+        """Its cause is known, and has failed already."""
+        self._replace(worker, "it was retired", _NONE)
+
+    def _replace(self, worker: Worker, reason: str, cause: int | None) -> None:
+        """End a worker. cause: the session for whose code it must end, where it is known; of calls in order, the first is."""
         del self._workers[worker.number], self._by_descriptor[worker.connection.fileno()]
         self._poll.unregister(worker.connection)
         worker.end()
@@ -240,35 +377,18 @@ class WorkerPool(Generic[Kind]):
                     f"{self._what} ended {self._failed_starts} times in a row before they were ready: {reason}; see what they "
                     "wrote to stderr, and try the import in a fresh interpreter"
                 )
-        self._lost(worker, reason, cause)
-
-    # -- what a kind of pool adds ------------------------------------------------------------------------------------
-
-    def _start(self, number: int) -> Kind:
-        raise NotImplementedError
-
-    def _take(self, worker: Kind) -> None:
-        """Receive one message. Raises EOFError, OSError or WireError for a worker that is to be replaced."""
-        raise NotImplementedError
-
-    def _look(self, worker: Kind, now: float) -> None:
-        """Replace a worker that is stuck."""
-        raise NotImplementedError
-
-    def _advance(self) -> None:
-        """Send what may be sent."""
-        raise NotImplementedError
-
-    def _lost(self, worker: Kind, reason: str, cause: int | None) -> None:
-        """What becomes of the sessions of a worker that has ended."""
-        raise NotImplementedError
-
-    def _patience_s(self) -> float:
-        """Longest wait before the next look, where no session begins meanwhile (`_look_by`)."""
-        return LONGEST_WAIT_S
-
-    def _drain(self, by: float) -> None:
-        """Let sessions end; until so many monotonic seconds."""
-
-    def _ended(self) -> None:
-        """The thread ends."""
+        if isinstance(worker.process, WorkerThread):
+            self._stuck.append(worker.process)
+        if self._kind.at_once is None and cause is None:
+            cause = next(iter(self._book.sessions(worker.number)), _NONE)
+        left = self._book.died(worker.number, None if cause is None else (cause,))
+        if worker.takes and worker.is_ready:
+            counts = (len(left.failed), len(left.lost))
+            logger.warning("%s; the process is replaced, %d sessions failed, %d begin again", reason, *counts)
+        twice = "its process ended twice while it was in a step: " if cause is None else ""
+        for id in left.failed:
+            self._over(id, Failed("timed out" if reason.startswith("timed out") else "died", twice + reason))
+        for id in left.lost:
+            self._over(id, None)
+        for id in left.over:
+            self._over(id, Closed(id))

@@ -11,19 +11,36 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import logging
 import multiprocessing
 import os
 import resource
 import signal
+import socket
+import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
-from multiprocessing.connection import wait
+from multiprocessing.connection import Pipe, wait
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.workers import guard
+from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog, Turn
+
+if TYPE_CHECKING:
+    from async_rlhf.actors.workers.sessions import Kind
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""How often to look at workers whose loop may be blocked."""
+# Longest time a worker may take to import its user's code, models it loads at import included.
+START_LIMIT_S = 300.0
+# How long a process that was killed may be kept from the processor.
+_END_S = 10.0
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GUARD_START_S = 60.0
@@ -211,3 +228,61 @@ def ended(exit_code: int | None, memory_mb: int | None, setting: str) -> str:
     # Libraries in C abort where Python raises MemoryError.
     perhaps = f", perhaps out of memory: {limit}" if limit and exit_code in (-signal.SIGABRT, -signal.SIGSEGV) else ""
     return f"its worker process ended with exit code {exit_code}{perhaps}"
+
+
+class Worker:
+    """One process and the parent's end of its connection.
+
+    is_ready: it has loaded its user's code; failure: why it cannot, "" where no reason came. takes: it gets new sessions.
+    began: since when the first of its calls in order runs. ready_by, retired_until: as began in monotonic seconds, the latter
+    None while it takes sessions.
+    """
+
+    def __init__(self, number: int, serve: Callable[..., None], kind: Kind) -> None:
+        """serve: runs in it. Raises OSError where no process can be started."""
+        self.number, self._kind = number, kind
+        self.connection, theirs = Pipe()
+        # Code that holds the interpreter lock keeps the process from reading; a send has a deadline.
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
+        self.watchdog = LoopWatchdog()
+        process: Callable[..., WorkerProcess | WorkerThread] = WorkerThread if kind.in_thread else WorkerContext().Process
+        self.process = process(target=serve, args=(theirs, self.watchdog, kind), name="worker")
+        try:
+            self.process.start()
+        except BaseException:  # an interrupt too: the pipe must not outlive a start that was given up
+            self.connection.close()
+            theirs.close()
+            raise
+        if not kind.in_thread:
+            theirs.close()
+        self.is_ready, self.takes, self.failure = False, True, ""
+        self.ready_by, self.began = time.monotonic() + START_LIMIT_S, 0.0
+        self.retired_until: float | None = None
+        self._seen: tuple[float, Turn | None] = (0.0, None)
+        self._looked, self._silent_s = time.monotonic(), 0.0
+
+    def running(self) -> int | None:
+        """The session whose code is on the event loop right now, or was when the process died."""
+        turn = self.watchdog.look()
+        return None if turn is None else turn.id
+
+    def silent_s(self, now: float) -> float:
+        """How long its loop has neither turned nor gone from one session to another. Only time in which this process could look
+        itself counts."""
+        seen = (self.watchdog.beaten, self.watchdog.look())
+        self._silent_s = self._silent_s + min(now - self._looked, 2 * LOOK_S) if seen == self._seen else 0.0
+        self._seen, self._looked = seen, now
+        return self._silent_s
+
+    def ended(self) -> str:
+        """Why the process ended, which it has, or is about to."""
+        is_over(self.process, _END_S)
+        return self.failure or ended(self.process.exitcode, self._kind.memory_mb, self._kind.memory_setting)
+
+    def end(self) -> None:
+        """Kill it, and all it started."""
+        self.process.kill()
+        if not is_over(self.process, _END_S):
+            logger.warning("worker process %s was killed and still runs after %g s", self.process.pid, _END_S)
+        self.connection.close()

@@ -20,7 +20,8 @@ from typer import style
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import Content, EnvironmentSpec
-from async_rlhf.actors.environments.pool import EpisodePool, Lost, Observation
+from async_rlhf.actors.environments.pool import EpisodePool, Event
+from async_rlhf.actors.environments.yields import End
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.score import Score
@@ -108,20 +109,20 @@ def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.E
     seconds: list[float] = []
     while True:
         event = _next(pool, bell)
-        if isinstance(event, Lost):
+        if (came := event.came) is None:
             return Trial(number, parts, "its process ended", None, seconds)
         seconds.append(event.ended - event.began)
-        if not isinstance(event, Observation):
-            return Trial(number, parts, event.reason, event.score, seconds)
-        parts.append(Part("environment", event.content, event.score))
-        if (text := write(event.content)) is None:
+        if isinstance(came, End):
+            return Trial(number, parts, came.reason, came.score, seconds)
+        parts.append(Part("environment", came.content, came.score))
+        if (text := write(came.content)) is None:
             pool.discard([number])
             return Trial(number, parts, "left", None, seconds)
         parts.append(Part("model", text))
         pool.reply(number, text)
 
 
-def _next(pool: EpisodePool[int], bell: threading.Event) -> Any:
+def _next(pool: EpisodePool[int], bell: threading.Event) -> Event[int]:
     until = time.monotonic() + _PATIENCE_S
     while not (events := pool.poll()):
         if time.monotonic() > until:

@@ -137,8 +137,9 @@ def _reward_overrides(rewards: Mapping[str, Function], config: Config) -> dict[s
         changed[f"scoring.stages.{name}.timeout_s"] = _QUEUE_S
         if declared.weight != 1.0 and name not in config.rewards.weights:
             changed[f"rewards.weights.{name}"] = declared.weight
-        if declared.stop_when and name not in config.rewards.stop_when:
-            changed[f"rewards.stop_when.{name}"] = list(declared.stop_when)
+        if declared.stop_when:
+            stop = changed.get("generation.stop", config.generation.stop)
+            changed["generation.stop"] = list(dict.fromkeys([*stop, *declared.stop_when]))
     return changed
 
 

@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
-from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Ended, EpisodeCounters, EpisodePool, Lost, Observation
+from async_rlhf.actors.environments import Content, EnvironmentSpec
+from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
+from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.work import Play, Played
 from async_rlhf.actors.prompts import Row
@@ -26,7 +27,6 @@ ROW = Row("row", {"answer": "4"})
 PROMPT = (7, 8)
 """Of the row; what an environment says is encoded as its characters."""
 RIGHT = Score(1.0)
-Event = Observation[RolloutKey] | Ended[RolloutKey] | Lost[RolloutKey]
 
 
 class ScriptedEngine:
@@ -72,7 +72,7 @@ class ScriptedPool:
         self.begun: list[tuple[RolloutKey, Mapping[str, Any]]] = []
         self.live: set[RolloutKey] = set()
         self.replies: list[tuple[RolloutKey, str]] = []
-        self.events: list[Event] = []
+        self.events: list[Event[RolloutKey]] = []
         self.counters = EpisodeCounters()
 
     def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
@@ -87,10 +87,10 @@ class ScriptedPool:
     def num_turns(self, key: RolloutKey) -> int:
         return 1 + sum(replied == key for replied, _ in self.replies)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Event[RolloutKey]]:
         events, self.events = self.events, []
         for event in events:
-            if not isinstance(event, Observation):
+            if not isinstance(event.came, Read):
                 self.live.discard(event.key)
         return events
 
@@ -98,10 +98,10 @@ class ScriptedPool:
         self.live -= set(keys)
 
     def says(self, key: RolloutKey, content: Content, score: float | None = None) -> None:
-        self.events.append(Observation(key, content, score, 1.0, 2.0))
+        self.events.append(Event(key, Read(content, score), 1.0, 2.0))
 
     def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored") -> None:
-        self.events.append(Ended(key, score, reason, 2.0, 3.0))
+        self.events.append(Event(key, End(reason, score), 2.0, 3.0))
 
 
 class Talker(ScriptedPool):
@@ -150,10 +150,10 @@ class Characters:
         return self._encode(content)
 
 
-def play_of(pool: object, rendering: object, max_prompt_length: int, max_length: int, max_turns: int | None = None) -> Play:
+def play_of(pool: object, rendering: object, max_prompt_length: int, max_length: int, max_turns: int = 1000) -> Play:
     """Of a scripted environment."""
     own = cast(EpisodePool[RolloutKey], pool), cast(Renderer, rendering)
-    return Play("game", *own, max_prompt_length, max_length, Score(0.0), max_turns)
+    return Play(EnvironmentSpec("game", "game", "sync", max_turns=max_turns), *own, max_prompt_length, max_length)
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -163,9 +163,7 @@ def text_of(ids: Sequence[int]) -> str:
 class Scene:
     """One group whose engine and environments are scripted."""
 
-    def __init__(
-        self, group_size: int = 2, max_length: int = 20, max_turns: int | None = None, rendering: object = None
-    ) -> None:
+    def __init__(self, group_size: int = 2, max_length: int = 20, max_turns: int = 1000, rendering: object = None) -> None:
         self.engine, self.pool = ScriptedEngine(), ScriptedPool()
         play = play_of(self.pool, rendering or Characters(), 6, max_length, max_turns)
         self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, play)

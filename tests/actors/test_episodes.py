@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
-from async_rlhf.actors.environments.pool import Lost
+from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.work import Play, Played
+from async_rlhf.actors.loop.work import Played
 from async_rlhf.actors.loop.worker import rollout_of
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong
@@ -147,7 +147,7 @@ def test_one_that_lost_its_process_begins_again_as_it_began(scene: Scene) -> Non
     one, other = scene.keys
     scene.all_hear()
     scene.writes(one, 1, 2)
-    scene.pool.events.append(Lost(one))
+    scene.pool.events.append(Event(one, None))
     scene.poll()
     assert scene.pool.begun[-1] == scene.pool.begun[0]
     scene.pool.says(one, "go")
@@ -164,7 +164,7 @@ def test_one_that_is_lost_before_its_turn_has_gone_to_the_engine_has_one_turn(sc
     scene.pool.says(one, "go")
     scene.poll()
     scene.pool.says(other, "go")
-    scene.pool.events.append(Lost(one))
+    scene.pool.events.append(Event(one, None))
     scene.poll()
     assert [request.key for request in scene.engine.submitted] == [other]
     scene.pool.says(one, "go")
@@ -209,7 +209,7 @@ def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.D
             elif what == "lost":
                 answered[key] = -1
                 scene.pool.replies = [reply for reply in scene.pool.replies if reply[0] != key]
-                scene.pool.events.append(Lost(key))
+                scene.pool.events.append(Event(key, None))
             else:
                 is_end = what == "ends"
                 scene.pool.ends(key, RIGHT if is_end else Score(failure="raised"), "scored" if is_end else "failed")
@@ -267,6 +267,6 @@ def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_referen
     assert rollout_of(
         Played(completion, (1,), "", ("",), score=RIGHT),
         Scored(completion.key, {}, 0.0, reference=np.array([-1, -2, -3, -4], np.float32)),
-        Play("talk", cast(Any, None), cast(Any, None), 1, 1, Score(0.0)),
+        play_of(None, None, 1, 1),
         {},
     ).reference.tolist() == [-1, -4]  # type: ignore[union-attr]

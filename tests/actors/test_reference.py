@@ -9,13 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from async_rlhf.actors.engine import Completion, RolloutKey
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, Sample
 from async_rlhf.actors.scoring.model_stages import _prefetch_reference, reference
 from async_rlhf.actors.scoring.models import ReferenceModel
 from async_rlhf.actors.scoring.pool import Scored, _plain, fields_of
@@ -26,7 +23,6 @@ from async_rlhf.learner.step.controller import make_backend
 from tests.actors.scored import Bench
 from tests.learner.making import make_group, make_model
 
-PLENTY = 1 << 30
 TEMPERATURE = 0.7
 
 
@@ -140,25 +136,6 @@ def masked(rollout: Rollout) -> Rollout:
     ids = [[token, (token + 1) % 24] for token in rollout.sampled_ids.tolist()]
     mask = SamplingMask(np.full(len(ids), 2, np.int32), np.array(ids, np.int32).ravel())
     return replace(rollout, sampling_mask=mask)
-
-
-@given(data=st.data())
-@settings(max_examples=30, deadline=None)
-def test_however_completions_are_cut_they_come_to_the_same(model: ReferenceModel, data: st.DataObject) -> None:
-    prompts = data.draw(st.lists(st.sampled_from([[3], [3, 4, 5], [3, 4, 6, 7]]), min_size=1, max_size=5))
-    texts = [data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=12)) for _ in prompts]
-    judge = IncrementalJudge(ReferenceHead(model, TEMPERATURE), data.draw(st.sampled_from([1, 4_000, 12_000, PLENTY])))
-    lengths = [0] * len(texts)
-    for _ in range(data.draw(st.integers(0, 6))):
-        shown = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, unique=True))
-        for i in shown:
-            lengths[i] = data.draw(st.integers(max(1, lengths[i]), len(texts[i])))
-        judge.prefetch(shown, [Sample(prompts[i], texts[i][: lengths[i]]) for i in shown])
-    found = judge.score(range(len(texts)), list(map(Sample, prompts, texts)))
-    whole = model.read(prompts, texts)
-    for told, hidden, text in zip(found, whole, texts, strict=True):
-        assert told.values == pytest.approx(model.logprobs(hidden, text, TEMPERATURE, None), abs=1e-4)
-    assert not judge.streams
 
 
 @pytest.mark.rest

@@ -1,11 +1,11 @@
-"""A reward model that reads completions while they are being written: the same scores, bounded memory, nothing left behind."""
+"""Models that read completions while they are being written: the same answers, bounded memory, nothing left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,10 +21,11 @@ from transformers import (
 )
 
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.incremental import IncrementalJudge, RewardHead, Sample
-from async_rlhf.actors.scoring.models import RewardModel
+from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, RewardHead, Sample
+from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.score import Score
+from tests.learner.making import make_model
 
 PLENTY = 1 << 30
 LONG = 512
@@ -58,35 +59,64 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def merging(tmp_path_factory: pytest.TempPathFactory) -> RewardModel:
-    directory = tmp_path_factory.mktemp("merging")
+def speller(judge_directory: Path) -> RewardModel:
+    return RewardModel(judge_directory)
+
+
+class Law(NamedTuple):
+    """A judge, what it reads, and what it says of it whole."""
+
+    head: Any
+    prompts: Sequence[Any]
+    texts: st.SearchStrategy[Any]
+    whole: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+
+def reward_law(directory: Path) -> Law:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=10, num_key_value_heads=2, num_labels=2, pad_token_id=0, **shape)
     LlamaForSequenceClassification(config).save_pretrained(directory)
     merging_tokenizer().save_pretrained(directory)
-    return RewardModel(directory, label=1)
+    model = RewardModel(directory, label=1)
+    texts = st.text("abcd ", min_size=1, max_size=30)
+    return Law(RewardHead(model, LONG), ["ab", "abc d", CHAT], texts, lambda *read: model.score(*read, LONG))
 
 
-@pytest.fixture(scope="module")
-def speller(judge_directory: Path) -> RewardModel:
-    return RewardModel(judge_directory)
+def reference_law(directory: Path) -> Law:
+    make_model("llama").save_pretrained(directory)
+    model = ReferenceModel(directory)
+    texts = st.lists(st.integers(0, 5), min_size=1, max_size=12)
+
+    def whole(prompts: Sequence[Any], texts: Sequence[Any]) -> Sequence[Any]:
+        return [model.logprobs(hidden, text, 0.7, None) for hidden, text in zip(model.read(prompts, texts), texts, strict=True)]
+
+    return Law(ReferenceHead(model, 0.7), [[3], [3, 4, 5], [3, 4, 6, 7]], texts, whole)
+
+
+@pytest.fixture(scope="module", params=[reward_law, reference_law])
+def law(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Law:
+    made: Law = request.param(tmp_path_factory.mktemp("judge"))
+    return made
 
 
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_however_completions_are_cut_their_scores_are_those_of_the_whole(merging: RewardModel, data: st.DataObject) -> None:
-    texts = data.draw(st.lists(st.text("abcd ", min_size=1, max_size=30), min_size=1, max_size=5))
-    prompts = data.draw(st.lists(st.sampled_from(["ab", "abc d", CHAT]), min_size=len(texts), max_size=len(texts)))
-    streams = Streams(merging, data.draw(st.sampled_from([1, 5_000, 20_000, PLENTY])))
+def test_however_completions_are_cut_they_come_to_what_the_whole_comes_to(law: Law, data: st.DataObject) -> None:
+    texts = data.draw(st.lists(law.texts, min_size=1, max_size=5))
+    prompts = [data.draw(st.sampled_from(law.prompts)) for _ in texts]
+    judge = IncrementalJudge(law.head, data.draw(st.sampled_from([1, 5_000, 20_000, PLENTY])))
+    lengths = [1] * len(texts)
     for _ in range(data.draw(st.integers(0, 6))):
         shown = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, unique=True))
-        parts = [texts[i][: data.draw(st.integers(1, len(texts[i])))] for i in shown]
-        streams.prefetch(shown, [prompts[i] for i in shown], parts)
-        assert streams.cache.num_bytes <= streams.cache._cache_bytes
-    scores = streams.score(range(len(texts)), prompts, texts)
-    assert [score.value for score in scores] == pytest.approx(merging.score(prompts, texts, LONG), abs=1e-4)
-    assert streams.cache.num_bytes == 0 and not streams.judge.streams
+        for i in shown:
+            lengths[i] = data.draw(st.integers(lengths[i], len(texts[i])))
+        judge.prefetch(shown, [Sample(prompts[i], texts[i][: lengths[i]]) for i in shown])
+        assert judge.cache.num_bytes <= judge.cache._cache_bytes
+    found = judge.score(range(len(texts)), list(map(Sample, prompts, texts)))
+    for each, wanted in zip(found, law.whole(prompts, texts), strict=True):
+        assert (each.value if isinstance(each, Score) else each.values) == pytest.approx(wanted, abs=1e-4)
+    assert judge.cache.num_bytes == 0 and not judge.streams
 
 
 @contextmanager

@@ -90,7 +90,7 @@ READY = {spec.name: ready(spec, None) for spec in resolve(TARGETS, Path("/"))}
 
 
 def ask(name: str, value: Any, count: int = 1) -> Answers:
-    return run_call(READY[name], Call(0, name, tuple({"completion": value, "prompt": ""} for _ in range(count)), 1.0))
+    return run_call(READY[name], Call(name, tuple({"completion": value, "prompt": ""} for _ in range(count)), 1.0))
 
 
 def check(answer: Answer) -> None:

@@ -14,8 +14,10 @@ import pytest
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, spec_in_process
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
-from async_rlhf.actors.scoring.reward_worker import Answers, Call
-from async_rlhf.actors.scoring.reward_workers import MAX_STUCK, RewardWorkers
+from async_rlhf.actors.scoring.reward_worker import Call, RewardKind, answers_of
+from async_rlhf.actors.workers.book import Failed
+from async_rlhf.actors.workers.pool import MAX_STUCK, WorkerPool
+from async_rlhf.actors.workers.sessions import Came, Closed
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench
@@ -172,11 +174,6 @@ def test_workers_killed_between_calls_are_replaced(bench: Callable[..., Bench]) 
     assert pool.one("2") == Score(2.0)
 
 
-def test_fields_that_cannot_travel_are_a_failure(bench: Callable[..., Bench]) -> None:
-    scores = bench("answered trl").score("4", answer=lambda: "4")[0]
-    assert all("pickle" in (score.failure or "") for score in scores.values())
-
-
 def test_as_many_asynchronous_calls_run_at_once_as_may(bench: Callable[..., Bench]) -> None:
     scores = bench("most_at_once", max_concurrency=8).score(*["x"] * 64)
     assert max(each["most_at_once"].value or 0 for each in scores) == 8.0
@@ -248,25 +245,22 @@ def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails
     def hangs(completion: str) -> bool:
         return completion == "quick" or release.wait(600)
 
-    found = queue.SimpleQueue[Answer]()
-    spec = spec_in_process("hangs", hangs, None)
+    found = queue.SimpleQueue[Came | Closed | Failed | None]()
+    kind = RewardKind((spec_in_process("hangs", hangs, None),), 1, None, {"hangs": hangs})
+    threads = WorkerPool(kind, 16, "threads", RewardError, lambda id, came: found.put(came))
 
-    def answered(call_id: int, answers: Answers) -> None:
-        for answer in answers:
-            found.put(answer)
-
-    threads = RewardWorkers((spec,), 16, 1, None, answered, {"hangs": hangs})
-
-    def ask(text: str, timeout_s: float) -> None:
-        threads.submit(Call(0, "hangs", ({"completion": text},), timeout_s))
+    def ask(text: str, timeout_s: float) -> Answer:
+        call = Call("hangs", ({"completion": text},), timeout_s)
+        threads.begin(0, 0, tuple(call), timeout_s)
+        came = found.get(timeout=300)
+        assert came is not None
+        return answers_of(came, call)[0]
 
     for _ in range(MAX_STUCK + 1):
-        ask("x", 0.05)
-        assert "timed out" in str(found.get(timeout=300).failure)
-    ask("quick", 60.0)
-    assert "never ended; put the function into a .py file" in str(found.get(timeout=300).failure)
+        assert "timed out" in str(ask("x", 0.05).failure)
+    assert "never ended; put the function into a .py file" in str(ask("quick", 60.0).failure)
     release.set()
-    wait_for(lambda: ask("quick", 60.0) or found.get(timeout=300).value == 1.0, "an answer")
+    wait_for(lambda: ask("quick", 60.0).value == 1.0, "an answer")
     threads.close(60.0)
 
 

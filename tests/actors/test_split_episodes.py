@@ -13,7 +13,7 @@ import torch
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.pool import Lost
+from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.prompts import Row, turn_seed
@@ -98,7 +98,7 @@ def test_one_that_lost_its_process_after_its_row_began_anew_begins_as_it_began()
     scene.all_hear()
     (key,) = scene.keys
     scene.turn("a", "!all")
-    scene.pool.events.append(Lost(key))
+    scene.pool.events.append(Event(key, None))
     scene.poll()
     scene.pool.says(key, "go")
     scene.poll()

@@ -83,6 +83,7 @@ def test_functions_of_a_script_are_rewards(tmp_path: Path) -> None:
     assert "all good" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.rest
 def test_a_reward_that_loops_forever_is_timed_out_and_the_run_finishes(small: Any, tmp_path: Path) -> None:
     file = tmp_path / "hangs.py"
     file.write_text(
@@ -109,7 +110,7 @@ def test_a_reward_model_that_reads_along_says_in_the_metrics_what_it_had_read(sm
     overrides = {
         "rewards.functions": ["reward_model"],
         "rewards.options": {"reward_model": {"path": str(QUICK.parent / "models" / "tiny-judge")}},
-        "scoring.stages": {"reward_model": {"stream_tokens": 1, "batch_wait_s": 0.0}},
+        "scoring.stages": {"reward_model": {"stream_tokens": 1}},
     }
     (step,) = run(small(max_steps=1, **overrides), quiet=True).metrics
     assert step["rewards/failed_ratio"] == 0.0 and step["rewards/reward_model/given_up"] == 0.0

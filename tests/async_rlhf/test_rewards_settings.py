@@ -47,18 +47,11 @@ def test_weights_and_stop_strings_of_rewards_are_written_into_the_runs_configura
     assert as_rewards_want(resolved) == resolved  # a resumed run finds the same
 
 
-def test_a_configuration_may_say_where_a_reward_has_seen_enough(judges: str) -> None:
-    config = load(QUICK, {"rewards.functions": [f"{judges}:tagged", f"{judges}:other"]})
-    other = override(config, {"rewards.stop_when": {"other": ["END"], "tagged": []}})
-    assert as_rewards_want(other).generation.stop == ("END",)
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"generation.stop": ["answer>"]}, "'</answer>' is never reached: 'answer>' is a part of it"),
         ({"generation.stop": ["done<eos>"]}, "'done<eos>' never comes: '<eos>' is a special token of the model"),
-        ({"rewards.stop_when": {"tagged": [""]}}, "none of them empty"),
     ],
 )
 def test_a_stop_string_that_can_end_nothing_is_refused(judges: str, changed: dict[str, Any], message: str) -> None:
@@ -80,7 +73,7 @@ def test_a_rewards_own_check_is_made_before_the_run(judges: str) -> None:
         ({"rewards.weights": {"taged": 1.0}}, "rewards.weights names 'taged'.*did you mean 'tagged'"),
         ({"rewards.gates": ["tagged"]}, "names every reward"),
         ({"rewards.clip": {"tagged": [1.0, 0.0]}}, "leaves nothing between"),
-        ({"rewards.stop_when": {"taged": ["x"]}}, "rewards.stop_when.taged: there is no reward of this name"),
+        ({"rewards.options": {"taged": {"level": 1}}}, "rewards.options.taged: there is no reward of this name"),
         (
             {"scoring.stages": {"taged": {"retries": 1}}},
             "scoring.stages.taged: there is no stage of this name.*did you mean 'tagged'",

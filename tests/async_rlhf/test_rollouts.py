@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.rewards import resolve
-from async_rlhf.actors.scoring.graph import drawing
 from async_rlhf.api import TrainResult
 from async_rlhf.api import run as train
 from async_rlhf.buffers.errors import ConfigError
@@ -29,6 +28,7 @@ from async_rlhf.inspect.trace import export
 from async_rlhf.run import run_files
 from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import drawing
 from tests.conftest import QUICK, REPOSITORY, SMALL
 
 JUDGES = """

@@ -41,7 +41,6 @@ IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0
             {"scoring.stages.reasoning_gym.batchsize": 2},
             "unknown key .*reasoning_gym.batchsize': did you mean '.*reasoning_gym.batch_size'",
         ),
-        ({"scoring.stages.reasoning_gym.batch_wait_s": 0.1}, "set scoring.stages.reasoning_gym.batch_size above 1"),
         ({**ONE_JUDGE, "scoring.stages.judge.workers": 2}, "runs on one event loop; set scoring.stages.judge.max_concurrency"),
         ({**IN_THE_ACTOR, "scoring.stages.reference.max_concurrency": 3}, "highest: 1, or set .*reference.workers = 3"),
         ({"rewards.functions": ["reference=exact"]}, "a reward is called 'reference'.*rename it"),
@@ -68,7 +67,7 @@ def test_the_reference_stands_in_the_graph_where_an_actor_computes_it() -> None:
 
 
 def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have_asked(small: Callable[..., Any]) -> None:
-    streaming = {"scoring.stages.reference.stream_tokens": 4, "scoring.stages.reference.batch_wait_s": 0.0}
+    streaming = {"scoring.stages.reference.stream_tokens": 4}
     config = small(**IN_THE_ACTOR, **streaming, max_steps=2, **{"queue.keep_rollouts": True})
     result = run(config, quiet=True)
     rollouts = [rollout for record in records(RunDir.existing(result.run_dir)) for rollout in record["rollouts"]]

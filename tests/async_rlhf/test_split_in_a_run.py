@@ -58,7 +58,7 @@ def test_episodes_of_several_rows_are_sampled_scored_and_trained_on(
         "queue.keep_rollouts": True,
         "learner.learning_rate": 1e-3,
         "loss.kl_coef": 0.01,
-        "scoring.stages.reference": {"placement": "actor", "stream_tokens": 4, "batch_wait_s": 0.0},
+        "scoring.stages.reference": {"placement": "actor", "stream_tokens": 4},
     }
     code, output = command(*small_arguments(**settings)).finish()
     assert code == 0, output

@@ -23,7 +23,6 @@ from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.buffers.lines import LineFile
 from async_rlhf.buffers.model_directory import from_pretrained
-from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.sampling import GREEDY
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.checks.preflight import Prepared
@@ -99,15 +98,11 @@ def environment_of(
     pool = EpisodePool[RolloutKey](spec, config.environment, wake)
     try:
         yield Play(
-            name=spec.name,
-            pool=pool,
-            rendering=Renderer(
-                tokenizer, config.data.chat, config.environment.render, spec.tools, config.data.chat_template_kwargs
-            ),
+            spec,
+            pool,
+            Renderer(tokenizer, config.data.chat, config.environment.render, spec.tools, config.data.chat_template_kwargs),
             max_prompt_length=longest_prompt(config)[0],
             max_length=config.generation.longest_completion,
-            at_limit=Score(spec.at_limit),
-            max_turns=spec.max_turns,
         )
     finally:
         pool.close()

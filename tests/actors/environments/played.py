@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.environments import EnvironmentConfig, EnvironmentSpec, load
-from async_rlhf.actors.environments.pool import Ended, EpisodePool, Event, Lost, Observation
+from async_rlhf.actors.environments.pool import EpisodePool
+from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.buffers.score import Score
 
 COLUMNS = frozenset({"question", "answer", "act", "path", "n"})
@@ -28,7 +29,8 @@ class Bench:
         self.woken = threading.Event()
         self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set)
         self.fields: dict[Any, Mapping[str, Any]] = {}
-        self.events: dict[Any, list[Event[Any]]] = {}
+        self.events: dict[Any, list[Read | End | None]] = {}
+        """Of each episode what came of it; None: it was lost."""
 
     def __enter__(self) -> Bench:
         return self
@@ -50,17 +52,17 @@ class Bench:
             self.woken.wait(0.1)
             self.woken.clear()
             for event in self.pool.poll():
-                self.events[event.key].append(event)
-                if isinstance(event, Lost):
+                self.events[event.key].append(event.came)
+                if event.came is None:
                     self.pool.begin(event.key, self.fields[event.key])
-                elif isinstance(event, Observation) and (text := model(event.key, self.turns(event.key))) is not None:
+                elif isinstance(event.came, Read) and (text := model(event.key, self.turns(event.key))) is not None:
                     self.pool.reply(event.key, text)
 
     def turns(self, key: Any) -> int:
         """The model's turn that it is, in the episode as it was last begun."""
         events = self.events[key]
-        begun = max((at for at, event in enumerate(events) if isinstance(event, Lost)), default=-1)
-        return sum(isinstance(event, Observation) for event in events[begun + 1 :])
+        begun = max((at for at, event in enumerate(events) if event is None), default=-1)
+        return sum(isinstance(event, Read) for event in events[begun + 1 :])
 
     def opens(self, *keys: Any, **fields: Any) -> None:
         """Begin these episodes, until each has said something."""
@@ -83,11 +85,11 @@ class Bench:
         key = len(self.events)
         self.begin(key, **fields)
         self.until(lambda: self.ended(key) is not None, lambda of, turn: texts[turn - 1] if of == key else None)
-        return [each.content if isinstance(each, Observation) else each for each in self.events[key]]
+        return [each.content if isinstance(each, Read) else each for each in self.events[key]]
 
-    def ended(self, key: Any) -> Ended[Any] | None:
+    def ended(self, key: Any) -> End | None:
         last = self.events[key][-1:]
-        return last[0] if last and isinstance(last[0], Ended) else None
+        return last[0] if last and isinstance(last[0], End) else None
 
     def failure(self, key: Any) -> str:
         """The reason for which it failed."""

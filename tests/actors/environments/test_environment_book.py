@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from async_rlhf.actors.environments.workers import EpisodeBook
+from async_rlhf.actors.workers.book import SessionBook
 
 
 class Books(RuleBasedStateMachine):
@@ -13,7 +13,7 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = EpisodeBook()
+        self.book = SessionBook()
         self.open: set[int] = set()
         self.retired: set[int] = set()
         self.next_id = 0
@@ -81,8 +81,9 @@ class Books(RuleBasedStateMachine):
         inside = {id for id, at in self.worker.items() if at == worker}
         stepping = {id for id in inside if self.phase[id] == "stepping"}
         causes = data.draw(st.sets(st.sampled_from(sorted(inside)))) if known and inside else set() if known else None
-        failed, lost = self.book.died(worker, causes)
-        assert sorted((*failed, *lost)) == sorted(id for id in inside if self.phase[id] != "closing")
+        failed, lost, over = self.book.died(worker, causes)
+        assert sorted((*failed, *lost, *over)) == sorted(inside)
+        assert all((self.phase[id] == "closing") == (id in over) for id in inside)
         again = {id for id in stepping if self.suspected.get(self.key[id])}
         assert set(failed) == (again if causes is None else causes & stepping)
         for id in failed:
@@ -108,18 +109,9 @@ class Books(RuleBasedStateMachine):
             assert self.book.worker_of(id) == self.worker.get(id) and self.book.phase(id) == self.phase.get(id)
         for worker in self.open:
             inside = sum(at == worker for at in self.worker.values())
-            assert self.book.num_busy(worker) == inside
+            assert len(self.book.sessions(worker)) == inside
             assert self.suspects_in(worker) <= 1
             assert self.book.has_drained(worker) == (worker in self.retired and not inside)
 
 
 TestEveryEpisodeHasOneFate = Books.TestCase
-
-
-def test_an_episode_that_is_in_a_step_at_two_unexplained_deaths_has_failed() -> None:
-    book = EpisodeBook()
-    for attempt in (1, 2):
-        book.open(attempt)
-        book.place(attempt, "a")
-        assert book.step(attempt)
-        assert book.died(attempt, None) == (((), (1,)) if attempt == 1 else ((2,), ()))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.environments import Feedback
-from async_rlhf.actors.environments.pool import Ended, Observation
 from async_rlhf.actors.environments.yields import MAX_BYTES, End, Read, read_return, read_yield
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.score import Score
@@ -59,7 +58,8 @@ def synchronous(question, answer, act, path):
             time.sleep(0.02)
             with lock: running -= 1
             text = yield str(most)
-        elif act == "stubborn":
+        elif act == "raise": raise ValueError("no " + text)
+        elif act == "slow cleanup":
             try: yield "more"
             finally: yield "no end"
         yield Score(float(text.endswith(answer)))
@@ -87,18 +87,8 @@ def bench(source: Path) -> Iterator[Bench]:
         yield bench
 
 
-def end_of(events: list[Any]) -> Ended[Any]:
-    assert isinstance(events[-1], Ended), events
-    return events[-1]
-
-
-def test_an_episode_yields_its_prompt_then_its_score(either: Bench) -> None:
-    prompt, end = either.play("it is 4", question="2 + 2")
-    assert prompt == "2 + 2"
-    assert (end.reason, end.score.value) == ("scored", 1.0) and end.ended >= end.began
-
-
 def test_an_episode_that_is_discarded_runs_its_cleanup(either: Bench, tmp_path: Path) -> None:
+    assert either.play("it is 4", question="2 + 2")[0] == "2 + 2"
     path = tmp_path / "log"
     either.begin("discarded", path=str(path))
     either.until(lambda: len(either.events["discarded"]) == 1)
@@ -107,10 +97,23 @@ def test_an_episode_that_is_discarded_runs_its_cleanup(either: Bench, tmp_path: 
     assert either.pool.num_pending == 0 and either.pool.poll() == []
 
 
-def test_each_observation_is_read_and_the_last_turn_is_the_last(bench: Bench, tmp_path: Path) -> None:
-    events = bench.play("a", "b", "c", act="count", n=5, path=str(tmp_path / "log"))
-    assert events[:3] == ["?", "0: a", "1: b"]
-    assert (end_of(events).reason, end_of(events).score) == ("max_turns", None)
+TOOL = [{"role": "tool", "content": "a", "name": "t"}]
+
+
+@pytest.mark.parametrize(
+    ("texts", "fields", "came"),
+    [
+        ("abc", {"act": "count", "n": 5}, [Read("?"), Read("0: a"), Read("1: b"), End("max_turns")]),
+        ("abc", {"act": "feedback"}, [Read("?"), Read(TOOL, 0.25), Read("again", 0.5), End("max_turns", Score(0.75))]),
+        ("a", {"act": "return"}, [Read("?"), End("returned")]),  # rewards judge it
+        (["4"], {"seed": 7}, [Read("?"), End("scored", Score(1.0, metrics={"seed": 7.0}))]),
+    ],
+)
+def test_what_is_yielded_is_read_or_ends_the_episode_which_is_then_closed(
+    bench: Bench, tmp_path: Path, texts: Any, fields: Any, came: list[Any]
+) -> None:
+    bench.play(*texts, **fields, path=str(tmp_path / "log"))
+    assert bench.events[max(key for key in bench.events if isinstance(key, int))] == came
     assert wait_for(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text(), "cleanup") == "closed"
 
 
@@ -120,29 +123,6 @@ def test_the_turns_of_an_episode_are_known_until_it_ends(bench: Bench) -> None:
     assert bench.pool.num_turns("counted") == 2
     bench.pool.discard(["counted"])
     assert bench.pool.num_turns("counted") == bench.pool.num_turns("unknown") == 0
-
-
-def test_feedback_scores_the_turn_before_it_and_at_the_last_turn_the_end(bench: Bench) -> None:
-    bench.play("a", "b", "c", act="feedback")
-    *observed, end = bench.events[max(key for key in bench.events if isinstance(key, int))]
-    assert [(each.content, each.score) for each in observed if isinstance(each, Observation)] == [
-        ("?", None),
-        ([{"role": "tool", "content": "a", "name": "t"}], 0.25),
-        ("again", 0.5),
-    ]
-    assert isinstance(end, Ended) and (end.reason, end.score) == ("max_turns", Score(0.75))
-
-
-def test_a_return_leaves_the_judgement_to_rewards(bench: Bench) -> None:
-    end = end_of(bench.play("a", act="return"))
-    assert (end.reason, end.score) == ("returned", None)
-
-
-def test_what_goes_on_after_its_score_is_closed(bench: Bench, tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    end = end_of(bench.play("4", path=str(path), seed=7))
-    assert end.score == Score(1.0, metrics={"seed": 7.0})
-    assert wait_for(lambda: path.exists() and path.read_text(), "cleanup") == "closed"
 
 
 @pytest.mark.parametrize(
@@ -177,21 +157,14 @@ def test_messages_that_an_environment_yields_are_read_as_those_of_rows_are() -> 
     assert isinstance(end, End) and "message 1, key 'content': part 1 is 'image'" in end.failure
 
 
-def test_failures_are_counted_by_kind_and_cleanups_apart(bench: Bench) -> None:
-    before = bench.pool.counters.failed.copy()
-    end = end_of(bench.play("a", "b", "c", "d", act="slow cleanup"))
-    assert end.reason == "scored"  # cleanup comes after it
-    bench.play("a", act="raise")
-    bench.until(lambda: bench.pool.counters.cleanups_failed == 1)
-    assert bench.pool.counters.failed - before == {"raised": 1}
-
-
-def test_a_generator_that_yields_while_it_is_closed_has_failed_its_cleanup(source: Path) -> None:
-    with Bench(source, "synchronous") as bench:
-        bench.begin("a", act="stubborn")
-        bench.until(bench.heard(2), lambda key, turn: "x" if turn == 1 else None)
-        bench.pool.discard(["a"])
-        bench.until(lambda: bench.pool.counters.cleanups_failed == 1)
+def test_failures_are_counted_by_kind_and_cleanups_that_raise_or_yield_apart(either: Bench) -> None:
+    before, dirty = either.pool.counters.failed.copy(), either.pool.counters.cleanups_failed
+    either.begin("dirty", act="slow cleanup")
+    either.until(lambda: len(either.events["dirty"]) == 2, lambda key, turn: "x" if (key, turn) == ("dirty", 1) else None)
+    either.pool.discard(["dirty"])
+    either.until(lambda: either.pool.counters.cleanups_failed == dirty + 1)
+    assert either.play("a", act="raise")[-1].reason == "failed"
+    assert either.pool.counters.failed - before == {"raised": 1}
 
 
 def test_only_so_many_steps_run_at_once_and_the_others_wait(source: Path) -> None:
@@ -199,9 +172,7 @@ def test_only_so_many_steps_run_at_once_and_the_others_wait(source: Path) -> Non
         for key in range(30):
             bench.begin(key, act="together")
         bench.until(lambda: bench.pool.num_pending == 0, lambda key, turn: "4")
-        observed = [
-            event.content for events in bench.events.values() for event in events[1:2] if isinstance(event, Observation)
-        ]
+        observed = [event.content for events in bench.events.values() for event in events[1:2] if isinstance(event, Read)]
         assert len(observed) == 30 and max(map(int, map(str, observed))) == 3
 
 
@@ -220,18 +191,18 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
         for key, events in bench.events.items():
             if key not in dropped:
                 *observed, end = events
-                assert [each.content for each in observed if isinstance(each, Observation)] == [
+                assert [each.content for each in observed if isinstance(each, Read)] == [
                     str(key), *(f"{i}: {key}" for i in range(min(key % 4, 2)))]  # fmt: skip
-                assert isinstance(end, Ended) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
+                assert isinstance(end, End) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
         ends = bench.pool.counters.episodes
         assert set(ends) == {"max_turns", "scored"} and ends["max_turns"] in range(490, 501)
         assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0
-        wait_for(lambda: not bench.pool._workers.num_episodes(), "the cleanup of all of them")
+        wait_for(lambda: not bench.pool._sessions.num_sessions(), "the cleanup of all of them")
 
 
 def test_columns_that_cannot_travel_fail_their_episode_alone(bench: Bench) -> None:
-    assert "pickle" in (end_of(bench.play("4", question=lambda: "?")).score or Score()).failure  # type: ignore[operator]
-    assert end_of(bench.play("4")).reason == "scored"
+    assert "pickle" in bench.play("4", question=lambda: "?")[-1].failure
+    assert bench.play("4")[-1].reason == "scored"
 
 
 def test_a_reply_that_is_not_due_and_a_second_beginning_are_refused(bench: Bench) -> None:

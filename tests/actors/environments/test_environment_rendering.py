@@ -131,16 +131,40 @@ def test_by_message_keeps_what_a_template_would_drop() -> None:
     assert shown.text == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_template_that_never_writes_an_observation_is_refused() -> None:
-    for template in ("{{ messages[0].content }}", "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"):
-        with pytest.raises(ConfigError, match="episodes of several turns cannot be rendered"):
-            Renderer(tokenizer(template), chat=True).check()
+@pytest.mark.parametrize(
+    ("template", "appended", "whole"),
+    [
+        ("{{ messages[0].content }}", "writes the model's turn 0 times", "leaves out what a message of role 'user' says"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "writes the model's turn 2 times", None),
+        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "0 times", "out the model's turn"),
+        ("{{ raise_exception('no') }}", "refuses an observation with the roles user: no", "with the roles user: no"),
+        (CHATML.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}"),
+         r"0 times.*; set environment\.render = 'split'", None),
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_write_the_conversation_is_refused(template: str, appended: str, whole: str | None) -> None:
+    why = "episodes of several turns cannot be rendered: .*"
+    with pytest.raises(ConfigError, match=why + appended):
+        Renderer(tokenizer(template), chat=True).check()
+    split = Renderer(tokenizer(template), chat=True, render="split")
+    if whole is None:
+        split.check()
+        return
+    with pytest.raises(ConfigError, match=why + whole):
+        split.check()
 
 
-def test_a_message_that_the_template_leaves_out_is_refused() -> None:
-    silent = CHATML.replace("{%- for m in messages %}", "{%- for m in messages if m.role != 'tool' %}")
-    with pytest.raises(EpisodeError, match="leaves out what a message of role 'tool' says"):
-        Renderer(tokenizer(silent), chat=True).observation("?", [{"role": "tool", "content": "4"}], [])
+def test_a_message_that_the_template_leaves_out_fails_and_a_text_is_no_conversation() -> None:
+    template = tokenizer(CHATML.replace("{%- for m in messages %}", "{%- for m in messages if m.role != 'tool' %}"))
+    tool, chat = [{"role": "tool", "content": "4"}], [{"role": "user", "content": "?"}]
+    split = Renderer(template, chat=False, render="split")
+    for rendered in (
+        lambda: Renderer(template, chat=True).observation("?", tool, []),
+        lambda: split.whole(chat, [("3", tool)], []),
+    ):
+        with pytest.raises(EpisodeError, match="leaves out what a message of role 'tool' says"):
+            rendered()
+    assert split.splits(chat) and not split.splits("2 + 2 = ") and not Renderer(template, chat=True).splits(chat)
 
 
 def test_a_special_token_outside_of_its_content_is_refused() -> None:

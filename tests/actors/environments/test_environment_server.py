@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from async_rlhf.actors.environments import EnvironmentConfig, remote
-from async_rlhf.actors.environments.pool import Ended, Lost, Observation
 from async_rlhf.actors.environments.server import EnvironmentServer
+from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.workers import client
 from async_rlhf.actors.workers.messages import Beat, Describe, Gone, Leave, Missing, Refused, Step, Stepped
 from async_rlhf.buffers.errors import ConfigError
@@ -133,8 +133,10 @@ def test_a_turn_that_comes_twice_is_played_once_and_one_that_cannot_follow_is_re
         ):
             peer.send(step, step)
             assert peer.receive() == answer
-            peer.send(step)
-            assert peer.receive() == answer
+            for again in (step, Beat(open=[(7, step.turn)])):
+                peer.send(again)
+                assert peer.receive() == answer
+            assert peer.receive() == Missing(ids=[])
         for wrong in (Step(id=7, turn=5, text="a"), Step(id=7, turn=2), Step(id=8)):
             peer.send(wrong)
             assert isinstance(peer.receive(), Refused)
@@ -159,7 +161,7 @@ def test_an_episode_of_a_server_that_began_anew_is_begun_again_once(
             if heard == 3:
                 played.pool.reply("one", "a")
             played.until(played.heard(heard))  # the second time while it is the model's turn
-    assert [type(event) for event in played.events["one"]] == [Observation, Lost, Observation, Ended]
+    assert [type(event) for event in played.events["one"]] == [Read, type(None), Read, End]
     assert "began anew" in played.failure("one")
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.actors.environments.rendering import Renderer, conversation
-from async_rlhf.buffers.errors import ConfigError, EpisodeError
 from tests.actors.environments.test_environment_rendering import (
     CHATML,
     ENDS,
@@ -112,32 +111,3 @@ def test_whatever_is_said_the_model_reads_the_template_s_text_and_the_template_s
         assert tokenizer().decode(row) == whole_text(template, "?", turns)
         harmless = ids_of(whole_text(template, "?", [("x", "x")] * number))
         assert [id for id in row if id in special] == [id for id in harmless if id in special]
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ messages[0].content }}", "leaves out what a message of role 'user' says"),
-        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "leaves out the model's turn"),
-        ("{{ raise_exception('no') }}", "refuses an observation with the roles user: no"),
-    ],
-)
-def test_a_template_that_does_not_write_the_conversation_is_refused(template: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"episodes of several turns cannot be rendered: .*{message}"):
-        Renderer(tokenizer(template), chat=True, render="split").check()
-
-
-def test_where_no_piece_can_be_appended_the_choice_is_named() -> None:
-    changes = CHATML.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'assistant' else m.content }}")
-    with pytest.raises(ConfigError, match=r"writes the model's turn 0 times.*; set environment\.render = 'split'"):
-        Renderer(tokenizer(changes), chat=True).check()
-    Renderer(tokenizer(changes), chat=True, render="split").check()
-
-
-def test_a_message_that_the_template_leaves_out_fails_and_a_text_is_no_conversation() -> None:
-    silent = CHATML.replace("{%- for m in messages %}", "{%- for m in messages if m.role != 'tool' %}")
-    renderer = Renderer(tokenizer(silent), chat=False, render="split")
-    with pytest.raises(EpisodeError, match="leaves out what a message of role 'tool' says"):
-        renderer.whole(RULE, [("3", [{"role": "tool", "content": "none"}])], [])
-    assert renderer.splits(RULE) and not renderer.splits("2 + 2 = ")
-    assert not Renderer(tokenizer(CHATML), chat=True).splits(RULE)

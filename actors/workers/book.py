@@ -1,0 +1,131 @@
+"""Which process runs which session, and what becomes of them when one ends. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Phase = Literal["stepping", "waiting", "closing"]
+
+
+class Ended(NamedTuple):
+    """Ids of the sessions that a dead process leaves behind. over: those that had ended."""
+
+    failed: tuple[int, ...]
+    lost: tuple[int, ...]
+    over: tuple[int, ...] = ()
+
+
+class Failed(NamedTuple):
+    """Why a step has no result: what it was given cannot travel, or its process ended."""
+
+    kind: Literal["not readable", "died", "timed out"]
+    reason: str
+
+
+@dataclass
+class _Slot:
+    takes: bool = True
+    phases: dict[int, Phase] = field(default_factory=dict)
+
+
+class SessionBook:
+    """A few sets and their rules.
+
+    A session is `waiting` until it may step and while the model writes, `stepping` until the step is answered, and `closing`
+    once it has ended until its cleanup is done. When its process dies:
+
+        closing                                           is over
+        waiting                                           is lost, and begun again: it cannot be the cause
+        stepping, another or none of them is the cause    is lost
+        stepping, it is the cause                         has failed
+        stepping, the cause is not known                  is suspect: lost the first time, failed the second
+
+    Of the suspects in a process one steps at a time, so that the second crash identifies one and not all that happened to be
+    there. A process that is retired takes no new sessions; it has drained when none is left in it.
+
+    Sessions are named by id, processes by number. A key names what is begun again as another session.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self._worker_of: dict[int, int] = {}
+        self._keys: dict[int, Hashable] = {}
+        self._suspects: set[Hashable] = set()
+
+    def open(self, worker: int) -> None:
+        """This process can run sessions."""
+        self._slots[worker] = _Slot()
+
+    def place(self, id: int, key: Hashable, has_room: Callable[[int], bool] = lambda worker: True) -> int | None:
+        """The process that the session is to begin in: the one with the fewest; None while none takes it."""
+        worker, fewest = None, math.inf
+        for each, slot in self._slots.items():
+            if slot.takes and len(slot.phases) < fewest and has_room(each):
+                worker, fewest = each, len(slot.phases)
+        if worker is None:
+            return None
+        self._slots[worker].phases[id] = "waiting"
+        self._worker_of[id], self._keys[id] = worker, key
+        return worker
+
+    def worker_of(self, id: int) -> int | None:
+        return self._worker_of.get(id)
+
+    def step(self, id: int) -> bool:
+        """Whether the session may step now; it then does."""
+        phases = self._slots[self._worker_of[id]].phases
+        if self._keys[id] in self._suspects:
+            stepping = (self._keys[other] for other, phase in phases.items() if phase == "stepping")
+            if any(key in self._suspects for key in stepping):
+                return False
+        phases[id] = "stepping"
+        return True
+
+    def enter(self, id: int, phase: Literal["waiting", "closing"]) -> None:
+        """An ended session is closing, and no longer suspect."""
+        self._slots[self._worker_of[id]].phases[id] = phase
+        if phase == "closing":
+            self._suspects.discard(self._keys[id])
+
+    def phase(self, id: int) -> Phase | None:
+        worker = self._worker_of.get(id)
+        return None if worker is None else self._slots[worker].phases[id]
+
+    def closed(self, id: int) -> None:
+        """Nothing of it is left."""
+        self._keys.pop(id, None)
+        if (worker := self._worker_of.pop(id, None)) is not None:
+            del self._slots[worker].phases[id]
+
+    def forget(self, keys: Iterable[Hashable]) -> None:
+        """These are not begun again."""
+        self._suspects -= frozenset(keys)
+
+    def retire(self, worker: int) -> None:
+        self._slots[worker].takes = False
+
+    def has_drained(self, worker: int) -> bool:
+        slot = self._slots[worker]
+        return not slot.takes and not slot.phases
+
+    def sessions(self, worker: int) -> Collection[int]:
+        """The ids of those in the process, in the order of their beginning; those that are being cleaned up included."""
+        return self._slots[worker].phases.keys() if worker in self._slots else ()
+
+    def died(self, worker: int, causes: Collection[int] | None) -> Ended:
+        """causes: the sessions that ended the process; None: not known. Of a process that was never open: nothing."""
+        slot = self._slots.pop(worker, _Slot())
+        found: dict[str, list[int]] = {"failed": [], "lost": [], "over": []}
+        for id, phase in slot.phases.items():
+            key = self._keys.pop(id)
+            del self._worker_of[id]
+            is_cause = phase == "stepping" and (key in self._suspects if causes is None else id in causes)
+            found["over" if phase == "closing" else "failed" if is_cause else "lost"].append(id)
+            if is_cause:
+                self._suspects.discard(key)
+            elif phase == "stepping" and causes is None:
+                self._suspects.add(key)
+        return Ended(*map(tuple, found.values()))
