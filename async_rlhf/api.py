@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 
 from async_rlhf.actors.data.config import CALLER_ROWS
 from async_rlhf.actors.rewards import spec_of
-from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
+from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.launch.local import warm
 from async_rlhf.preparation import prepare, rows_of
 from async_rlhf.run.caller import served, split, target_of
@@ -46,14 +45,6 @@ Record = dict[str, Any]
 
 
 _log = logging.getLogger(__name__)
-_ARGUMENTS = {
-    r"async-rlhf train (\S+) --": r"train, config='\1', --",
-    r"(--resume|--overwrite|--from-step \d+) --": r"\1, --",
-    r"--(resume|overwrite)\b": r"\1=True",
-    r"--from-step (\d+)": r"from_step=\1",
-    r"--from-step": "from_step=STEP",
-    r"--set '?([\w.]+)=([^\s,;']+)'?": r"overrides={'\1': '\2'}",
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -328,34 +319,23 @@ def _resolved(
     resume: bool,
 ) -> Iterator[tuple[Config, Rows, dict[str, str]]]:
     """The configuration, the rows and the variables of a run with these functions; those that only this process has are served
-    until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
-    try:
-        changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
-        if rewards is not None:
-            changed["rewards.functions"], own_rewards = split(rewards)
-        for section, own in (("loss", loss), ("advantage", advantage)):
-            if own is not None:
-                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
-        own_environment = None
-        if environment is not None:
-            changed["environment.function"], own_environment = target_of(environment)
-        if data is not None:
-            changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}}
-        loaded = load(config, changed)
-        rows = rows_of(loaded, data, resume)
-        columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-        with served(own_rewards, own_environment, loaded, columns) as (resolved, variables):
-            yield resolved, rows, variables
-    except AsyncRLHFError as error:
-        error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)
-        raise
-
-
-def in_python(message: str) -> str:
-    """`--resume --from-step 3` is resume=True, from_step=3."""
-    for flag, argument in _ARGUMENTS.items():
-        message = re.sub(flag, argument, message)
-    return message
+    until the block ends."""
+    changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
+    if rewards is not None:
+        changed["rewards.functions"], own_rewards = split(rewards)
+    for section, own in (("loss", loss), ("advantage", advantage)):
+        if own is not None:
+            changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
+    own_environment = None
+    if environment is not None:
+        changed["environment.function"], own_environment = target_of(environment)
+    if data is not None:
+        changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}}
+    loaded = load(config, changed)
+    rows = rows_of(loaded, data, resume)
+    columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
+    with served(own_rewards, own_environment, loaded, columns) as (resolved, variables):
+        yield resolved, rows, variables
 
 
 def _importable(section: str, key: str, function: Callable[..., Any]) -> str:

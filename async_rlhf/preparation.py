@@ -34,7 +34,7 @@ from async_rlhf.run.processes.tracking import rewind
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
-from async_rlhf.run.scoring import environment_spec, reward_specs, stop_strings
+from async_rlhf.run.scoring import reward_specs, stop_strings
 from async_rlhf.run.supervision.child import MAX_DEATHS
 from async_rlhf.run.supervision.supervisor import Supervisor
 
@@ -203,11 +203,10 @@ def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
     """
     if resume:
         RunDir.existing(config.run_dir)  # before anything of it is read
-    kept, environment = RunData(config.run_dir, config.data), environment_spec(config)
-    read = environment.usable if environment else None
+    kept = RunData(config.run_dir, config.data)
     if not (resume and kept.is_kept):
-        return load_rows(config.data, data, read)
-    if data is not None and not kept.is_from(load_rows(config.data, data, read)):
+        return load_rows(config.data, data)
+    if data is not None and not kept.is_from(load_rows(config.data, data)):
         raise ConfigError(
             f"run directory {str(config.run_dir)!r} began with other rows than those that are given; give the same, or none: a "
             "run keeps its rows"

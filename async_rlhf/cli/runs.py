@@ -56,9 +56,6 @@ def train(
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Draw the stages of a rollout: what waits for what, and where.")
-    ] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Load the model too, and hold learner and engine to plain passes of it.")
     ] = False,
@@ -72,11 +69,6 @@ def check(
     called = call_once(loaded, [*prepared.rows[0], *prepared.rows[1]], deep=deep)
     for line in (*_plan_of(config, loaded, prepared), *_places_of(loaded), *prepared.remarks, *called):
         say(line)
-    if graph:
-        from async_rlhf.run.scoring import graph_of
-
-        for line in graph_of(loaded):
-            typer.echo(line)
     if deep:
         from async_rlhf.learner.model.gguf import model_directory
         from async_rlhf.run.checks.model import deep_check
@@ -186,7 +178,7 @@ def fork(
 ) -> None:
     """Begin a new run from another run's checkpoint. With its configuration and overrides."""
     from async_rlhf.cli.queues import put_behind
-    from async_rlhf.run.forking import forked
+    from async_rlhf.run.live import forked
     from async_rlhf.run.run_dir import RunDir
 
     config = forked(RunDir.existing(run_dir), name, overridden(overrides), best=best, from_step=from_step)

@@ -6,17 +6,13 @@ living run of this user has made are connected to.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from async_rlhf.actors.workers.client import describe
 from async_rlhf.buffers.clients.control import control
@@ -30,10 +26,9 @@ from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.display.console import held_out, line
 from async_rlhf.run.live import changes
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import printable, read_last_lines
+from async_rlhf.run.run_files import read_last_lines
 
 _PATIENCE_S = 3.0
-_WATCH_S = 2.0
 _STEP_BYTES = 64 << 10
 """Holds the last step; a page asks every second."""
 _MOST_CHANGES = 10
@@ -207,24 +202,6 @@ def _spool(run: RunDir, found: dict[str, Any]) -> str:
     aside = f", {rejected:,} lines were set aside ({run.path / 'data' / 'spool' / 'rejected'})" if rejected else ""
     ended = ", no more will" if found["ended"] else ""
     return f"{found['rows']:,} rows have come{aside}{ended}{problem and '; '}{problem}"
-
-
-def watch(run: RunDir, console: Console | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
-    """Show `read` again and again until the run has ended or Ctrl-C; without a terminal a line for each new step."""
-    console, shown = console or Console(highlight=False, soft_wrap=True), ""
-    screen = Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext()
-    with suppress(KeyboardInterrupt), screen as live:
-        while True:
-            goes_on = run.is_alive()  # looked at first: what is shown last is the end
-            text = [printable(line) for line in lines(run, read(run))]
-            if live is not None:
-                live.update(Text("\n".join(text), overflow="fold"), refresh=True)
-            elif not goes_on or text[0] != shown:
-                shown = text[0]
-                console.print("\n".join(text[:1] if goes_on else text), markup=False)
-            if not goes_on:
-                return
-            sleep(_WATCH_S)
 
 
 def _evaluations(records: Sequence[dict[str, Any]]) -> list[str]:

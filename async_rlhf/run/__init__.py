@@ -1,12 +1,12 @@
 """One run, from its configuration to its end. `async_rlhf.preparation` begins it; `async_rlhf.api` and the command call that.
 
 what a reader looks for                  where
-the configuration, its keys and checks   config, config_keys, config_checks, watching, scoring; shipped, published_model
+the configuration, its keys and checks   config, config_keys, config_checks, watching, scoring; shipped
 what is refused before anything starts   checks/: preflight, model, memory_fit (memory), spool
 which process runs on which host         hosts/: placement, connections, node_files; `async_rlhf.launch` starts them
 what each process does                   processes/: roles, learner, evaluation, tracking, agreement
 who starts again what ended, and when    supervision/: supervisor, child, evaluator, tracker, hub_notifier
 what the supervisor watches beside       supervision/: resources, hooks (events and their delivery)
-the run directory                        run_dir, run_files, run_data, manifest; live (changes while it goes on), forking
+the run directory                        run_dir, run_files, run_data, manifest; live (changes while it goes on, forks)
 what a person sees                       display/: progress, console, notebook, terminal
 """

@@ -29,7 +29,7 @@ from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.config_keys import explain, known
-from async_rlhf.run.published_model import fetched, is_name
+from async_rlhf.run.shipped import fetched, is_name
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
 # More than any run reaches: groups of a run without `max_steps`, and numbers where the data have no end, for filtered groups

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.scoring.graph import drawing
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import loss_spec
@@ -96,12 +95,6 @@ def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tupl
     rewards = reward_specs(config, columns)
     _check(config)
     return (*rewards, _reference(config)) if config.scoring.reference_is_stage else rewards
-
-
-def graph_of(config: Config) -> list[str]:
-    """The stages of a rollout, drawn. Raises ConfigError."""
-    learner_asks = config.loss.needs_reference and not config.scoring.reference_is_stage
-    return drawing(stage_specs(config), config.scoring, config.generation, config.engine, learner_asks=learner_asks)
 
 
 def _reference(config: Config) -> RewardSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -98,7 +97,7 @@ class HooksConfig(Section):
     """What is called when a run needs a person or has something to show. What a hook does, fails at or takes never touches the
     run."""
 
-    command: tuple[Secret, ...] | Secret = ()
+    command: tuple[Secret, ...] = ()
     """Program and arguments, without a shell. The event is JSON on its standard input; ASYNC_RLHF_EVENT and ASYNC_RLHF_RUN_DIR
     are in its environment."""
     url: Secret | None = None
@@ -107,12 +106,6 @@ class HooksConfig(Section):
     """Which events: the page has what each means."""
     timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """Seconds a command or an answer may take; then it is killed, or given up."""
-
-    @field_validator("command")
-    @classmethod
-    def _can_be_split(cls, command: tuple[SecretStr, ...] | SecretStr) -> tuple[SecretStr, ...] | SecretStr:
-        _words(command)  # a quotation that does not end is a ValueError
-        return command
 
     @field_validator("url")
     @classmethod
@@ -123,16 +116,10 @@ class HooksConfig(Section):
 
     @property
     def argv(self) -> list[str]:
-        return _words(self.command)
+        return [word.get_secret_value() for word in self.command]
 
     @property
     def address(self) -> str:
         """Empty where there is none."""
         url = self.url.get_secret_value() if self.url else ""
         return os.environ.get(url[1:], "") if url.startswith("$") else url
-
-
-def _words(command: tuple[SecretStr, ...] | SecretStr) -> list[str]:
-    if isinstance(command, SecretStr):
-        return shlex.split(command.get_secret_value())
-    return [word.get_secret_value() for word in command]

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.engine import RolloutKey
 from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
 from async_rlhf.api import run as api_run
 from async_rlhf.buffers.composition import Composition
@@ -124,13 +123,6 @@ def test_a_reward_that_receives_whole_groups_judges_groups_as_in_training(judged
     found = judged("rank", "brief", **{"evaluation.samples": 8, "evaluation.solved_by": "brief"})
     assert found["rewards"] == {"rank": 0.375, "brief": 0.5} and found["mean_reward"] == 1.875
     assert found["sampled"]["mean_reward"] == 1.875 and list(found["sampled"]["pass_at"]) == ["1", "2", "4", "8"]
-
-
-def test_members_of_a_group_stand_one_behind_the_other() -> None:
-    judging = Judging(Composition(), judged=[Sampling(temperature=0.7)] * 3, sampled=[Sampling()] * 3)
-    places = [judging.place(RolloutKey(0, 0, member)) for member in range(6)]
-    assert [place.member for place in places] == [0, 1, 2, 0, 1, 2] and {place.size for place in places} == {3}
-    assert places[0].group == places[2].group != places[3].group == places[5].group
 
 
 def test_check_says_which_rewards_receive_groups_and_refuses_what_no_reward_can_say(
@@ -253,14 +245,6 @@ def test_a_file_of_its_own_is_evaluated_whole_with_its_own_columns(small: Callab
     assert [row.prompt for row in rows] == ["q0", "q1", "q2"] and template == config.data.row_template
     assert rows != load_rows(config.data)[1]
     assert preflight(config).num_prompts == 64
-
-
-def test_a_task_of_its_own_shares_no_seed_with_the_training_prompts(small: Callable[..., Any]) -> None:
-    own = {"evaluation.source": "reasoning_gym:spell_backward", "data.held_out": 200}
-    config = small(**own, **{"evaluation.options": {"min_word_len": 3, "max_word_len": 6}})
-    assert [row.prompt for row in evaluated_rows(RunDir(config.run_dir), config)[0]] == [
-        row.prompt for row in load_rows(config.data)[1]
-    ]
 
 
 def test_prompts_that_cannot_be_evaluated_are_refused_before_the_run(small: Callable[..., Any], tmp_path: Path) -> None:

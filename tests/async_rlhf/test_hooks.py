@@ -88,7 +88,7 @@ def test_a_command_that_hangs_is_killed_at_its_deadline_with_all_it_started(tmp_
 
 
 def test_what_fails_is_counted_and_the_next_event_is_delivered_all_the_same(tmp_path: Path) -> None:
-    failing = hooks(tmp_path, command=f"/bin/sh -c 'cat > {tmp_path}/$ASYNC_RLHF_EVENT; echo no >&2; exit 3'")
+    failing = hooks(tmp_path, command=("/bin/sh", "-c", f"cat > {tmp_path}/$ASYNC_RLHF_EVENT; echo no >&2; exit 3"))
     failing.deliver(event())
     failing.deliver(event("failed"))
     failing.close()
@@ -128,14 +128,14 @@ def test_at_the_end_what_is_under_way_is_killed_and_what_waits_is_dropped(tmp_pa
 
 def test_a_hook_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, small: Any) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.command: its first word is no program"):
-        check_hooks(HooksConfig(command="no-such-program --loud"))
+        check_hooks(HooksConfig(command=("no-such-program", "--loud")))
     with pytest.raises(ConfigError, match=r"hooks\.url = '\$NOWHERE': there is no such environment variable"):
         check_hooks(HooksConfig(url="$NOWHERE"))
     monkeypatch.setenv("SOMEWHERE", "https://example.org/token")
-    there = HooksConfig(url="$SOMEWHERE", command="sh -c 'exit 0'")
+    there = HooksConfig(url="$SOMEWHERE", command=("sh", "-c", "exit 0"))
     check_hooks(there)
     assert there.address == "https://example.org/token" and there.argv == ["sh", "-c", "exit 0"]
-    for key, value in {"hooks.url": "example.org", "hooks.command": "sh 'x", "hooks.events": ["beste"]}.items():
+    for key, value in {"hooks.url": "example.org", "hooks.events": ["beste"]}.items():
         with pytest.raises(ConfigError, match=key):
             small(**{key: value})
 

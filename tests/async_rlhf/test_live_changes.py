@@ -65,7 +65,6 @@ def test_a_change_is_laid_upon_the_configuration_and_all_changes_before(run: Run
         ({RATE: -1.0}, r"learner\.learning_rate = -1\.0"),
         ({RATE: 1e-5, "guard.target": 3}, r"guard\.target = 3 is not between 0.* queue\.max_staleness = 2.*nearest: 2"),
         ({"rewards.weights.reasoning": 1.5}, r"'reasoning', which is no reward of this run; did you mean 'reasoning_gym'"),
-        ({"evaluation.every": 5}, r"evaluation\.every = 5, and the run keeps no held-out prompts"),
     ],
 )
 def test_what_may_not_be_is_refused_by_name_and_nothing_is_written(run: RunDir, values: dict[str, Any], message: str) -> None:

@@ -179,7 +179,20 @@ def test_a_training_prompt_in_which_the_model_reads_a_held_out_one_is_left_out_a
     given = rows("a", [{**user, "content": " e\u0301\n"}], [{**user, "name": "Ann"}], "\u00e9 \u00e9", [user])
     found = checked(given, model=str(model), **{"data.chat": True, "data.held_out": 1})
     assert [row.prompt for row in found.rows[0]] == ["a", "\u00e9 \u00e9"] and found.dropped == 2
-    assert "2 training prompts are left out: the model reads the same as of held-out ones." in found.remarks
+    assert "2 training prompts are left out: what is read of them is read of held-out ones too." in found.remarks
+
+
+def test_with_a_template_or_an_environment_prompts_are_the_same_where_it_is_given_the_same(
+    checked: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "play.py").write_text("def play(prompt, board):\n    yield prompt\n")
+    given = [{"prompt": "Play:", "board": f"{n % 4}", "answer": "a", "id": n} for n in range(10)]
+    playing = {"environment": str(tmp_path / "play.py:play"), "rewards.functions": []}
+    with pytest.raises(ConfigError, match=r"all 9 training prompts are left out: .*or is held out"):
+        checked(given, **{"data.held_out": 1})
+    for settings in ({"data.template": "{prompt}{board}"}, playing):
+        found = checked(given, **settings, **{"data.held_out": 1})
+        assert [row.columns["id"] for row in found.rows[0]] == [0, 2, 3, 4, 6, 7, 8] and found.dropped == 2
 
 
 @pytest.mark.parametrize(

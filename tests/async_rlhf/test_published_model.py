@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from async_rlhf.run.config import load
-from async_rlhf.run.published_model import is_name
+from async_rlhf.run.shipped import is_name
 from tests.conftest import QUICK
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -83,6 +83,7 @@ def test_functions_of_a_script_are_rewards(tmp_path: Path) -> None:
     assert "all good" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.rest
 def test_a_reward_that_loops_forever_is_timed_out_and_the_run_finishes(small: Any, tmp_path: Path) -> None:
     file = tmp_path / "hangs.py"
     file.write_text(

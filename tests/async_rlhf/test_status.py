@@ -16,7 +16,7 @@ import pytest
 import zmq
 from rich.console import Console
 
-from async_rlhf.inspect.status import lines, read, watch
+from async_rlhf.inspect.status import lines, read
 from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
 from async_rlhf.run.display.console import Display, beginning, line, sample_line
@@ -76,16 +76,6 @@ def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(run: RunDir) -
         f"{run.path}: stopped, step 0 of 4",
         "ended: it was killed, or the machine went down; --resume goes on",
     ]
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_is_watched_until_it_ends(run: RunDir, terminal: bool) -> None:
-    shown = io.StringIO()
-    looks = iter([lambda: None, lambda: run.metrics.write_text('{"step": 1}\n'), run.retire])
-    watch(run, Console(file=shown, force_terminal=terminal, width=200), sleep=lambda seconds: next(looks)())
-    heads = [text.rsplit(": ")[-1] for text in shown.getvalue().splitlines() if "step " in text and " of 4" in text]
-    assert "stopped, step 1 of 4" in heads[-1] and not run.is_alive()
-    assert terminal or heads == ["starting, step 0 of 4", "starting, step 1 of 4", "stopped, step 1 of 4"]
 
 
 def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(run: RunDir) -> None:

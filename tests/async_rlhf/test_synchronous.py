@@ -11,7 +11,6 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.engine import Completion
 from async_rlhf.actors.loop.work import Work
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
@@ -22,6 +21,7 @@ from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.objective.advantages import group_relative
 from async_rlhf.learner.step.controller import make_backend
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
 from async_rlhf.run.processes.roles import make_work
 
@@ -31,7 +31,7 @@ STEPS = 20
 def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
     """Generate, score, step, load the weights: nothing overlaps, nothing is queued, one process."""
     torch.set_num_threads(1)
-    rows, _ = load_rows(config.data)
+    rows, _ = preflight(config).rows
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
     work = make_work(config, rows, tokenizer)
     engine = load_engine(config.model, config.engine)

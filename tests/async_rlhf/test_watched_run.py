@@ -133,7 +133,7 @@ def test_the_run_is_shown_and_drawn_with_its_evaluations(watched: Watched) -> No
     out = watched.run.path / "picture.svg"
     code, output = invoke("plot", str(watched.run.path), "--out", str(out))
     assert code == 0 and out.read_text().startswith("<?xml"), output
-    code, output = invoke("status", str(watched.run.path), "--watch")
+    code, output = invoke("status", str(watched.run.path))
     assert code == 0 and "finished, step 6 of 6" in output, output
     assert re.search(r"held-out accuracy at step 3: .*; pass@1 \d\.\d+, pass@2 \d\.\d+ \(2 samples\)", output)
 

@@ -21,12 +21,11 @@ from serving import serving
 from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.completions import decoder, pieces
-from async_rlhf.watch.events import changed_from, events
+from async_rlhf.watch.events import Span, changed_from, events, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.series import MAX_BUCKETS, MAX_METRICS, History, ages, numbers
-from async_rlhf.watch.timeline import Span, stacked, timeline
+from async_rlhf.watch.series import MAX_METRICS, History, ages, numbers
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller" / "tokenizer.json"
 
@@ -54,18 +53,6 @@ def test_what_was_added_is_read_and_nothing_twice(tmp_path: Path, monkeypatch: p
     assert len(parsed) == 5
     assert steps(reading) == list(range(1, 10)) and reading.seen > seen
     assert reading.completions()[0]["step"] == 9 and reading.problems == []
-
-
-def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", 3)
-    line = json.dumps(group(4))
-    for part in (line[:40], line[40:] + "\n"):
-        with (run / "rollouts.jsonl").open("a") as file:
-            file.write(part)
-        if part == line[:40]:
-            reading = read(run)
-    reading.refresh()
-    assert [found["step"] for found in reading.completions()][:2] == [4, 3] and reading.problems == []
 
 
 def test_the_metrics_of_a_long_run_are_read_at_even_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,14 +166,6 @@ def test_however_long_it_is_a_curve_is_short_and_keeps_its_smallest_and_largest(
     counted = [sum(1 for step in range(1, len(values) + 1) if step // made.width == at // made.width) for at in found["step"]]
     whole = sum(mean * count for mean, count in zip(found["mean"], counted, strict=True))
     assert whole == pytest.approx(sum(values), abs=1e-3)
-
-
-def test_a_million_steps_have_as_many_points_as_a_picture_has_columns() -> None:
-    made = History()
-    for step in range(0, 1_000_000, 7):
-        made.add(step, {"reward": float(step)})
-    assert MAX_BUCKETS // 2 <= len(curve(made)["step"]) <= MAX_BUCKETS
-    assert curve(made)["max"][-1] == 999_999 // 7 * 7
 
 
 @given(st.lists(st.integers(1, 12), max_size=60), st.data())
