@@ -18,7 +18,6 @@ from async_rlhf.actors.workers.client import describe
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
 from async_rlhf.buffers.transport.link import connector
-from async_rlhf.launch.placement import as_ranges
 from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
@@ -116,7 +115,6 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
         "ended": None if end is None else end.model_dump(),
         "hub": hub,
         "scorer": scorer,
-        "cpus": tried(lambda: _cpus(run), {}),
         "restarts": tried(run.read_restarts, {}),
         "last": metrics[-1] if metrics else None,
         "changes": tried(lambda: changes(run, ledger), []),
@@ -136,10 +134,9 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
     for name, actor in hub.get("actors", {}).items() if alive else ():
         lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}")
-    cpus, restarts = found["cpus"] if alive else {}, dict(sorted(found["restarts"].items()))
+    restarts = dict(sorted(found["restarts"].items()))
     refused = dict(sorted(hub.get("refused", {}).items(), key=lambda item: -item[1]))
     lines += _listed("scorer", found["scorer"], "{0} {1}")
-    lines += _listed("CPUs", cpus, "{0} {1}")
     lines += _listed("started again", restarts, "{0} {1}")
     if alive and hub.get("waiting_for"):
         lines.append(f"waiting: {hub['waiting_for']}")
@@ -187,13 +184,6 @@ def _changes(found: Sequence[str], run: RunDir) -> list[str]:
     earlier = len(found) - _MOST_CHANGES
     before = [f"changed {earlier} times before that: {run.path / 'changes.jsonl'}"] if earlier > 0 else []
     return [*before, *(f"changed: {change}" for change in found[-_MOST_CHANGES:])]
-
-
-def _cpus(run: RunDir) -> dict[str, str]:
-    """Of each process that is held to some, by number."""
-    placement = run.read_placement()
-    slots = {} if placement is None else placement.slots
-    return {name: as_ranges(slot.cpus) for name, slot in slots.items() if slot.cpus is not None}
 
 
 def _spool(run: RunDir, found: dict[str, Any]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from async_rlhf.actors.data.config import HELD_OUT_SEED, TASK_PREFIX, DataConfig
 from async_rlhf.buffers.config import Secret, Section
@@ -100,26 +99,11 @@ class HooksConfig(Section):
     command: tuple[Secret, ...] = ()
     """Program and arguments, without a shell. The event is JSON on its standard input; ASYNC_RLHF_EVENT and ASYNC_RLHF_RUN_DIR
     are in its environment."""
-    url: Secret | None = None
-    """Webhook that the JSON is posted to: `http://`, `https://`, or `$NAME` of an environment variable that holds it."""
     events: tuple[EventKind, ...] = _EVENTS
     """Which events: the page has what each means."""
     timeout_s: float = Field(default=30.0, gt=0, le=3600)
-    """Seconds a command or an answer may take; then it is killed, or given up."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_address(cls, url: SecretStr | None) -> SecretStr | None:
-        if url is not None and not url.get_secret_value().startswith(("http://", "https://", "$")):
-            raise ValueError("it is neither http://... or https://..., nor $NAME of an environment variable")
-        return url
+    """Seconds a command may take; then it is killed."""
 
     @property
     def argv(self) -> list[str]:
         return [word.get_secret_value() for word in self.command]
-
-    @property
-    def address(self) -> str:
-        """Empty where there is none."""
-        url = self.url.get_secret_value() if self.url else ""
-        return os.environ.get(url[1:], "") if url.startswith("$") else url

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.api import run
+from async_rlhf.api import train as run
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.run.run_dir import RunDir
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
-from async_rlhf.api import run as api_run
+from async_rlhf.api import train as api_run
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling

@@ -16,7 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 from typer.testing import CliRunner
 
-from async_rlhf.api import run
+from async_rlhf.api import train as run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import Monkey, problems

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.api import run
+from async_rlhf.api import train as run
 from async_rlhf.buffers.errors import RewardError
 
 REFILL: dict[str, Any] = {"advantage.constant_groups": "refill"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.api import run
+from async_rlhf.api import train as run
 from async_rlhf.buffers.errors import RewardError
 from tests.conftest import QUICK, SMALL
 

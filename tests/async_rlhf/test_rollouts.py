@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf import try_rewards
-from async_rlhf.api import TrainResult
-from async_rlhf.api import run as train
+from async_rlhf.api import TrainResult, train
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli.commands import app
 from async_rlhf.inspect.plot import Curves, draw, picture
 from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import QUICK, REPOSITORY, SMALL
+from tests.conftest import QUICK, REPOSITORY, SMALL, invoke
 
 JUDGES = """
 import asyncio
@@ -35,11 +32,6 @@ async def group(completions): return [1.0] * len(completions)
 @reward(batch_size=4, batch_wait_s=0.05, workers=2)
 def batch(completions): return [1.0] * len(completions)
 """
-
-
-def invoke(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    return result.exit_code, result.output
 
 
 @pytest.fixture(scope="module")
@@ -136,18 +128,6 @@ def test_runs_have_colours_and_measures_have_line_styles() -> None:
     assert len({axes.get_xlim() for axes in figure.axes}) == 1, "all panels have the same steps"
     few = picture([Curves(name, steps()[:3], []) for name in ("one", "same")]).axes
     assert all(len(axes.get_xticks()) > 2 and all(tick == int(tick) for tick in axes.get_xticks()) for axes in few)
-
-
-def test_of_several_rewards_each_is_drawn_and_what_is_solved_only_where_one_says_so() -> None:
-    names = [f"reward_{i}" for i in range(8)]
-    line = {"label": "step", "step": 10, "mean_reward": 3.0, "accuracy": 1.0, "rewards": dict.fromkeys(names, 0.5)}
-    figure = picture([Curves("one", steps(), [line]), Curves("other", steps(), [{**line, "solved_by": "reward_0"}])])
-    panels = {axes.get_title(): axes for axes in figure.axes}
-    first, each = panels["Held-out prompts"], panels["Held-out rewards, each"]
-    assert [len(curve.get_xdata()) for curve in first.get_lines()] == [1, 1, 1], "two rewards, one accuracy"
-    assert [text.get_text() for text in each.get_legend().get_texts()] == names and len(each.get_lines()) == 16
-    alone = {axes.get_title() for axes in picture([Curves("one", steps(), [line])]).axes}
-    assert {"Held-out prompts, reward", "Held-out rewards, each"} <= alone
 
 
 def test_what_cannot_be_drawn_is_refused_with_the_way_out(small: Callable[..., Any], tmp_path: Path) -> None:

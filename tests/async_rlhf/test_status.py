@@ -78,6 +78,16 @@ def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(run: RunDir) -
     ]
 
 
+def test_what_a_killed_supervisor_left_is_finished_by_what_was_recorded(small: Any) -> None:
+    run = RunDir.create(small(max_steps=500, max_seconds=9))
+    run.retire()
+    steps = [{"step": step, "num_tokens_total": 9 * step, "step_time_total": 4.5 * step} for step in (1, 2)]
+    for recorded, head in ((steps[:1], "stopped, step 1 of 500, 4 of 9 seconds"), (steps, "finished, step 2 of 500, 9 of 9")):
+        run.metrics.write_text("".join(json.dumps(step) + "\n" for step in recorded))
+        assert head in lines(run, read(run))[0]
+    assert read(run)["used_up"] == "max_seconds = 9 reached"
+
+
 def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(run: RunDir) -> None:
     for role in ("actor", "hub", "actor"):
         run.count_restart(role)

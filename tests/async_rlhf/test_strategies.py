@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,27 +12,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.inspect.status import lines, read
-from async_rlhf.launch import machine
-from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.exit_codes import InterruptedRunError
-from async_rlhf.launch.hosts import CommandHosts
-from async_rlhf.launch.local import LocalLauncher
-from async_rlhf.launch.orders import Open
 from async_rlhf.launch.placement import Host, Part, Placement, Strategy, Wanted, cpu_sets, place, shares
-from async_rlhf.launch.program import Node, Process
-from async_rlhf.launch.remote import Connections, RemoteLauncher
-from async_rlhf.launch.sockets import ON_HOST
+from async_rlhf.launch.program import Process
 from async_rlhf.preparation import prepare
-from async_rlhf.run.config import dump
 from async_rlhf.run.hosts.placement import placement_of, table, with_threads
-from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
 
 PARTS: tuple[Part, ...] = ("generation", "scoring", "learning")
@@ -74,14 +62,6 @@ def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
         assert len(distinct) == len(parts)
     else:
         assert sets["generation"] == sets["scoring"] != sets.get("learning")
-
-
-def test_on_two_cpus_scoring_is_with_the_learner_or_with_generation_and_on_four_it_has_its_own() -> None:
-    found = {name: cpu_sets(name, PARTS, Host(cpus=2)) for name in ("interleaving", "separation")}
-    assert found["interleaving"] == {"generation": (0,), "scoring": (1,), "learning": (1,)}
-    assert found["separation"] == {"generation": (0,), "scoring": (0,), "learning": (1,)}
-    assert cpu_sets("separation", PARTS, Host(cpus=4)) == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
-    assert cpu_sets("interleaving", PARTS, Host(cpus=4))["learning"] == (2, 3)
 
 
 def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
@@ -145,10 +125,6 @@ def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
         assert sum(slot.threads or 0 for slot in same) <= max(len(same), len(same[0].cpus or ()))
 
 
-def test_without_a_strategy_a_process_is_held_to_nothing() -> None:
-    assert {(slot.cpus, slot.threads) for slot in on((Host(cpus=8),)).slots.values()} == {(None, None)}
-
-
 def test_devices_follow_the_strategy() -> None:
     needs = {"rank_devices": 1, "actor_devices": 1, "scorer_devices": 1, "actor_share": 0.4}
     kinds = ("learner", "scorer", "actor-0")
@@ -205,29 +181,6 @@ def test_threads_of_a_process_follow_its_set_but_a_batch_invariant_engine_keeps_
     assert with_threads(late, None) is late
 
 
-def test_an_agent_holds_what_it_starts_as_the_placement_says(small: Callable[..., Any], tmp_path: Path) -> None:
-    hosts = CommandHosts(("far",), (sys.executable, "-m", "async_rlhf.launch.agent"))
-    inline = {"config.toml": dump(small()).encode()}
-    connections = Connections(
-        hosts,
-        Open(directory=str(tmp_path / "there"), lost_after_s=60.0),
-        pack=lambda node, directory, found: NodeFiles({}, inline, {"hub.log": node.log}),
-    )
-    try:
-        connections.check()
-        (host,) = connections.inventory()
-        assert host.holds and host.cpus == len(os.sched_getaffinity(0))
-        launcher = RemoteLauncher(LocalLauncher(), connections)
-        node = Node("hub", "hub", (f"ipc://{ON_HOST}/hub",), tmp_path / "hub.log", host="far", cpus=(0,), threads=3)
-        hub = launcher.start(tmp_path, node)
-        wait_for(lambda: hub.pid, "the agent to start it")
-        assert allowed(hub.pid) == {min(os.sched_getaffinity(0))}
-        assert machine.assigned_threads(psutil.Process(hub.pid).environ()) == 3
-        hub.kill()
-    finally:
-        connections.close()
-
-
 def allowed(pid: int) -> set[int]:
     """Of every thread that it has now."""
     found: set[int] = set()
@@ -240,7 +193,7 @@ def allowed(pid: int) -> set[int]:
     return found
 
 
-def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any]) -> None:
+def test_check_shows_the_cpus_of_each_process(small: Callable[..., Any]) -> None:
     config, inventory = small(**{"placement.strategy": "separation", "scoring.placement": "process"}), (Host(cpus=2),)
     placement = place(Wanted(scorer=True, strategy="separation"), inventory)
     assert [line.split() for line in table(config, inventory, placement)] == [
@@ -250,13 +203,6 @@ def test_check_and_status_show_the_cpus_of_each_process(small: Callable[..., Any
         ["scorer", "this", "machine", "none", "0"],
         ["actor-0", "this", "machine", "none", "0"],
     ]
-    run = RunDir.create(config)
-    run.keep_placement(placement)
-    assert run.read_placement() == placement
-    assert "CPUs: learner 1, evaluation 0, scorer 0, actor-0 0" in lines(run, read(run))
-    (run.path / "placement.json").write_text("{}")
-    assert any("placement.json is damaged" in line for line in lines(run, read(run)))
-    run.retire()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="sets of one CPU are all the same")
@@ -264,7 +210,8 @@ def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(s
     config = small(**{"placement.strategy": "interleaving", "scoring.placement": "process", "max_steps": 2})
     before = os.sched_getaffinity(0)
     usable = sorted(os.sched_getaffinity(0))
-    supervisor, run = prepare(config, inventory=(Host(cpus=len(usable)),))
+    inventory = (Host(cpus=len(usable)),)
+    supervisor, _ = prepare(config, inventory=inventory)
     seen: list[dict[str, set[int]]] = []
 
     def all_of_them() -> dict[str, Process] | None:
@@ -291,8 +238,7 @@ def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(s
         supervisor.run()
     looking.join(60)
     assert os.sched_getaffinity(0) == before, "of this process it is not"
-    placement = run.read_placement()
-    assert placement is not None
+    placement = placement_of(config, inventory)
     expected = {
         name: set(usable) if slot.cpus is None else {usable[cpu] for cpu in slot.cpus} for name, slot in placement.slots.items()
     }

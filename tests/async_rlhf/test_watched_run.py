@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from typer.testing import CliRunner
 
-from async_rlhf.api import run as train
-from async_rlhf.cli.commands import app
+from async_rlhf.api import train
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.learner.checkpoint.evaluated import best_step
@@ -23,7 +21,7 @@ from async_rlhf.run.display.progress import Progress
 from async_rlhf.run.processes.tracking import measures
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
-from tests.conftest import QUICK, SMALL
+from tests.conftest import QUICK, SMALL, invoke
 
 SETTINGS: dict[str, Any] = {
     **SMALL,
@@ -85,11 +83,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     run, heard = RunDir.create(config), Heard()
     assert Supervisor(config, run, KillsTheFirst(run), heard).run()
     yield Watched(run, config, heard)
-
-
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.output
 
 
 def test_every_evaluation_that_was_due_has_a_line_and_the_killed_one_was_made_again(watched: Watched) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.api import run
+from async_rlhf.api import train as run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.__main__ import app, batches_for, check_memory
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of

@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from async_rlhf.api import run
+from async_rlhf.api import train as run
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.staleness import on_ray
 from async_rlhf.experiments.staleness.config import load_sweep

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from async_rlhf.api import run
+from async_rlhf.api import train as run
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.stages import StageTime
 from async_rlhf.cli.commands import app

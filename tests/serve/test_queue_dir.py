@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.formats import QUEUE
@@ -28,7 +27,7 @@ from async_rlhf.serve.daemon import Daemon
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Entry, State
 from tests.async_rlhf.test_spooled_run import fed
-from tests.conftest import REPOSITORY, file_size_limit
+from tests.conftest import REPOSITORY, file_size_limit, invoke
 
 Queued = Callable[..., Entry]
 HOLD = """
@@ -56,11 +55,6 @@ def queued(queue: QueueDir, small: Any, tmp_path: Path) -> Queued:
         return entry
 
     return put
-
-
-def invoke(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    return result.exit_code, result.output
 
 
 def states(queue: QueueDir) -> dict[str, str]:

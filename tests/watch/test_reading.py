@@ -21,7 +21,7 @@ from serving import serving
 from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.completions import decoder, pieces
-from async_rlhf.watch.events import Span, changed_from, events, stacked, timeline
+from async_rlhf.watch.events import Span, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.runs import Runs
@@ -111,13 +111,6 @@ def test_a_run_that_goes_back_says_so_and_is_changed_no_more_where_it_was_behind
     assert read(run).changed() == [5]
     (newest, *_) = read(run).events(())
     assert (newest["kind"], newest["step"]) == ("went back", 6) and "goes on from this step" in newest["text"]
-
-
-def test_what_is_no_line_of_a_file_of_events_spoils_no_other() -> None:
-    wild = [{"kind": ["x"], "step": "1", "time": None, "values": {"a": [1]}}, {"values": 5}, {}]
-    found = events(wild, wild, wild, wild, wild)
-    assert changed_from([*wild, {"kind": "applied", "step": True}, {"kind": "undone", "step": [1]}]) == []
-    assert len(found) == 15 and all(event["step"] is None and isinstance(event["text"], str) for event in found)
 
 
 def test_the_text_of_a_completion_is_divided_where_the_version_changed_or_stays_whole() -> None:
@@ -244,23 +237,6 @@ def test_a_run_says_what_it_waits_for_and_one_without_a_spool_nothing_of_it(tmp_
     assert (found["async_rlhf_waits_for_prompts", "starved"], found["async_rlhf_spool_problem", "starved"]) == (1, 1)
     assert found["async_rlhf_waits_for_prompts", "filed"] == 0
     assert not [key for key in found if "spool" in key[0] and key[-1] == "filed"]
-
-
-def test_of_several_rewards_none_of_which_is_named_there_is_no_held_out_accuracy(tmp_path: Path) -> None:
-    line = {"label": "step", "step": 3, "mean_reward": 1.5, "accuracy": 1.0, "rewards": {"exact": 0.0, "brief": 1.5}}
-    for name, more in {"unnamed": {}, "named": {"solved_by": "brief"}}.items():
-        (made_run(tmp_path / name, 3) / "evaluations.jsonl").write_text(json.dumps({**line, **more}) + "\n")
-    runs = Runs(tmp_path)
-    found = samples(runs)
-    assert (
-        found["async_rlhf_evaluation", "mean_reward", "unnamed"]
-        == found["async_rlhf_evaluation", "mean_reward", "named"]
-        == 1.5
-    )
-    assert ("async_rlhf_evaluation", "accuracy", "unnamed") not in found
-    assert found["async_rlhf_evaluation", "accuracy", "named"] == 1.0
-    [shown] = runs.state("unnamed")["summary"]["evaluations"]
-    assert shown["accuracy"] is None and shown["rewards"] == {"exact": 0.0, "brief": 1.5}, "what the page draws"
 
 
 def test_every_metric_of_an_alert_rule_is_in_the_endpoint_s_output(tmp_path: Path) -> None:
