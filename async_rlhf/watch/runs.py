@@ -201,8 +201,7 @@ def as_json(value: Any) -> str:
 
 
 def _without_paths(run: RunDir, ledger: Ledger) -> dict[str, Any]:
-    """Without where it lies, since a saved page is sent to others, and without its changes, which are events; of evaluations
-    their numbers only."""
+    """Without where it lies and without its changes, which are events; of evaluations their numbers only."""
     found = {key: value for key, value in read(run, ledger).items() if key not in ("run_dir", "changes")}
     evaluations = found["evaluations"]
     numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]

@@ -137,18 +137,17 @@ def test_check_says_which_rewards_receive_groups_and_refuses_what_no_reward_can_
     assert next(remark for remark in checked("rank", "brief") if "groups" in remark).startswith(said)
     assert not [remark for remark in checked("exact", "brief") if "groups" in remark]
     assert not [remark for remark in checked("rank", **{"data.held_out": 0}) if "groups" in remark], "nothing is evaluated"
-    with pytest.raises(ConfigError, match=r"evaluation\.solved_by = 'exakt' is no reward of this run; did you mean 'exact'"):
-        checked("exact", "brief", **{"evaluation.solved_by": "exakt"})
-    for setting in ({"evaluation.samples": 4}, {"evaluation.solved_at": 0.5}):
-        [(key, value)] = setting.items()
-        asked = rf"{key} = {value} is about .*: evaluation\.solved_by = 'exact' or 'brief'"
-        with pytest.raises(ConfigError, match=asked):
-            checked("exact", "brief", **setting)
-        with pytest.raises(ConfigError, match=r"only one compares completions.*evaluation\.solved_by = 'rank'"):
-            checked("rank", **setting)
-        checked("exact", "brief", **setting, **{"evaluation.solved_by": "brief"})
-    with pytest.raises(ConfigError, match=r"samples = 6, and reward 'rank' .*group_size = 4; nearest: 4 or 8"):
-        checked("rank", "brief", **{"evaluation.samples": 6, "evaluation.solved_by": "brief"})
+    both, named = ("exact", "brief"), {"evaluation.solved_by": "brief"}
+    for names, setting, says in (
+        (both, {"evaluation.solved_by": "exakt"}, r"'exakt' is no reward of this run; did you mean 'exact'"),
+        (both, {"evaluation.samples": 4}, r"samples = 4 is about .*: evaluation\.solved_by = 'exact' or 'brief'"),
+        (both, {"evaluation.solved_at": 0.5}, r"solved_at = 0\.5 is about .*: evaluation\.solved_by = 'exact' or 'brief'"),
+        (("rank",), {"evaluation.samples": 4}, r"only one compares completions.*evaluation\.solved_by = 'rank'"),
+        (("rank", "brief"), {"evaluation.samples": 6, **named}, r"samples = 6, .*'rank' .*group_size = 4; nearest: 4 or 8"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            checked(*names, **setting)
+    checked(*both, **named, **{"evaluation.samples": 4, "evaluation.solved_at": 0.5})
 
 
 def test_a_line_says_accuracy_only_where_one_reward_does() -> None:

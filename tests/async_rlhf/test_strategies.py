@@ -79,6 +79,15 @@ def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host()
     assert here["actor-0"].threads == 2 and here["evaluation"].cpus == here["actor-0"].cpus == (0, 1, 2, 3)
 
 
+def test_devices_follow_the_strategy() -> None:
+    needs = {"rank_devices": 1, "actor_devices": 1, "scorer_devices": 1, "actor_share": 0.4}
+    for count, strategy, wanted in ((1, "flattening", (0, 0, 0)), (2, "interleaving", (0, 0, 1)), (3, "separation", (0, 1, 2))):
+        slots = on((Host(devices=count, cpus=8),), strategy=strategy, **needs).slots
+        assert [slots[name].devices for name in ("learner", "scorer", "actor-0")] == [(device,) for device in wanted]
+    with pytest.raises(ConfigError, match=r"actors.count = 1: actors need a device each"):
+        on((Host(devices=2, cpus=8),), strategy="separation", **needs)
+
+
 def test_a_host_under_two_names_divides_its_cpus_once() -> None:
     hosts = Host(cpus=4), Host("me", cpus=4, own=True)
     slots = on(hosts, strategy="separation", actors=1, away=True).slots
@@ -123,22 +132,6 @@ def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
     for kind, host in {(name.partition("-")[0], slot.host) for name, slot in slots.items() if slot.cpus}:
         same = [slot for name, slot in slots.items() if name.partition("-")[0] == kind and slot.host == host]
         assert sum(slot.threads or 0 for slot in same) <= max(len(same), len(same[0].cpus or ()))
-
-
-def test_devices_follow_the_strategy() -> None:
-    needs = {"rank_devices": 1, "actor_devices": 1, "scorer_devices": 1, "actor_share": 0.4}
-    kinds = ("learner", "scorer", "actor-0")
-
-    def devices(count: int, strategy: Strategy) -> list[Any]:
-        slots = on((Host(devices=count, cpus=8),), strategy=strategy, **needs).slots
-        return [slots[name].devices for name in kinds]
-
-    assert devices(1, "flattening") == [(0,), (0,), (0,)]
-    assert devices(2, "interleaving") == [(0,), (0,), (1,)]
-    assert devices(3, "separation") == [(0,), (1,), (2,)]
-    for count, strategy in ((1, "interleaving"), (2, "separation")):
-        with pytest.raises(ConfigError, match=r"actors.count = 1: actors need a device each"):
-            devices(count, strategy)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +200,8 @@ def test_check_shows_the_cpus_of_each_process(small: Callable[..., Any]) -> None
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="sets of one CPU are all the same")
 def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(small: Callable[..., Any]) -> None:
-    config = small(**{"placement.strategy": "interleaving", "scoring.placement": "process", "max_steps": 2})
-    before = os.sched_getaffinity(0)
-    usable = sorted(os.sched_getaffinity(0))
+    config = small(**{"placement.strategy": "interleaving", "scoring.placement": "process", "max_steps": 100_000})
+    usable = sorted(before := os.sched_getaffinity(0))
     inventory = (Host(cpus=len(usable)),)
     supervisor, _ = prepare(config, inventory=inventory)
     seen: list[dict[str, set[int]]] = []
@@ -223,14 +215,16 @@ def test_every_process_of_a_run_has_the_cpus_of_its_placement_after_a_kill_too(s
         return None if actor is None or actor.pid == pid else actor
 
     def look() -> None:
-        """At all processes; then an actor is killed, and at the next."""
-        processes = wait_for(all_of_them, "four processes")
-        seen.append({name: allowed(process.pid) for name, process in processes.items()})
-        struck = processes["actor-0"].pid
-        os.kill(struck, signal.SIGKILL)
-        seen.append({"actor-0": allowed(wait_for(lambda: another_than(struck), "another actor").pid)})
-        supervisor.interrupt()
-        supervisor.interrupt()
+        """At all processes; then an actor is killed, and at the next. The run goes on until it has been looked at."""
+        try:
+            processes = wait_for(all_of_them, "four processes")
+            seen.append({name: allowed(process.pid) for name, process in processes.items()})
+            struck = processes["actor-0"].pid
+            os.kill(struck, signal.SIGKILL)
+            seen.append({"actor-0": allowed(wait_for(lambda: another_than(struck), "another actor").pid)})
+        finally:
+            supervisor.interrupt()
+            supervisor.interrupt()
 
     looking = threading.Thread(target=look)
     looking.start()
