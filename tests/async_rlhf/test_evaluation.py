@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
-from async_rlhf.api import train as api_run
+from async_rlhf.api import train
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
@@ -216,13 +216,13 @@ def test_patience_counts_evaluations_since_the_best_and_neither_the_start_nor_mi
 def test_a_run_that_gets_no_better_has_finished_and_goes_on_with_more_patience(small: Callable[..., Any]) -> None:
     values = {"max_steps": "none", "learner.learning_rate": 1e-12, "evaluation.every": 1, "evaluation.patience": 1}
     config = small(**values)
-    result = api_run(config, quiet=True)
+    result = train(config, quiet=True)
     end = RunDir(config.run_dir).end()
     assert result.finished and end is not None and end.finished and end.reason == "no better evaluation for 1 in a row"
     made = len(result.metrics)
-    assert len(api_run(config, resume=True, quiet=True).metrics) == made, "nothing is left to do"
+    assert len(train(config, resume=True, quiet=True).metrics) == made, "nothing is left to do"
     more = load(config, {"evaluation.patience": "none", "evaluation.every": "none", "max_steps": made + 1})
-    assert len(api_run(more, resume=True, quiet=True).metrics) == made + 1
+    assert len(train(more, resume=True, quiet=True).metrics) == made + 1
 
 
 def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step(small: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.api import train as run
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
@@ -54,7 +54,7 @@ def test_a_stage_that_cannot_be_meant_is_refused_with_the_way_out(changed: dict[
 def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have_asked(small: Callable[..., Any]) -> None:
     streaming = {"scoring.stages.reference.stream_tokens": 4, "scoring.stages.reference.batch_wait_s": 0.0}
     config = small(**IN_THE_ACTOR, **streaming, max_steps=2, **{"queue.keep_rollouts": True})
-    result = run(config, quiet=True)
+    result = train(config, quiet=True)
     rollouts = [rollout for record in records(RunDir.existing(result.run_dir)) for rollout in record["rollouts"]]
     assert all(len(rollout["reference"]) == len(rollout["completion_ids"]) for rollout in rollouts)
     assert all(step["rewards/reference/failed_ratio"] == 0.0 and step["kl/reference"] is not None for step in result.metrics)

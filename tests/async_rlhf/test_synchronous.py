@@ -15,7 +15,7 @@ from async_rlhf.actors.engine import Completion
 from async_rlhf.actors.loop.work import Work
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.api import train as run
+from async_rlhf.api import train
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.learner.batch.rows import make_rows
@@ -76,7 +76,7 @@ def generate(engine: Any, work: Work, numbers: Sequence[int]) -> list[Group]:
 
 def test_bound_zero_is_the_synchronous_loop_bit_for_bit(small: Any) -> None:
     config = small(**{"max_steps": STEPS, "queue.max_staleness": 0})
-    result = run(config, quiet=True)
+    result = train(config, quiet=True)
     assert result.checkpoint is not None
     trained = load_file(result.checkpoint / "model.safetensors")
     expected = synchronous_loop(config)
