@@ -63,8 +63,6 @@ ROOMS = {
         "async_rlhf/launch/",
         "async_rlhf/run/supervision/hooks.py",
         "async_rlhf/run/manifest.py",
-        "async_rlhf/serve/daemon.py",
-        "async_rlhf/watch/beside.py",
         "learner/model/gguf.py",
         "experiments/",
     ),
