@@ -62,12 +62,13 @@ def check(
 ) -> None:
     """Check a configuration, its data and its rewards. Says what a run of it would do, and where."""
     from async_rlhf.inspect.trials import call_once
+    from async_rlhf.preparation import places
     from async_rlhf.run.checks.preflight import preflight
 
     loaded = load_config(config, overrides)
     prepared = preflight(loaded)
     called = call_once(loaded, [*prepared.rows[0], *prepared.rows[1]], deep=deep)
-    for line in (*_plan_of(config, loaded, prepared), *_places_of(loaded), *prepared.remarks, *called):
+    for line in (*_plan_of(config, loaded, prepared), *places(loaded), *prepared.remarks, *called):
         say(line)
     if deep:
         from async_rlhf.learner.model.gguf import model_directory
@@ -92,21 +93,6 @@ def _plan_of(config: Path, loaded: Any, prepared: Any) -> tuple[str, ...]:
         f"max_staleness {bound.max_staleness}, publish every {bound.publish_every} step(s), "
         f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead.",
     )
-
-
-def _places_of(loaded: Any) -> tuple[str, ...]:
-    """On which hosts and devices its processes begin, and whether they fit there."""
-    from async_rlhf.run.checks.memory_fit import check_memory
-    from async_rlhf.run.hosts.connections import connect, found_by
-    from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
-
-    _, connections = connect(loaded)
-    hosts, of_hosts = found_by(connections)
-    if connections is not None:
-        connections.close()
-    inventory = inventory_of(loaded, hosts)
-    placement = placement_of(loaded, inventory)
-    return (*of_hosts, *table(loaded, inventory, placement), *check_memory(loaded, inventory, placement))
 
 
 @command(app)

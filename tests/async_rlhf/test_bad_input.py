@@ -17,7 +17,6 @@ from tests.conftest import QUICK, invoke
 FILE = {"data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
 # Settings, and what is said of them; {tmp} is a folder with an empty file and a reward.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown key": ({"queue.max_stalenes": 1}, "unknown key 'queue.max_stalenes': did you mean 'queue.max_staleness'"),
     "unknown section": ({"que.max_staleness": 1}, "unknown key 'que': did you mean 'queue'"),
     "wrong type": ({"learner.batch_size": "many"}, "learner.batch_size = 'many': Input should be a valid integer"),
     "out of range": ({"generation.temperature": 0}, "generation.temperature = 0: Input should be greater than 0"),
@@ -47,7 +46,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": "configs/environments/guessing.py:guessing", "environment.timeout_s": 400.0},
         "'guessing' may take 400 s a step.*without progress for 300 s.*progress_timeout_s above it",
     ),
-    "name with a slash": ({"name": "a/b"}, "name = 'a/b'"),
     "no model": ({"model": "{tmp}/nowhere"}, "is no directory"),
     "a directory that is no model": ({"model": "{tmp}"}, "is no Hugging Face model: it needs config.json and .*safetensors"),
     "empty data": (FILE | {"data.source": "{tmp}/empty.jsonl"}, "empty.jsonl"),

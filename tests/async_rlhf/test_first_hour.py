@@ -68,8 +68,17 @@ class Brief:
     def __call__(self, completion):
         return -abs(len(completion) - wanted)
 
+    def bound(self, completions, prompts):
+        return [float(len(each) > 0) for each in completions]
+
 def exact(completion, answer):
     return float(completion.strip() == answer)
+
+def lengths(prompts, completions, **columns):  # TRL's form, unchanged
+    return [None if not each else len(each) / 12 for each in completions]
+
+async def slowly(completion):
+    return 0.5
 
 settings = {
     "model": "qwen3",
@@ -79,7 +88,11 @@ settings = {
     "learner": {"batch_size": 8, "learning_rate": 1e-3},
     "loss.kind": "my_loss.py:plain",
 }
-result = train("quick", rewards=[exact, Brief(), lambda completion: 0.1], overrides=settings)
+rewards = [exact, lengths, slowly, Brief(), Brief().bound, lambda completion: 0.1]
+result = train("quick", rewards=rewards, overrides=settings)
+last = result.metrics[-1]
+assert last["rewards/slowly/mean"] == 0.5 and last["rewards/failed_ratio"] == 0.0
+assert {"rewards/exact/mean", "rewards/lengths/mean", "rewards/bound/mean", "rewards/reward_5/mean"} <= set(last), sorted(last)
 result
 """
 ITERATE = """
