@@ -35,21 +35,12 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove the run directory that is there, and begin anew.")
     ] = False,
-    launcher: Annotated[
-        str | None, typer.Option(metavar="local|hosts|ray", help="Where actors run: the same as --set launch.kind=...")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(metavar="IP:PORT", help="Of the head of a Ray cluster: the same as --set launch.address=...")
-    ] = None,
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     from async_rlhf.launch.local import warm
 
     warm()  # beside all that comes before the first role
-    chosen = {"launch.kind": launcher, "launch.address": address}
-    given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
-    loaded = load_config(config, [*(overrides or []), *given])
-    _run_to_end(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
+    _run_to_end(load_config(config, overrides), resume=resume, from_step=from_step, overwrite=overwrite)
 
 
 @command(app)
