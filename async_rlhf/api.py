@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from types import TracebackType
 from typing import Any
 
 from async_rlhf.actors.data.config import CALLER_ROWS
+from async_rlhf.actors.rewards import spec_of
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.launch.local import warm
 from async_rlhf.preparation import prepare, rows_of
 from async_rlhf.run.caller import served, split, target_of
@@ -43,6 +46,14 @@ Record = dict[str, Any]
 
 
 _log = logging.getLogger(__name__)
+_ARGUMENTS = {
+    r"async-rlhf train (\S+) --": r"train, config='\1', --",
+    r"(--resume|--overwrite|--from-step \d+) --": r"\1, --",
+    r"--(resume|overwrite)\b": r"\1=True",
+    r"--from-step (\d+)": r"from_step=\1",
+    r"--from-step": "from_step=STEP",
+    r"--set '?([\w.]+)=([^\s,;']+)'?": r"overrides={'\1': '\2'}",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,6 +82,8 @@ def train(
     *,
     data: Iterable[Any] | None = None,
     rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     environment: Callable[..., Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
@@ -85,29 +98,26 @@ def train(
     directory, so that every process and a resumed run, which needs them no more, reads the same.
     rewards: functions, or one, instead of those the file names. environment: a generator function (`@environment`). Of both,
     what no other process can import (a lambda, a closure, what a notebook defines) is served by threads of this process
-    (`run/caller.py`). overrides: nested or dotted, laid upon the configuration key by key (`config.load`). resume: go on with
-    its run directory, from the newest checkpoint or from that of `from_step` steps; where nothing is left to train on, nothing
-    is started. overwrite: remove the run directory that is there.
+    (`run/caller.py`). loss, advantage: functions of your own, declared with `@loss`, `@advantage`, which
+    must be importable. overrides: nested or dotted, laid upon the
+    configuration key by key (`config.load`). resume: go on with its run directory, from the newest checkpoint or from that of
+    `from_step` steps; where nothing is left to train on, nothing is started. overwrite: remove the run directory that is there.
     on_step: called with the record of each step; what it raises ends the run, which can be resumed. Raises ConfigError before
     any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     warm()
-    of_run = _resolved(config, data, rewards, environment, overrides, resume)
-    shown: AbstractContextManager[Progress]
-    shown = nullcontext(Progress()) if quiet else NotebookDisplay() if in_notebook() else Display()
-    with of_run as (resolved, rows, variables), shown as progress:
-        supervisor, directory = prepare(
+    of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
+    with of_run as (resolved, rows, variables):
+        return run(
             resolved,
             rows=rows,
+            variables=variables,
             resume=resume,
             from_step=from_step,
             overwrite=overwrite,
-            progress=progress,
+            quiet=quiet,
             on_step=on_step,
-            variables=variables,
         )
-        finished = supervisor.run()
-    return _result(directory, finished)
 
 
 def start(
@@ -115,6 +125,8 @@ def start(
     *,
     data: Iterable[Any] | None = None,
     rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     environment: Callable[..., Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
@@ -125,7 +137,7 @@ def start(
     """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
     warm()
     with ExitStack() as stack:
-        of_run = _resolved(config, data, rewards, environment, overrides, resume)
+        of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
         resolved, rows, variables = stack.enter_context(of_run)
         records: SimpleQueue[Record | None] = SimpleQueue()
         supervisor, directory = prepare(
@@ -259,6 +271,35 @@ class _Supervision:
             self.over.set()
 
 
+def run(
+    config: Config,
+    *,
+    rows: Rows | None = None,
+    resume: bool = False,
+    from_step: int | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+    on_step: Callable[[Record], object] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> TrainResult:
+    """Run a checked configuration; see `train` and `prepare`. variables: further ones of its processes on this machine."""
+    shown: AbstractContextManager[Progress]
+    shown = nullcontext(Progress()) if quiet else NotebookDisplay() if in_notebook() else Display()
+    with shown as progress:
+        supervisor, directory = prepare(
+            config,
+            rows=rows,
+            resume=resume,
+            from_step=from_step,
+            overwrite=overwrite,
+            progress=progress,
+            on_step=on_step,
+            variables=variables,
+        )
+        finished = supervisor.run()
+    return _result(directory, finished)
+
+
 def _result(directory: RunDir, finished: bool) -> TrainResult:
     last = line_of_step(directory.metrics)
     return TrainResult(
@@ -280,22 +321,49 @@ def _resolved(
     config: str | Path | Mapping[str, Any] | Config,
     data: Iterable[Any] | None,
     rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None,
+    loss: Callable[..., Any] | None,
+    advantage: Callable[..., Any] | None,
     environment: Callable[..., Any] | None,
     overrides: Mapping[str, Any] | None,
     resume: bool,
 ) -> Iterator[tuple[Config, Rows, dict[str, str]]]:
     """The configuration, the rows and the variables of a run with these functions; those that only this process has are served
-    until the block ends."""
-    changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
-    if rewards is not None:
-        changed["rewards.functions"], own_rewards = split(rewards)
-    own_environment = None
-    if environment is not None:
-        changed["environment.function"], own_environment = target_of(environment)
-    if data is not None:
-        changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}}
-    loaded = load(config, changed)
-    rows = rows_of(loaded, data, resume)
-    columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-    with served(own_rewards, own_environment, loaded, columns) as (resolved, variables):
-        yield resolved, rows, variables
+    until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
+    try:
+        changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
+        if rewards is not None:
+            changed["rewards.functions"], own_rewards = split(rewards)
+        for section, own in (("loss", loss), ("advantage", advantage)):
+            if own is not None:
+                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
+        own_environment = None
+        if environment is not None:
+            changed["environment.function"], own_environment = target_of(environment)
+        if data is not None:
+            changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}}
+        loaded = load(config, changed)
+        rows = rows_of(loaded, data, resume)
+        columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
+        with served(own_rewards, own_environment, loaded, columns) as (resolved, variables):
+            yield resolved, rows, variables
+    except AsyncRLHFError as error:
+        error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)
+        raise
+
+
+def in_python(message: str) -> str:
+    """`--resume --from-step 3` is resume=True, from_step=3."""
+    for flag, argument in _ARGUMENTS.items():
+        message = re.sub(flag, argument, message)
+    return message
+
+
+def _importable(section: str, key: str, function: Callable[..., Any]) -> str:
+    """The name by which another process imports it. Raises ConfigError."""
+    try:
+        return spec_of(function)
+    except RewardError as error:
+        raise ConfigError(
+            f"{section}: {error}. In a notebook, begin its cell with '%%writefile my_{section}.py' and give "
+            f"overrides={{'{key}': 'my_{section}.py:{getattr(function, '__name__', 'name')}'}}"
+        ) from error

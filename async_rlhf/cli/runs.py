@@ -207,13 +207,13 @@ def sweep(
 
 
 def _run_to_end(config: Any, **how: Any) -> None:
-    """Run a checked configuration, and say how it ended. Raises what `train` raises."""
-    from async_rlhf.api import train
+    """Run a checked configuration as `async_rlhf.api.run` does, and say how it ended. Raises what that raises."""
+    from async_rlhf.api import run
     from async_rlhf.run.display.terminal import Lasting, outliving_terminal
     from async_rlhf.run.run_dir import RunDir
 
     with outliving_terminal():
-        result = train(config, **how)
+        result = run(config, **how)
     end = RunDir(result.run_dir).end()
     assert end is not None
     how_it_ended = end.reason if result.finished else f"{end.reason}; --resume continues"

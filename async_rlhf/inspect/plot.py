@@ -17,7 +17,7 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import figures, is_step, read_steps
+from async_rlhf.run.run_files import figures, is_long, is_step, read_steps
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart by readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
@@ -26,7 +26,8 @@ _COLUMNS = 3
 _STYLES: Sequence[Any] = ("-", ":", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 # A line of more points than this has no more to see, and is slow to draw.
 _MOST_POINTS = 2000
-_WIDTH = 1.5
+# Of several runs the first is drawn widest and the last on top, so that one that another coincides with shows beside it.
+_WIDEST, _WIDTH, _NARROWEST = 3.0, 1.5, 1.2
 # With more steps than this the numbers of single steps are drawn pale, and their mean over neighbours on top of them.
 _SMOOTH_FROM = 40
 _EXTREMES = ("max", "longest", "largest")  # of a step; a mean of them means nothing
@@ -73,6 +74,14 @@ _Lines = Mapping[str, Sequence[tuple[int, float]]]
 """By label: the points of a line."""
 
 
+@dataclass(frozen=True)
+class _Pen:
+    """How the lines of a run look. width: in points."""
+
+    colour: Any
+    width: float
+
+
 def draw(runs: Sequence[RunDir], out: Path) -> None:
     """Write the picture of these runs as PNG or SVG.
 
@@ -81,10 +90,7 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
     if out.suffix not in _FORMATS:
         raise ConfigError(f"--out {str(out)!r}: a picture is written as {' or '.join(_FORMATS)}, by the end of its name")
     names = _names([run.path for run in runs])
-    found = [
-        Curves(name, list(read_steps(run.metrics)), run.read_evaluations(), changed_at(run))
-        for name, run in zip(names, runs, strict=True)
-    ]
+    found = [Curves(name, _steps(run), run.read_evaluations(), changed_at(run)) for name, run in zip(names, runs, strict=True)]
     if not any(curves.steps for curves in found):
         raise ConfigError(f"{', '.join(str(run.path) for run in runs)}: no step is recorded, so there is nothing to draw")
     try:
@@ -97,13 +103,17 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
         raise ConfigError(f"--out {str(out)!r} cannot be written: {error}") from error
 
 
+def _steps(run: RunDir) -> list[dict[str, Any]]:
+    return list(read_steps(run.metrics)) if is_long(run.metrics) else run.read_metrics()
+
+
 def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
     """A matplotlib figure. title: above it, instead of the names of the runs."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     palette = COLOURS if len(runs) <= len(COLOURS) else [colormaps["tab20"](i) for i in range(20)]
-    colours = [palette[i % len(palette)] for i in range(len(runs))]
+    pens = [_Pen(palette[i % len(palette)], width) for i, width in enumerate(_widths(len(runs)))]
     panels = [
         panel
         for panel in PANELS
@@ -121,24 +131,31 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
         lowest.tick_params(labelbottom=True)
         lowest.set_xlabel("learner step", fontsize="small")
     for name in titles:
-        _draw(axes.pop(0), Panel(name), [each.get(name, {}) for each in judged], colours, dots=True)
+        _draw(axes.pop(0), Panel(name), [each.get(name, {}) for each in judged], pens, dots=True)
     for panel, place in zip(panels, axes, strict=False):
         found = [{label: list(points(run.steps, name)) for label, name in panel.metrics.items()} for run in runs]
-        _draw(place, panel, found, colours, smooth=max(len(run.steps) for run in runs) >= _SMOOTH_FROM)
+        _draw(place, panel, found, pens, smooth=max(len(run.steps) for run in runs) >= _SMOOTH_FROM)
     last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
     for place in figure.axes:
-        for run, colour in zip(runs, colours, strict=True):
+        for run, pen in zip(runs, pens, strict=True):
             for step in run.changes:
-                place.axvline(step, color=colour, linewidth=0.8, linestyle=":", alpha=0.7)
+                place.axvline(step, color=pen.colour, linewidth=0.8, linestyle=":", alpha=0.7)
         place.set_xlim(-0.03 * last, 1.03 * last)
     if title is not None:
         figure.suptitle(title, fontsize="medium", wrap=True)
         return figure
-    handles = [_line(colour, "-", run.name) for run, colour in zip(runs, colours, strict=True)]
+    handles = [_line(pen, "-", run.name) for run, pen in zip(runs, pens, strict=True)]
     if any(run.changes for run in runs):
-        handles.append(_line("0.3", ":", "a setting was changed"))
+        handles.append(_line(_Pen("0.3", 0.8), ":", "a setting was changed"))
     figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 5), frameon=False)
     return figure
+
+
+def _widths(num_runs: int) -> list[float]:
+    """Of the runs' lines, falling."""
+    if num_runs == 1:
+        return [_WIDTH]
+    return [_WIDEST - i * (_WIDEST - _NARROWEST) / (num_runs - 1) for i in range(num_runs)]
 
 
 def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, float]]:
@@ -150,7 +167,7 @@ def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, 
 
 
 def _draw(
-    axes: Any, panel: Panel, found: Sequence[_Lines], colours: Sequence[Any], *, smooth: bool = False, dots: bool = False
+    axes: Any, panel: Panel, found: Sequence[_Lines], pens: Sequence[_Pen], *, smooth: bool = False, dots: bool = False
 ) -> None:
     """Scale, title, whole steps, a line style for each label, and a legend of them where there is more than one.
 
@@ -159,10 +176,10 @@ def _draw(
     from matplotlib.ticker import MaxNLocator
 
     drawn = dict(zip(dict.fromkeys(name for lines in found for name in lines if lines[name]), cycle(_STYLES), strict=False))
-    for lines, colour in zip(found, colours, strict=True):
+    for lines, pen in zip(found, pens, strict=True):
         for label, line in lines.items():
             if line:
-                _draw_line(axes, line, colour, drawn[label], smooth=smooth and label not in _EXTREMES, dots=dots)
+                _draw_line(axes, line, pen, drawn[label], smooth=smooth and label not in _EXTREMES, dots=dots)
     alone = len(drawn) == 1 and len(panel.metrics) != 1  # then no legend names it
     axes.set_title(f"{panel.title}, {next(iter(drawn))}" if alone else panel.title, fontsize="medium")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -173,27 +190,20 @@ def _draw(
     low, high = axes.get_ylim()
     axes.set_ylim(low if panel.floor is None else panel.floor, high if panel.ceiling is None else max(high, panel.ceiling))
     if len(drawn) > 1:
-        handles = [_line("0.3", style, label) for label, style in drawn.items()]
+        handles = [_line(_Pen("0.3", _WIDTH), style, label) for label, style in drawn.items()]
         axes.legend(handles=handles, loc="best", fontsize="x-small", frameon=True, framealpha=0.7, edgecolor="none")
 
 
-def _draw_line(axes: Any, line: Sequence[tuple[int, float]], colour: Any, style: Any, *, smooth: bool, dots: bool) -> None:
+def _draw_line(axes: Any, line: Sequence[tuple[int, float]], pen: _Pen, style: Any, *, smooth: bool, dots: bool) -> None:
     steps, values = [step for step, _ in line], [value for _, value in line]
     every = 1 if dots else -(-len(line) // _MOST_POINTS)
     if smooth:
-        axes.plot(steps[::every], values[::every], color=colour, linewidth=0.7, alpha=0.3)
+        axes.plot(steps[::every], values[::every], color=pen.colour, linewidth=0.7, alpha=0.3)
         values = _smoothed(values)
     marker = "o" if dots or len(line) == 1 else None
-    width = _WIDTH if dots or style == "-" else _WIDTH / 2
-    look = {"color": colour, "linewidth": width, "marker": marker, "markersize": 2 + width}
+    width = pen.width if dots or style == "-" else pen.width / 2
+    look = {"color": pen.colour, "linewidth": width, "marker": marker, "markersize": 2 + width}
     axes.plot(steps[::every], values[::every], linestyle=style, **look)
-
-
-def _line(colour: Any, style: Any, label: str) -> Any:
-    """For a legend."""
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color=colour, linewidth=_WIDTH, linestyle=style, label=label)
 
 
 def _judged(run: Curves) -> dict[str, _Lines]:
@@ -206,6 +216,12 @@ def _judged(run: Curves) -> dict[str, _Lines]:
             panel = panels.setdefault("Held-out rewards, each" if "/" in name else "Held-out prompts", {})
             panel.setdefault(name.partition("/")[2] or name, {})[record["step"]] = value
     return {title: {label: sorted(line.items()) for label, line in lines.items()} for title, lines in panels.items()}
+
+
+def _line(pen: _Pen, style: Any, label: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=pen.colour, linewidth=pen.width, linestyle=style, label=label)
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

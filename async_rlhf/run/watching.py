@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from async_rlhf.actors.data.config import HELD_OUT_SEED, TASK_PREFIX, DataConfig
 from async_rlhf.buffers.config import Secret, Section
@@ -96,14 +98,41 @@ class HooksConfig(Section):
     """What is called when a run needs a person or has something to show. What a hook does, fails at or takes never touches the
     run."""
 
-    command: tuple[Secret, ...] = ()
+    command: tuple[Secret, ...] | Secret = ()
     """Program and arguments, without a shell. The event is JSON on its standard input; ASYNC_RLHF_EVENT and ASYNC_RLHF_RUN_DIR
     are in its environment."""
+    url: Secret | None = None
+    """Webhook that the JSON is posted to: `http://`, `https://`, or `$NAME` of an environment variable that holds it."""
     events: tuple[EventKind, ...] = _EVENTS
     """Which events: the page has what each means."""
     timeout_s: float = Field(default=30.0, gt=0, le=3600)
-    """Seconds a command may take; then it is killed."""
+    """Seconds a command or an answer may take; then it is killed, or given up."""
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_split(cls, command: tuple[SecretStr, ...] | SecretStr) -> tuple[SecretStr, ...] | SecretStr:
+        _words(command)  # a quotation that does not end is a ValueError
+        return command
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None and not url.get_secret_value().startswith(("http://", "https://", "$")):
+            raise ValueError("it is neither http://... or https://..., nor $NAME of an environment variable")
+        return url
 
     @property
     def argv(self) -> list[str]:
-        return [word.get_secret_value() for word in self.command]
+        return _words(self.command)
+
+    @property
+    def address(self) -> str:
+        """Empty where there is none."""
+        url = self.url.get_secret_value() if self.url else ""
+        return os.environ.get(url[1:], "") if url.startswith("$") else url
+
+
+def _words(command: tuple[SecretStr, ...] | SecretStr) -> list[str]:
+    if isinstance(command, SecretStr):
+        return shlex.split(command.get_secret_value())
+    return [word.get_secret_value() for word in command]

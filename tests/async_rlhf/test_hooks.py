@@ -1,9 +1,12 @@
-"""Events reach real commands; what those do, fail at or take never touches the run."""
+"""Events reach real commands and a real webhook; what those do, fail at or take never touches the run."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,39 @@ from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.supervision.hooks import Events, Hooks
 from async_rlhf.run.watching import HooksConfig
-from tests.conftest import gone, wait_for
+from tests.conftest import gone, kept_port, wait_for
 
 KEEP = ("/bin/sh", "-c", 'cat > "$ASYNC_RLHF_RUN_DIR/$ASYNC_RLHF_EVENT"')
 
 
 def event(kind: str = "best", **more: Any) -> dict[str, Any]:
     return {"event": kind, "text": "a sentence", **more}
+
+
+@contextmanager
+def webhook(answer: int | threading.Event) -> Iterator[tuple[str, list[Any]]]:
+    """A server that answers so, or only after that; its address, and what was posted to it."""
+    posted: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if isinstance(answer, threading.Event):
+                answer.wait(60)
+            else:
+                self.send_response(answer)
+                self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/token", posted
+        finally:
+            server.shutdown()
+            if isinstance(answer, threading.Event):
+                answer.set()
 
 
 def hooks(run: Path, **settings: Any) -> Hooks:
@@ -35,13 +64,14 @@ def last_error(hooks: Hooks) -> str:
     return wait_for(hooks.failures, "a last_error")[0]
 
 
-def test_a_command_reads_each_event_that_is_wanted(tmp_path: Path) -> None:
-    own = hooks(tmp_path, command=KEEP, events=("best",))
-    own.deliver(event(step=7))
-    own.deliver(event("finished"))
-    own.close()
+def test_a_command_reads_the_event_and_a_webhook_is_posted_the_same(tmp_path: Path) -> None:
+    with webhook(204) as (url, posted):
+        both = hooks(tmp_path, command=KEEP, url=url, events=("best",))
+        both.deliver(event(step=7))
+        both.deliver(event("finished"))
+        both.close()
     assert json.loads((tmp_path / "best").read_text()) == event(step=7)
-    assert own.failures() == [] and not (tmp_path / "finished").exists()
+    assert posted == [event(step=7)] and both.failures() == [] and not (tmp_path / "finished").exists()
 
 
 def test_a_command_that_hangs_is_killed_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
@@ -58,7 +88,7 @@ def test_a_command_that_hangs_is_killed_at_its_deadline_with_all_it_started(tmp_
 
 
 def test_what_fails_is_counted_and_the_next_event_is_delivered_all_the_same(tmp_path: Path) -> None:
-    failing = hooks(tmp_path, command=("/bin/sh", "-c", f"cat > {tmp_path}/$ASYNC_RLHF_EVENT; echo no >&2; exit 3"))
+    failing = hooks(tmp_path, command=f"/bin/sh -c 'cat > {tmp_path}/$ASYNC_RLHF_EVENT; echo no >&2; exit 3'")
     failing.deliver(event())
     failing.deliver(event("failed"))
     failing.close()
@@ -71,6 +101,22 @@ def test_what_fails_is_counted_and_the_next_event_is_delivered_all_the_same(tmp_
     assert "the command cannot be started" in last_error(missing)
 
 
+def test_a_webhook_that_refuses_hangs_or_is_not_there_is_named_without_its_address(tmp_path: Path) -> None:
+    with webhook(500) as (url, _):
+        refusing = hooks(tmp_path, url=url)
+        refusing.deliver(event())
+        assert last_error(refusing).endswith("the webhook answered 500")
+    with webhook(threading.Event()) as (url, posted):
+        hanging = hooks(tmp_path, url=url, timeout_s=5.0)
+        hanging.deliver(event())
+        assert last_error(hanging).endswith("the webhook gave no answer within 5 s (hooks.timeout_s)") and posted
+    with kept_port() as port:
+        gone = hooks(tmp_path, url=f"http://127.0.0.1:{port}/token")
+        gone.deliver(event())
+        found = last_error(gone)
+    assert "the webhook cannot be reached: ConnectError" in found and "127.0.0.1" not in found
+
+
 def test_at_the_end_what_is_under_way_is_killed_and_what_waits_is_dropped(tmp_path: Path) -> None:
     running = hooks(tmp_path, command=("/bin/sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 600"), timeout_s=600)
     for kind in ("best", "guard"):
@@ -80,12 +126,18 @@ def test_at_the_end_what_is_under_way_is_killed_and_what_waits_is_dropped(tmp_pa
     wait_for(lambda: gone(own), "its end")
 
 
-def test_a_hook_that_cannot_work_is_refused_before_the_run(small: Any) -> None:
+def test_a_hook_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, small: Any) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.command: its first word is no program"):
-        check_hooks(HooksConfig(command=("no-such-program", "--loud")))
-    check_hooks(HooksConfig(command=("sh", "-c", "exit 0")))
-    with pytest.raises(ConfigError, match=r"hooks\.events"):
-        small(**{"hooks.events": ["beste"]})
+        check_hooks(HooksConfig(command="no-such-program --loud"))
+    with pytest.raises(ConfigError, match=r"hooks\.url = '\$NOWHERE': there is no such environment variable"):
+        check_hooks(HooksConfig(url="$NOWHERE"))
+    monkeypatch.setenv("SOMEWHERE", "https://example.org/token")
+    there = HooksConfig(url="$SOMEWHERE", command="sh -c 'exit 0'")
+    check_hooks(there)
+    assert there.address == "https://example.org/token" and there.argv == ["sh", "-c", "exit 0"]
+    for key, value in {"hooks.url": "example.org", "hooks.command": "sh 'x", "hooks.events": ["beste"]}.items():
+        with pytest.raises(ConfigError, match=key):
+            small(**{key: value})
 
 
 @pytest.fixture

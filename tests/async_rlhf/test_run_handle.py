@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from async_rlhf import start, train
-from async_rlhf.api import Run
+from async_rlhf.api import Run, in_python
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL
@@ -27,8 +27,13 @@ class StopAt(Exception):
 
 
 def test_a_run_is_iterated_stopped_by_its_caller_and_resumed_until_a_callback_ends_it(tmp_path: Path) -> None:
+    """Beside another one of this process; each is scored by its own function."""
     overrides: dict[str, Any] = {**SMALL, "max_steps": 100_000, "output_dir": str(tmp_path)}
-    with start(QUICK, overrides=overrides, rewards=lambda completion: 1.0) as run:
+    other = {**overrides, "max_steps": 1, "name": "other"}
+    with (
+        start(QUICK, overrides=overrides, rewards=lambda completion: 1.0) as run,
+        start(QUICK, overrides=other, rewards=lambda completion: 2.0) as beside,
+    ):
         assert run.run_dir == tmp_path / "quick" and RunDir(run.run_dir).is_alive()
         with pytest.raises(TimeoutError, match="has not ended within 0"):
             run.result(timeout_s=0)
@@ -37,6 +42,7 @@ def test_a_run_is_iterated_stopped_by_its_caller_and_resumed_until_a_callback_en
             seen.append(record["step"])
             if record["step"] == 3:
                 run.stop()
+        assert [line["rewards/reward_0/mean"] for line in beside.result(timeout_s=200.0).metrics] == [2.0]
     assert not RunDir(run.run_dir).is_alive()
     result = run.result()
     assert seen == [record["step"] for record in result.metrics] and len(seen) >= 3
@@ -114,7 +120,17 @@ def leave_by_break(run: Callable[[], Run]) -> None:
         break
 
 
-@pytest.mark.parametrize("leave", [leave_by_break, lambda run: run()])
+def leave_by_error(run: Callable[[], Run]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in run():
+            raise ZeroDivisionError
+
+
+def leave_unheld(run: Callable[[], Run]) -> None:
+    run()
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_error, leave_unheld])
 def test_a_run_whose_handle_is_gone_drains_and_says_how_it_goes_on(
     supervised: Supervised, caplog: pytest.LogCaptureFixture, leave: Callable[[Callable[[], Run]], None]
 ) -> None:
@@ -188,3 +204,34 @@ def test_a_program_that_ends_drains_its_run_and_says_how_it_goes_on(tmp_path: Pa
     run = RunDir(tmp_path / "runs/quick")
     end = run.end()
     assert end is not None and end.code == 0 and end.reason == "drained" and (run.latest / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("give --resume too", "give resume=True too"),
+        ("--from-step 3 goes on with a run", "from_step=3 goes on with a run"),
+        ("go back with --resume --from-step", "go back with resume=True, from_step=STEP"),
+        (
+            "Continue it with --resume, remove it with --overwrite, or choose another with --set name=NAME",
+            "Continue it with resume=True, remove it with overwrite=True, or choose another with overrides={'name': 'NAME'}",
+        ),
+        (
+            "Go on from step 2: async-rlhf train runs/x/config.toml --resume --from-step 2",
+            "Go on from step 2: train, config='runs/x/config.toml', resume=True, from_step=2",
+        ),
+        ("a rate-limit of 3--5 and -- a dash", "a rate-limit of 3--5 and -- a dash"),
+    ],
+)
+def test_messages_name_arguments_of_the_function_that_was_called(message: str, said: str) -> None:
+    assert in_python(message) == said
+
+
+def test_what_start_and_train_refuse_names_their_arguments(tmp_path: Path) -> None:
+    overrides = {**SMALL, "output_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"^from_step=3 goes on with a run that exists: give resume=True too"):
+        start(QUICK, overrides=overrides, from_step=3)
+    (tmp_path / "quick").mkdir()
+    (tmp_path / "quick/config.toml").touch()
+    with pytest.raises(ConfigError, match=r"exists\. Continue it with resume=True, remove it with overwrite=True"):
+        train(QUICK, overrides=overrides, quiet=True)

@@ -24,24 +24,28 @@ from async_rlhf.run.run_dir import RunDir, keep_config
 from async_rlhf.serve.queue_dir import QueueDir
 
 KEY = "T0-SECRET"
-SECRETS: dict[str, Any] = {"hooks.command": ["/bin/sh", "-c", f"echo {KEY}"]}
+SECRETS: dict[str, Any] = {"hooks.url": f"https://hooks.example/{KEY}", "hooks.command": ["/bin/sh", "-c", f"echo {KEY}"]}
 
 
 def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
+def values(config: Config) -> tuple[str, list[str]]:
+    return config.hooks.address, config.hooks.argv
+
+
 def test_the_schema_says_by_their_type_which_settings_are_secret() -> None:
     assert secret_keys(Config) == set(SECRETS)
-    assert masked("hooks.command", KEY, Config) == masked("hooks", {"command": KEY}, Config) == "**********"
+    assert masked("hooks.url", KEY, Config) == masked("hooks", {"url": KEY}, Config) == "**********"
     assert masked("hooks.events", KEY, Config) == masked("hook", KEY, Config) == masked("name", KEY, Config) == KEY
 
 
 def test_a_secret_is_kept_by_files_and_overrides_and_shown_by_nothing_else(small: Any) -> None:
-    config, there = small(**SECRETS), SECRETS["hooks.command"]
+    config, there = small(**SECRETS), (SECRETS["hooks.url"], SECRETS["hooks.command"])
     for again in (config, override(config, {"seed": 7}), changed(config, {"seed": 7}), load(config)):
-        assert again.hooks.argv == there
-    assert load({"hooks": config.hooks}, {"model": config.model, "data.source": config.data.source}).hooks.argv == there
+        assert values(again) == there
+    assert values(load({"hooks": config.hooks}, {"model": config.model, "data.source": config.data.source})) == there
     assert KEY in dump(config)
     shown = (repr(config), str(config.hooks), config.model_dump_json(), str(config.model_dump()), str(given(config)))
     assert KEY not in str([*shown, *differences(small(), config)]) and differences(small(), config)
@@ -50,7 +54,7 @@ def test_a_secret_is_kept_by_files_and_overrides_and_shown_by_nothing_else(small
 def test_a_file_that_holds_a_secret_can_be_read_by_this_user_alone(small: Any, tmp_path: Path) -> None:
     run = RunDir.create(small(**SECRETS))
     run.retire()
-    assert mode(run.path / "config.toml") == 0o600 and run.config().hooks.argv == SECRETS["hooks.command"]
+    assert mode(run.path / "config.toml") == 0o600 and values(run.config()) == values(small(**SECRETS))
     (run.path / "config.toml").chmod(0o644)  # as earlier versions left it
     RunDir.reopen(small(**SECRETS)).retire()
     assert mode(run.path / "config.toml") == 0o600
@@ -71,7 +75,7 @@ def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatc
     run = RunDir.create(small(**SECRETS))
     run.retire()
     _WandB(run)
-    assert KEY not in json.dumps(got["config"]) and got["config"]["hooks"]["command"] == ["**********"] * 3
+    assert KEY not in json.dumps(got["config"]) and got["config"]["hooks"]["url"] == "**********"
 
 
 def test_another_host_is_given_none(small: Any) -> None:
@@ -80,7 +84,9 @@ def test_another_host_is_given_none(small: Any) -> None:
     assert KEY.encode() not in b"".join(given.inline.values())
 
 
-@pytest.mark.parametrize("wrong", [{"hooks.command": f"sh '{KEY}"}, {"hooks.command": [KEY]}, {"hooks.command": [[KEY]]}])
+@pytest.mark.parametrize(
+    "wrong", [{"hooks.url": f"htps://{KEY}"}, {"hooks.command": f"sh '{KEY}"}, {"hooks.command": [KEY]}, {"hooks.url": [KEY]}]
+)
 def test_what_is_wrong_with_a_secret_is_said_without_it(small_arguments: Any, wrong: dict[str, Any], small: Any) -> None:
     code_and_output = CliRunner().invoke(app, ["check", *small_arguments(**wrong)[1:]])
     assert code_and_output.exit_code == 3

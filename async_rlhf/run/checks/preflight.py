@@ -287,6 +287,11 @@ def check_tracking(config: TrackingConfig) -> None:
 
 
 def check_hooks(config: HooksConfig) -> None:
-    """Raises ConfigError for a program that is not there."""
+    """Raises ConfigError for a program that is not there, and for an address that the environment does not have."""
     if config.argv and shutil.which(config.argv[0]) is None:
         raise ConfigError("hooks.command: its first word is no program that can be started from here; give its whole path")
+    if config.url is not None and not config.address:
+        raise ConfigError(
+            f"hooks.url = {config.url.get_secret_value()!r}: there is no such environment variable; set it, or give the "
+            "address itself"
+        )

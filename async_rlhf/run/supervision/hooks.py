@@ -6,10 +6,10 @@
     failing_rewards   the share of failed scores nears its limit      disk_low   little room is left on the disk
 
 `Events` recognises these in what the supervisor reports. Each is a line of `events.jsonl`, which begins anew when it has grown,
-and goes to a command (`Hooks`):
+and goes to a command, a webhook, or both (`Hooks`):
 
     owns        a thread, the process of one command, logs/hooks.log
-    waits for   a command to end, `hooks.timeout_s`; it is then killed with all it started
+    waits for   a command to end, or a webhook to answer: `hooks.timeout_s` each; the command is then killed with all it started
     woken by    `deliver`
     on close    what waits is delivered, for `hooks.timeout_s` at most; a command that still runs then is killed
 
@@ -19,6 +19,7 @@ is counted and reported by `failures`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -63,7 +64,7 @@ class Hooks:
 
     def deliver(self, event: Event) -> None:
         """Begin to, if it is one of `hooks.events`. Returns at once."""
-        if event["event"] not in self._config.events or not self._config.argv:
+        if event["event"] not in self._config.events or not (self._config.argv or self._config.url):
             return
         with self._news:
             if self._closing or len(self._waiting) >= _MOST_WAITING:
@@ -111,11 +112,14 @@ class Hooks:
                 if not self._waiting:
                     return
                 event, self._is_delivering = self._waiting.popleft(), True
-            problem = self._command(event)
+            problems = [
+                f"the command {problem}" if self._config.argv and (problem := self._command(event)) else "",
+                f"the webhook {problem}" if self._config.address and (problem := self._post(event)) else "",
+            ]
             with self._news:
                 self._is_delivering = False
-                if problem:
-                    self._failed(event, f"the command {problem}")
+                for problem in filter(None, problems):
+                    self._failed(event, problem)
 
     def _failed(self, event: Event, problem: str) -> None:
         self.failed += 1
@@ -148,6 +152,26 @@ class Hooks:
         finally:
             self._process = None
         return "" if code == 0 else f"ended with code {code}; see {self._log}"
+
+    def _post(self, event: Event) -> str:
+        """What went wrong, without the address, which may hold a key; empty when nothing did."""
+        import httpx2
+
+        async def post() -> int:
+            async with (
+                asyncio.timeout(self._config.timeout_s),
+                httpx2.AsyncClient(timeout=None) as client,
+                client.stream("POST", self._config.address, json=dict(event)) as response,
+            ):
+                return response.status_code
+
+        try:
+            status = asyncio.run(post())
+        except TimeoutError:
+            return f"gave no answer within {self._config.timeout_s:g} s (hooks.timeout_s)"
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ImportError, ValueError) as error:
+            return f"cannot be reached: {type(error).__name__}"
+        return "" if status < 300 else f"answered {status}"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
