@@ -52,7 +52,7 @@ def test_a_name_that_leads_elsewhere_or_reads_as_an_option_is_refused(name: str)
 
 def test_an_override_changes_its_key_alone_tables_are_laid_upon_too_and_an_empty_one_empties() -> None:
     quick = load(QUICK)
-    for given in ({"generation": {"group_size": 4}}, {"generation.group_size": 4}, {"generation": {"num_generations": 4}}):
+    for given in ({"generation": {"group_size": 4}}, {"generation.group_size": 4}):
         assert load(QUICK, given).generation == quick.generation.model_copy(update={"group_size": 4})
     before = quick.data.options
     assert load(QUICK, {"data": {"options": {"min_word_len": 4}}}).data.options == {**before, "min_word_len": 4}
@@ -69,6 +69,7 @@ MEANT = {
     "lr": "learner.learning_rate",
     "learner.group_size": "generation.group_size",
     "beta": "loss.kl_coef",
+    "generation.num_generations": "generation.group_size",
     "learner.per_device_train_batch_size": "learner.batch_size",
     "actor_rollout_ref.rollout.n": "generation.group_size",
     "queue.max_stalenes": "queue.max_staleness",
@@ -123,12 +124,6 @@ def test_one_text_is_a_list_of_one() -> None:
     config = load(QUICK, {"rewards.functions": "exact", "generation.stop": "\n", "learner.lora.targets": "q_proj"})
     assert (config.rewards.functions, config.generation.stop) == (("exact",), ("\n",))
     assert config.learner.lora.targets == ("q_proj",)
-
-
-def test_a_setting_given_under_two_names_is_refused() -> None:
-    message = r"generation: group_size = 8 and num_generations = 4 are one setting under two names; give one of them"
-    with pytest.raises(ConfigError, match=message):
-        load(QUICK, {"generation": {"group_size": 8, "num_generations": 4}})
 
 
 def test_what_init_writes_is_a_good_configuration_and_nothing_is_overwritten(tmp_path: Path) -> None:

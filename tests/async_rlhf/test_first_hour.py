@@ -274,7 +274,7 @@ def test_the_configuration_for_a_gpu_is_one_that_check_accepts(folder: Path, com
 def test_the_environment_plays(folder: Path, command: Callable[..., Any]) -> None:
     playing = ["try", "environment", "game.py:second_try", "--data", "problems.jsonl", "--model", "tiny-speller"]
     code, output = command(*playing, *sets(EPISODE)).finish()
-    assert code == 0 and "reads   No. Try again:" in output and "turns: mean 2.0" in output, output
+    assert code == 0 and "reads   'No. Try again: '" in output and "turns: mean 2.0" in output, output
 
 
 @pytest.mark.rest

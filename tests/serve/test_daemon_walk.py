@@ -107,7 +107,7 @@ def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_
     watch, listing, status, tail = map(shell.start, lines(SEE))
     page = url(watch)
     assert "first" in listing.finish()[1]
-    assert "finished, step 3" in status.finish()[1]
+    assert "runs/first: " in status.finish()[1]
     assert tail.process.stdout is not None and any("all steps done: 3 steps" in line for line in tail.process.stdout)
 
     change, put = lines(FEED)
