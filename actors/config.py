@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, field_validator
+from pydantic import ConfigDict, Field, PlainValidator, field_validator
 
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.buffers.composition import Composition
@@ -26,8 +26,8 @@ class GenerationConfig(Sampling):
 
     model_config = ConfigDict(strict=False)
 
-    group_size: int = Field(default=8, ge=1, validation_alias=AliasChoices("group_size", "num_generations"))
-    """Completions per prompt (alias `num_generations`)."""
+    group_size: int = Field(default=8, ge=1)
+    """Completions per prompt."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Longest prompt in tokens; `data.on_overlong` decides about a longer one."""
     max_completion_length: int = Field(default=256, ge=1)

@@ -27,14 +27,14 @@ from async_rlhf.run.checks.spool import make_spool
 from async_rlhf.run.config import Config, override
 from async_rlhf.run.display import Progress
 from async_rlhf.run.hosts.connections import connect, found_by, launcher_of, meeting_address
-from async_rlhf.run.hosts.placement import inventory_of, placement_of
+from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
 from async_rlhf.run.live import check_resumed, undo
 from async_rlhf.run.processes.evaluation import evaluate_alone, forget_evaluations
 from async_rlhf.run.processes.tracking import rewind
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step
-from async_rlhf.run.scoring import environment_spec, reward_specs, stop_strings
+from async_rlhf.run.scoring import reward_specs, stop_strings
 from async_rlhf.run.supervision.child import MAX_DEATHS
 from async_rlhf.run.supervision.supervisor import Supervisor
 
@@ -77,7 +77,7 @@ def prepare(
         config, connections = connect(config)
     try:
         hosts, of_hosts = found_by(connections)
-        placement = _startable(config, inventory or inventory_of(config, hosts), [host.name for host in hosts])
+        placement, _ = _startable(config, inventory or inventory_of(config, hosts), [host.name for host in hosts])
         if resume:
             directory = _reopened(config, from_step)
         else:
@@ -101,20 +101,33 @@ def check_startable(config: Config) -> list[str]:
     """What `prepare` looks at, but for the run directory; no process is started. Returns what a person should know. Raises
     ConfigError."""
     config, prepared = _checked(config, None)
-    config, connections = connect(as_rewards_want(config))
-    try:
-        hosts, _ = found_by(connections)
-        _startable(config, inventory_of(config, hosts), [host.name for host in hosts])
-    finally:
-        if connections is not None:
-            connections.close()
+    places(config)
     return prepared.remarks
 
 
-def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> Placement:
-    """The placement of a run that fits and can be started from here. hosts: that the launcher reaches. Raises ConfigError."""
+def places(config: Config) -> list[str]:
+    """On which hosts and devices the processes of a run would begin, and what they take there, in lines for a person.
+
+    Raises ConfigError where they cannot.
+    """
+    config, connections = connect(as_rewards_want(config))
+    try:
+        hosts, of_hosts = found_by(connections)
+        inventory = inventory_of(config, hosts)
+        placement, of_memory = _startable(config, inventory, [host.name for host in hosts])
+    finally:
+        if connections is not None:
+            connections.close()
+    return [*of_hosts, *table(config, inventory, placement), *of_memory]
+
+
+def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> tuple[Placement, list[str]]:
+    """The placement of a run that fits and can be started from here, and what it takes. hosts: that the launcher reaches.
+
+    Raises ConfigError.
+    """
     placement = placement_of(config, inventory)
-    check_memory(config, inventory, placement)
+    of_memory = check_memory(config, inventory, placement)
     if elsewhere := sorted({slot.host for slot in placement.slots.values()} - {"", *hosts}):
         raise ConfigError(
             f"[[placement.hosts]] names {', '.join(elsewhere)}, where processes are to run, and launch.kind = "
@@ -128,7 +141,7 @@ def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> Pl
             f"{only_here[0]} is placed on {placement.slots[only_here[0]].host}: it runs on this machine; list as many of its "
             "devices as it needs, or leave evaluations out (evaluation.every, at_start, at_end)"
         )
-    return placement
+    return placement, of_memory
 
 
 def _check_steps(config: Config, from_step: int | None) -> None:
@@ -203,11 +216,10 @@ def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
     """
     if resume:
         RunDir.existing(config.run_dir)  # before anything of it is read
-    kept, environment = RunData(config.run_dir, config.data), environment_spec(config)
-    read = environment.usable if environment else None
+    kept = RunData(config.run_dir, config.data)
     if not (resume and kept.is_kept):
-        return load_rows(config.data, data, read)
-    if data is not None and not kept.is_from(load_rows(config.data, data, read)):
+        return load_rows(config.data, data)
+    if data is not None and not kept.is_from(load_rows(config.data, data)):
         raise ConfigError(
             f"run directory {str(config.run_dir)!r} began with other rows than those that are given; give the same, or none: a "
             "run keeps its rows"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo, model_validator
 
 from async_rlhf.buffers.errors import ConfigError
 
@@ -27,9 +26,7 @@ Secret = Annotated[SecretStr, PlainSerializer(_dumped, when_used="json")]
 class Section(BaseModel):
     """A frozen group of settings: unknown keys are refused, every field has a meaning, a unit and a range."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, populate_by_name=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -38,25 +35,13 @@ class Section(BaseModel):
         if not isinstance(values, dict):
             return values
         open_ones, lists = _open(cls), _lists(cls)
-        read = cls.by_field(values)
+        read = dict(values)
         for key, value in read.items():
             if value == "none" and key in open_ones:
                 read[key] = None
             elif isinstance(value, str) and key in lists:
                 read[key] = (value,)
         return read
-
-    @classmethod
-    def by_field(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same settings under the names of their fields. Raises ValueError for one that is given under two names."""
-        names = _names(cls)
-        found = {names.get(key, key): value for key, value in values.items()}
-        if len(found) < len(values):
-            given = [key for key in values if key in names]
-            twice = next(field for field in found if sum(names[key] == field for key in given) > 1)
-            both = " and ".join(f"{key} = {values[key]!r}" for key in given if names[key] == twice)
-            raise ValueError(f"{both} are one setting under two names; give one of them")
-        return found
 
 
 @cache
@@ -69,15 +54,6 @@ def _open(section: type[Section]) -> frozenset[str]:
 def _lists(section: type[Section]) -> frozenset[str]:
     """The settings that are lists of texts."""
     return frozenset(name for name, field in section.model_fields.items() if field.annotation == tuple[str, ...])
-
-
-@cache
-def _names(section: type[Section]) -> Mapping[str, str]:
-    """Of the settings that have more than one name: each of their names, and the field's."""
-    several = {name: field.validation_alias for name, field in section.model_fields.items()}
-    return {
-        str(alias): name for name, aliases in several.items() if isinstance(aliases, AliasChoices) for alias in aliases.choices
-    }
 
 
 def check_installed(package: str, key: str, value: object, extra: str, other: str) -> None:

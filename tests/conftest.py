@@ -26,6 +26,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
 import psutil
 import pytest
 from hypothesis import settings
+from typer.testing import CliRunner
 
 from async_rlhf.launch.local import begin
 from async_rlhf.launch.program import role_of
@@ -274,6 +275,14 @@ def small_arguments(tmp_path: Path) -> Callable[..., list[str]]:
     """Arguments of `train` for the same small run as `small`, with overrides."""
 
     return partial(train_arguments, tmp_path / "runs")
+
+
+def invoke(*words: object) -> tuple[int, str]:
+    """Exit code and output of a command, in this process."""
+    from async_rlhf.cli.commands import app
+
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
 
 
 def train_arguments(folder: Path, /, **overrides: Any) -> list[str]:

@@ -33,7 +33,7 @@ ROOMS = {
         "actors/workers/service.py",
         "experiments/throughput/",
     ),
-    "httpx2": ("actors/rewards/builtins/judge.py", "async_rlhf/run/supervision/hooks.py"),
+    "httpx2": ("actors/rewards/builtins/judge.py",),
     "torch": (
         "actors/torch_engine/",
         "actors/scoring/incremental.py",
@@ -63,8 +63,6 @@ ROOMS = {
         "async_rlhf/launch/",
         "async_rlhf/run/supervision/hooks.py",
         "async_rlhf/run/manifest.py",
-        "async_rlhf/serve/daemon.py",
-        "async_rlhf/watch/beside.py",
         "learner/model/gguf.py",
         "experiments/",
     ),

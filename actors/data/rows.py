@@ -5,9 +5,7 @@ Pure functions of the configuration and of what lies on disk: every process that
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -15,7 +13,7 @@ from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.data.config import CALLER_ROWS, HELD_OUT_SEED, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
 from async_rlhf.actors.data.tasks import task_rows
-from async_rlhf.actors.prompts import Row, of_prompt
+from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE
 
@@ -24,18 +22,13 @@ _HELD_OUT, _HELD_OUT_SHARE = 200, 10
 # A list of more rows takes gigabytes; weights that ask for it are a slip.
 _LARGEST_EPOCH = 50_000_000
 
-logger = logging.getLogger(__name__)
 
+def load_rows(config: DataConfig, given: Iterable[Any] | None = None) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows): each row once, source after source. Of a spool, whose rows come later, none.
 
-def load_rows(
-    config: DataConfig, given: Iterable[Any] | None = None, read: Callable[[dict[str, Any]], Any] | None = None
-) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows): each row once, source after source; no training prompt is a held-out prompt. Of a
-    spool, whose rows come later, none.
-
-    given: the rows themselves, instead of what `source` names. read: what an environment uses of a row's columns, where there
-    is one; without it prompts are the same where the template makes one text. Raises ConfigError for a source, option or
-    column that does not exist, a row that is not one, or too few rows.
+    given: the rows themselves, instead of what `source` names. A file may repeat a held-out prompt before its end: what the
+    model reads decides that, so `run.checks.preflight` leaves such rows out. Raises ConfigError for a source, option or column
+    that does not exist, a row that is not one, or too few rows.
     """
     if config.spool is not None:
         _check_spool(config)
@@ -49,17 +42,7 @@ def load_rows(
                 _name_source(row, source.label)
         training += rows
         held_out += kept_out
-    kept = training
-    if held_out:
-        uses = (lambda row: read({**row.columns, "prompt": row.prompt})) if read else config.row_template.said
-        keys = [json.dumps(of_prompt(n, row, uses), sort_keys=True) for n, row in enumerate([*training, *held_out])]
-        of_held_out = set(keys[len(training) :])
-        kept = [row for row, key in zip(training, keys, strict=False) if key not in of_held_out]
-    if len(kept) < len(training):
-        logger.warning("left %d of %d training rows out: their prompts are held out", len(training) - len(kept), len(training))
-    if not kept:
-        raise ConfigError("every training prompt of the data is also held out; lower data.held_out or add rows")
-    return kept, held_out
+    return training, held_out
 
 
 def epoch_of(config: DataConfig, training: Sequence[Row]) -> list[Row]:

@@ -28,27 +28,12 @@ SpoolPath = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of
 def queue_serve(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the queue; made where there is none.")],
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Runs at a time.")] = 1,
-    address: Annotated[
-        str | None, typer.Option(metavar="IP:PORT", help="Show the page of `watch` there, of all its runs: 127.0.0.1:8265.")
-    ] = None,
-    token_file: TokenFile = None,
-    print_unit: Annotated[bool, typer.Option("--print-unit", help="Print a unit of systemd for this, and end.")] = False,
 ) -> None:
     """Run what is submitted to DIR, first in, first out. Ctrl-C drains what runs; the next start goes on with it."""
-    if print_unit:
-        from async_rlhf.serve.daemon import unit
-
-        shown = [] if address is None else ["--address", address]
-        shown += [] if token_file is None else ["--token-file", str(token_file.absolute())]
-        typer.echo(unit(directory, at_once, shown), nl=False)
-        return
     from async_rlhf.serve.daemon import Daemon
     from async_rlhf.serve.queue_dir import QueueDir
-    from async_rlhf.watch.beside import beside
 
-    made = QueueDir.made(directory)
-    with beside(made.runs, address, token_file, say) if address else nullcontext():
-        Daemon(made, at_once=at_once, say=say).run()
+    Daemon(QueueDir.made(directory), at_once=at_once, say=say).run()
 
 
 @command(queue, "submit")

@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
-from pydantic import AliasChoices, BaseModel, SecretStr
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from async_rlhf.run.config import Config
@@ -79,9 +79,7 @@ def _row(setting: Setting, prefix: str) -> str:
     field, key = setting.field, f"{prefix}{setting.key}"
     if not field.description:
         raise ValueError(f"{key} has no meaning: write a docstring under the field")
-    aliases = field.validation_alias.choices[1:] if isinstance(field.validation_alias, AliasChoices) else []
-    names = " or ".join(f"`{name}`" for name in (f"{key}{_default(field)}", *aliases))
-    cells = (f"{names} {_type(field.annotation)}{_limits(field)}", _one_line(field.description))
+    cells = (f"`{key}{_default(field)}` {_type(field.annotation)}{_limits(field)}", _one_line(field.description))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

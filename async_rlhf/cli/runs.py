@@ -35,48 +35,32 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove the run directory that is there, and begin anew.")
     ] = False,
-    launcher: Annotated[
-        str | None, typer.Option(metavar="local|hosts|ray", help="Where actors run: the same as --set launch.kind=...")
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(metavar="IP:PORT", help="Of the head of a Ray cluster: the same as --set launch.address=...")
-    ] = None,
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     from async_rlhf.launch.local import warm
 
     warm()  # beside all that comes before the first role
-    chosen = {"launch.kind": launcher, "launch.address": address}
-    given = [f"{key}={value}" for key, value in chosen.items() if value is not None]
-    loaded = load_config(config, [*(overrides or []), *given])
-    _run_to_end(loaded, resume=resume, from_step=from_step, overwrite=overwrite)
+    _run_to_end(load_config(config, overrides), resume=resume, from_step=from_step, overwrite=overwrite)
 
 
 @command(app)
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Draw the stages of a rollout: what waits for what, and where.")
-    ] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Load the model too, and hold learner and engine to plain passes of it.")
     ] = False,
 ) -> None:
     """Check a configuration, its data and its rewards. Says what a run of it would do, and where."""
     from async_rlhf.inspect.trials import call_once
+    from async_rlhf.preparation import places
     from async_rlhf.run.checks.preflight import preflight
 
     loaded = load_config(config, overrides)
     prepared = preflight(loaded)
     called = call_once(loaded, [*prepared.rows[0], *prepared.rows[1]], deep=deep)
-    for line in (*_plan_of(config, loaded, prepared), *_places_of(loaded), *prepared.remarks, *called):
+    for line in (*_plan_of(config, loaded, prepared), *places(loaded), *prepared.remarks, *called):
         say(line)
-    if graph:
-        from async_rlhf.run.scoring import graph_of
-
-        for line in graph_of(loaded):
-            typer.echo(line)
     if deep:
         from async_rlhf.learner.model.gguf import model_directory
         from async_rlhf.run.checks.model import deep_check
@@ -100,21 +84,6 @@ def _plan_of(config: Path, loaded: Any, prepared: Any) -> tuple[str, ...]:
         f"max_staleness {bound.max_staleness}, publish every {bound.publish_every} step(s), "
         f"{bound.groups_per_batch} groups a step: at most {bound.max_ahead} groups are generated ahead.",
     )
-
-
-def _places_of(loaded: Any) -> tuple[str, ...]:
-    """On which hosts and devices its processes begin, and whether they fit there."""
-    from async_rlhf.run.checks.memory import check_memory
-    from async_rlhf.run.hosts.connections import connect, found_by
-    from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
-
-    _, connections = connect(loaded)
-    hosts, of_hosts = found_by(connections)
-    if connections is not None:
-        connections.close()
-    inventory = inventory_of(loaded, hosts)
-    placement = placement_of(loaded, inventory)
-    return (*of_hosts, *table(loaded, inventory, placement), *check_memory(loaded, inventory, placement))
 
 
 @command(app)
@@ -186,7 +155,7 @@ def fork(
 ) -> None:
     """Begin a new run from another run's checkpoint. With its configuration and overrides."""
     from async_rlhf.cli.queues import put_behind
-    from async_rlhf.run.forking import forked
+    from async_rlhf.run.live import forked
     from async_rlhf.run.run_dir import RunDir
 
     config = forked(RunDir.existing(run_dir), name, overridden(overrides), best=best, from_step=from_step)

@@ -14,19 +14,12 @@ rollouts = group("rollouts", "A run's rollouts: read, traced, taken back, traine
 
 
 @command(app)
-def status(
-    run_dir: RunPath,
-    as_json: AsJson = False,
-    watched: Annotated[bool, typer.Option("--watch", help="Look again until the run ends, or Ctrl-C.")] = False,
-) -> None:
+def status(run_dir: RunPath, as_json: AsJson = False) -> None:
     """Where a run stands. Live from its hub, or from what it left behind."""
-    from async_rlhf.inspect.status import lines, read, watch
+    from async_rlhf.inspect.status import lines, read
     from async_rlhf.run.run_dir import RunDir
 
     run = RunDir.existing(run_dir)
-    if watched:
-        watch(run)
-        return
     found = read(run)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -39,17 +32,10 @@ def watch(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or one that holds some: runs.")],
     address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8265",
     token_file: TokenFile = None,
-    out: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the page as one HTML file instead, to send or keep.")
-    ] = None,
 ) -> None:
     """Serve a live page of a run, or of several to compare. Also metrics for Prometheus; Ctrl-C ends it, not the run."""
-    from async_rlhf.watch.server import save, serve
+    from async_rlhf.watch.server import serve
 
-    if out is not None:
-        save(directory, out)
-        typer.echo(str(out))
-        return
     serve(directory, address, token_file, say)
 
 
@@ -118,10 +104,7 @@ def rollouts_trace(
 
     run = RunDir.existing(run_dir)
     out = out or run.path / "trace.json"
-    count, waits = export(run, out)
-    typer.echo(f"{count} events in {out}; open it in ui.perfetto.dev")
-    for name, found in waits.items():
-        typer.echo(f"{name}: {found.seconds:.1f} s of calls, {found.share:.1%} hidden behind decoding and training")
+    typer.echo(f"{export(run, out)} events in {out}; open it in ui.perfetto.dev")
 
 
 @command(rollouts, "quarantine")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat, takewhile
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
@@ -20,8 +19,8 @@ from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, read_lines
 
-# The step (from 1), whether it is a sample, the group's number, its record.
-_Found = tuple[int, bool, int, Callable[[], dict[str, Any]]]
+# The step (from 1), the group's number, its record.
+_Found = tuple[int, int, Callable[[], dict[str, Any]]]
 
 
 def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
@@ -32,10 +31,12 @@ def records(run: RunDir, *, step: int | None = None, group: int | None = None) -
     that is not as it was written.
     """
     reasons = {line.get("group"): line.get("reasons") for line in read_lines(run.path / "quarantine.jsonl").records}
-    last, is_none = 0, True
-    for at, is_sample, number, made in heapq.merge(_archived(run), _samples(run), key=lambda each: each[:2]):
-        last = last if is_sample else at
-        if step in (None, at) and group in (None, number) and not (is_sample and at == last):
+    archived, is_none = _archived(run), True
+    first = next(archived, None)  # the journal ends with the newest step
+    kept = () if first is None else chain([first], archived)
+    before = takewhile(lambda each: first is None or each[0] < first[0], _samples(run))
+    for is_sample, (at, number, made) in chain(zip(repeat(True), before), zip(repeat(False), kept)):
+        if step in (None, at) and group in (None, number):
             is_none = False
             yield {**made(), "sampled": is_sample, "quarantined": reasons.get(number)}
     if is_none:
@@ -54,7 +55,7 @@ def _archived(run: RunDir) -> Iterator[_Found]:
             raise DamagedError(f"{path} is no regular file")
     for batch in read_batches(run.path / "queue") if parts else ():
         for group in batch.groups:
-            yield batch.step + 1, False, group.number, partial(_record, batch.step + 1, group)
+            yield batch.step + 1, group.number, partial(_record, batch.step + 1, group)
 
 
 def _samples(run: RunDir) -> Iterator[_Found]:
@@ -62,7 +63,7 @@ def _samples(run: RunDir) -> Iterator[_Found]:
     for line in chain.from_iterable(Tail(part).rest() for part in (earlier(run.samples), run.samples)):
         if type(line.get("step")) is not int or type(line.get("group")) is not int:
             raise DamagedError(f"{run.samples} is damaged: a line is no sample of a group")
-        yield line["step"], True, line["group"], partial(_of_sample, line)
+        yield line["step"], line["group"], partial(_of_sample, line)
 
 
 def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:

@@ -6,23 +6,18 @@ living run of this user has made are connected to.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from async_rlhf.actors.workers.client import describe
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
 from async_rlhf.buffers.transport.link import connector
-from async_rlhf.launch.placement import as_ranges
 from async_rlhf.launch.sockets import hub_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
@@ -30,10 +25,9 @@ from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.display.console import held_out, line
 from async_rlhf.run.live import changes
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import printable, read_last_lines
+from async_rlhf.run.run_files import read_last_lines
 
 _PATIENCE_S = 3.0
-_WATCH_S = 2.0
 _STEP_BYTES = 64 << 10
 """Holds the last step; a page asks every second."""
 _MOST_CHANGES = 10
@@ -121,7 +115,6 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
         "ended": None if end is None else end.model_dump(),
         "hub": hub,
         "scorer": scorer,
-        "cpus": tried(lambda: _cpus(run), {}),
         "restarts": tried(run.read_restarts, {}),
         "last": metrics[-1] if metrics else None,
         "changes": tried(lambda: changes(run, ledger), []),
@@ -141,10 +134,9 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
     for name, actor in hub.get("actors", {}).items() if alive else ():
         lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}")
-    cpus, restarts = found["cpus"] if alive else {}, dict(sorted(found["restarts"].items()))
+    restarts = dict(sorted(found["restarts"].items()))
     refused = dict(sorted(hub.get("refused", {}).items(), key=lambda item: -item[1]))
     lines += _listed("scorer", found["scorer"], "{0} {1}")
-    lines += _listed("CPUs", cpus, "{0} {1}")
     lines += _listed("started again", restarts, "{0} {1}")
     if alive and hub.get("waiting_for"):
         lines.append(f"waiting: {hub['waiting_for']}")
@@ -194,37 +186,12 @@ def _changes(found: Sequence[str], run: RunDir) -> list[str]:
     return [*before, *(f"changed: {change}" for change in found[-_MOST_CHANGES:])]
 
 
-def _cpus(run: RunDir) -> dict[str, str]:
-    """Of each process that is held to some, by number."""
-    placement = run.read_placement()
-    slots = {} if placement is None else placement.slots
-    return {name: as_ranges(slot.cpus) for name, slot in slots.items() if slot.cpus is not None}
-
-
 def _spool(run: RunDir, found: dict[str, Any]) -> str:
     """What has come into the spool, what was set aside, and what stands in the way."""
     rejected, problem = found["rejected"], found["problem"]
     aside = f", {rejected:,} lines were set aside ({run.path / 'data' / 'spool' / 'rejected'})" if rejected else ""
     ended = ", no more will" if found["ended"] else ""
     return f"{found['rows']:,} rows have come{aside}{ended}{problem and '; '}{problem}"
-
-
-def watch(run: RunDir, console: Console | None = None, sleep: Callable[[float], object] = time.sleep) -> None:
-    """Show `read` again and again until the run has ended or Ctrl-C; without a terminal a line for each new step."""
-    console, shown = console or Console(highlight=False, soft_wrap=True), ""
-    screen = Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext()
-    with suppress(KeyboardInterrupt), screen as live:
-        while True:
-            goes_on = run.is_alive()  # looked at first: what is shown last is the end
-            text = [printable(line) for line in lines(run, read(run))]
-            if live is not None:
-                live.update(Text("\n".join(text), overflow="fold"), refresh=True)
-            elif not goes_on or text[0] != shown:
-                shown = text[0]
-                console.print("\n".join(text[:1] if goes_on else text), markup=False)
-            if not goes_on:
-                return
-            sleep(_WATCH_S)
 
 
 def _evaluations(records: Sequence[dict[str, Any]]) -> list[str]:

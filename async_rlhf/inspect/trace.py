@@ -16,56 +16,37 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, read_spans, unpack
+from async_rlhf.buffers.stages import StageTime, read_spans, unpack
 from async_rlhf.inspect.rollouts import records
 from async_rlhf.run.run_dir import RunDir
 
 Event = dict[str, Any]
 
 
-class Overlap(NamedTuple):
-    """Seconds of a stage over all rollouts, and those of them without any decoding or training."""
+def export(run: RunDir, out: Path) -> int:
+    """Write the trace of a run; returns the number of events.
 
-    seconds: float
-    exposed_s: float
-
-    @property
-    def share(self) -> float:
-        """Of what was hidden."""
-        return 1.0 - self.exposed_s / self.seconds if self.seconds > 0 else 1.0
-
-
-def export(run: RunDir, out: Path) -> tuple[int, dict[str, Overlap]]:
-    """Write the trace of a run; returns the number of events and, by reward, how many of its seconds the run stood still.
-
-    A wait for a score that any engine's decoding or the learner's training fills is hidden; the rest is exposed. Raises
-    ConfigError when the run left nothing to draw, DamagedError as `records`.
+    Raises ConfigError when the run left nothing to draw, DamagedError as `records`.
     """
     steps = list(step_times(run.read_metrics()))
     spans = {
         path.stem: [(span["name"], span["began"], span["ended"]) for span in read_spans(path)]
         for path in sorted((run.path / "spans").glob("*.jsonl"))
     }
-    working, trains = _at_work(steps, spans), {step: trained for _, trained, _, step in steps}
-    events, waits = [*_learner(steps), *_actors(spans)], dict[str, Overlap]()
+    trains = {step: trained for _, trained, _, step in steps}
+    events = [*_learner(steps), *_actors(spans)]
     for record in records(run):
         for member, rollout in enumerate(record["rollouts"]):
-            if not (stages := unpack(rollout["timings"])):
-                continue
-            events += _rollout(record, member, stages, trains)
-            for name, time in stages.items():
-                if name != GENERATION:
-                    seconds, exposed = waits.get(name, (0.0, 0.0))
-                    exposed += max(0.0, time.seconds - working.covers(time.began, time.ended))
-                    waits[name] = Overlap(seconds + time.seconds, exposed)
+            if stages := unpack(rollout["timings"]):
+                events += _rollout(record, member, stages, trains)
     if not any(event["ph"] == "b" for event in events):
         raise ConfigError(f"{str(run.path)!r} holds no rollouts with timings")
     numbered = list(_numbered(events))
     out.write_text(json.dumps({"traceEvents": numbered, "displayTimeUnit": "ms"}))
-    return len(numbered), waits
+    return len(numbered)
 
 
 def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float, float, int]]:
@@ -111,17 +92,6 @@ def _rollout(
     ):
         yield {**common, "name": what, "ph": "b", "ts": _us(begin), "args": args}
         yield {**common, "name": what, "ph": "e", "ts": _us(end)}
-
-
-def _at_work(steps: list[tuple[float, float, float, int]], spans: Mapping[str, list[tuple[str, float, float]]]) -> Activity:
-    """When any process of the run decoded or trained: from an actor's first rollout on, but for its idle stretches."""
-    stretches = [(trained, ended) for _, trained, ended, _ in steps]
-    last = max((ended for _, _, ended, _ in steps), default=0.0)
-    for found in spans.values():
-        idle = [(began, ended) for name, began, ended in found if name == "idle"]
-        ends = [began for began, _ in idle[1:]] + [last]
-        stretches += [(start, end) for (_, start), end in zip(idle, ends, strict=False) if start < end]
-    return Activity(stretches)
 
 
 def _event(process: str, track: str, name: str, began: float, ended: float) -> Event:

@@ -277,11 +277,10 @@ def parse_settings(sections: Sequence[str], texts: Iterable[str]) -> dict[str, d
 
 
 def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested or dotted values as dotted keys, settings called by their own names. Raises ConfigError."""
+    """Nested or dotted values as dotted keys. Raises ConfigError."""
     nested: dict[str, Any] = {}
     for key, value in values.items():
         _lay(nested, _nested(key, _plain(value)))
-    _name_fields(nested)
     return dict(_flat(nested))
 
 
@@ -306,21 +305,10 @@ def differences(old: Config, new: Config) -> list[str]:
 
 
 def _prepare(values: dict[str, Any], base: Path) -> None:
-    """Call settings by their own names, and make paths absolute, seen from `base`. Raises ConfigError."""
+    """Make paths absolute, seen from `base`; an environment may be given by its function alone."""
     if isinstance(function := values.get("environment"), str):
         values["environment"] = {"function": function}
-    _name_fields(values)
     _anchor(values, base)
-
-
-def _name_fields(values: dict[str, Any]) -> None:
-    for name, field in Config.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section) and isinstance(given := values.get(name), dict):
-            try:
-                values[name] = section.by_field(given)
-            except ValueError as error:
-                raise ConfigError(f"{name}: {error}") from error
 
 
 # Settings that are a path, or name a function that may lie in a file.

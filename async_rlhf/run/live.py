@@ -1,24 +1,28 @@
-"""What may be changed in a run without a restart, and what a run has become by it.
+"""What may be changed in a run without a restart, what a run has become by it, and a new run that begins where it stands.
 
 A request is checked by the rules of the configuration, as it is with all changes before, and written into the ledger of changes
 (`learner.loop.changes`), of a live run or one that stands still; the learner decides from which step on it holds. The
 configuration of a run is `config.toml` with these changes. Evaluations go on being judged by the reward weights of
 `config.toml`, so that all lines of `evaluations.jsonl` can be compared.
+
+A fork reads the model of the other run's checkpoint where it lies, whenever it is started; its manifest names run and step
+(`origin`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.learner.checkpoint.evaluated import Cadence
+from async_rlhf.learner.checkpoint.evaluated import best_step
+from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, Undone, described
 from async_rlhf.learner.loop.recording import Recording
 from async_rlhf.run.config import Config, changed, dotted, override
 from async_rlhf.run.config_keys import settings
-from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_spec, score_names
 
@@ -29,7 +33,6 @@ LIVE = (
     "guard.min_entropy",
     "guard.min_reward",
     "guard.max_diverged_steps",
-    "evaluation.every",
     "checkpoint.save_every",
     "checkpoint.keep_last",
     "checkpoint.keep_every",
@@ -86,10 +89,50 @@ def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int)
     new = override(config, given)
     if any(key.startswith(_WEIGHTS) for key in given):
         new.rewards.composition.check(score_names(new, environment_spec(new)))
-    _check_evaluation(run, config, new)
     pairs = {key: (_value(config, key), _value(new, key)) for key in given}
     values = {key: (old, value) for key, (old, value) in pairs.items() if old != value}
     return [Asked(number=number, values=values)] if values else []
+
+
+def forked(
+    source: RunDir, name: str, overrides: Mapping[str, Any], *, best: bool = False, from_step: int | None = None
+) -> Config:
+    """The new run's configuration: that with which the old one goes on, live changes included, and overrides.
+
+    best: from the checkpoint that was evaluated best. from_step: from that of so many steps; else from the newest.
+
+    Raises ConfigError for a run that lives (it replaces its checkpoints) or has no such checkpoint, DamagedError for one whose
+    files are not as they were written.
+    """
+    if best and from_step is not None:
+        raise ConfigError(f"--best and --from-step {from_step} name two checkpoints: give one of them")
+    if source.is_alive():
+        raise ConfigError(
+            f"run {str(source.path)!r} is running and replaces its checkpoints; wait, or stop it: async-rlhf stop {source.path}"
+        )
+    checkpoint = _checkpoint(source, best=best, from_step=from_step)
+    verified(checkpoint)
+    model = {"model": str(checkpoint / "model"), "name": name, "output_dir": str(source.path.absolute().parent)}
+    return override(effective(source), {**model, **overrides})
+
+
+def _checkpoint(source: RunDir, *, best: bool, from_step: int | None) -> Path:
+    found = {step_of(path): path.resolve() for path in complete(source.path / "checkpoints")}
+    if not found:
+        raise ConfigError(
+            f"run {str(source.path)!r} has no checkpoint to go on from; its own model is `model` in its config.toml"
+        )
+    if best:
+        from_step = best_step(source.read_evaluations(), found)
+        if from_step is None:
+            raise ConfigError(
+                f"--best: no checkpoint of run {str(source.path)!r} was evaluated (evaluation.every, evaluation.at_end); leave "
+                f"it out, or take one with --from-step: {', '.join(map(str, found))}"
+            )
+    if from_step is not None and from_step not in found:
+        there = ", ".join(map(str, found))
+        raise ConfigError(f"--from-step {from_step}: run {str(source.path)!r} has no checkpoint of it, but those of {there}")
+    return found[from_step if from_step is not None else max(found)]
 
 
 def undo(run: RunDir, after: int) -> None:
@@ -133,11 +176,6 @@ def check_resumed(run: RunDir, config: Config) -> None:
                 )
 
 
-def cadence(ledger: Ledger, config: Config) -> Cadence:
-    """Which steps are evaluated. Raises DamagedError."""
-    return Cadence(ledger.read().course("evaluation.every", config.evaluation.every))
-
-
 def changed_at(run: RunDir) -> list[int]:
     """The steps from which on something was changed. Raises DamagedError."""
     return sorted({change.step for change in Ledger(run.path).read().changes if change.step is not None})
@@ -160,20 +198,6 @@ def _check_key(key: str, config: Config) -> None:
         raise ConfigError(
             f"{key} may not change with advantage.constant_groups = 'refill': actors say by these weights which groups are "
             "constant"
-        )
-
-
-def _check_evaluation(run: RunDir, before: Config, config: Config) -> None:
-    """What a run is given for evaluations when it starts it has not where it was to make none."""
-    every = config.evaluation.every
-    if not every or before.evaluation.every:
-        return
-    if config.evaluation.source is None and not RunData(run.path, config.data).rows[1]:
-        raise ConfigError(f"evaluation.every = {every}, and the run keeps no held-out prompts (data.held_out = 0)")
-    if config.engine.device != "cpu":
-        raise ConfigError(
-            f"evaluation.every = {every}: evaluations beside training need devices of their own, which are given out at "
-            f"the start of a run. Stop it, and give --resume --set evaluation.every={every}"
         )
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -43,9 +42,8 @@ _SUMMARY = "summary.json"
 class RunData:
     """Of the run in this directory, by its configuration."""
 
-    def __init__(self, run: Path, config: DataConfig, read: Callable[[dict[str, Any]], Any] | None = None) -> None:
-        """read: as in `load_rows`, where the rows may have to be loaded here."""
-        self._directory, self._config, self._read = run / "data", config, read
+    def __init__(self, run: Path, config: DataConfig) -> None:
+        self._directory, self._config = run / "data", config
 
     @property
     def is_kept(self) -> bool:
@@ -56,11 +54,9 @@ class RunData:
     def rows(self) -> Rows:
         """Raises DamagedError for files that are not as they were written, ConfigError as `load_rows` does."""
         if not self.is_kept:
-            return load_rows(self._config, read=self._read)
+            return load_rows(self._config)
         if dropped := self._num_dropped:
-            _log.warning(
-                "%d prompts are left out: too long (data.on_overlong = 'drop'), or held-out ones to the model", dropped
-            )
+            _log.warning("%d prompts are left out: too long (data.on_overlong = 'drop'), or held-out ones", dropped)
         training, held_out = (list(_read(self._directory / name)) for name in _FILES)
         return training, held_out
 

@@ -209,15 +209,6 @@ class RunDir:
         """For readers. Raises OSError."""
         write_whole(self._placement, TypeAdapter(Placement).dump_json(placement, indent=1).decode() + "\n")
 
-    def read_placement(self) -> Placement | None:
-        """Of the last start; None before one. Raises DamagedError."""
-        try:
-            return TypeAdapter(Placement).validate_json(read_small(self._placement))
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise DamagedError(f"{self._placement} is damaged: {error.errors()[0]['msg']}") from error
-
     def is_announced(self) -> bool:
         """Whether the run's roles are at work: from `announce` to `withdraw`."""
         return self._run.exists()

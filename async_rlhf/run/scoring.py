@@ -7,12 +7,11 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_rlhf.actors.config import REFERENCE, EngineConfig, GenerationConfig, ScoringConfig, StageConfig
+from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.stages import GENERATION
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 
@@ -96,49 +95,6 @@ def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tupl
     rewards = reward_specs(config, columns)
     _check(config)
     return (*rewards, _reference(config)) if config.scoring.reference_is_stage else rewards
-
-
-def graph_of(config: Config) -> list[str]:
-    """The stages of a rollout, drawn. Raises ConfigError."""
-    learner_asks = config.loss.needs_reference and not config.scoring.reference_is_stage
-    return drawing(stage_specs(config), config.scoring, config.generation, config.engine, learner_asks=learner_asks)
-
-
-def drawing(
-    specs: Sequence[RewardSpec],
-    scoring: ScoringConfig,
-    generation: GenerationConfig,
-    engine: EngineConfig,
-    *,
-    learner_asks: bool = False,
-) -> list[str]:
-    """Generation, every reward, and the put that waits for all of them: of each what one call is about, where it runs and its
-    limits. learner_asks: whether the reference is wanted and left to the learner, which comes after the put."""
-    lines = [f"{GENERATION}  [completion; engine {engine.kind} on {engine.device}, {engine.slots} at once]"]
-    lines += [f"-> {_reward(spec, scoring, generation.group_size)}" for spec in specs]
-    indent = "   " if specs else ""
-    lines.append(f"{indent}-> put  [group of {generation.group_size}; actor]")
-    return [*lines, f"{indent}   -> {REFERENCE}  [batch; learner]"] if learner_asks else lines
-
-
-def _reward(spec: RewardSpec, scoring: ScoringConfig, group_size: int) -> str:
-    where, at_once = "event loop", spec.max_concurrency or scoring.max_concurrency
-    if spec.target == "remote":
-        where = f"server {spec.options['address']}"
-    elif spec.kind == "sync":
-        where = f"{spec.workers} own worker processes" if spec.workers else "shared worker processes"
-        workers = spec.workers or scoring.workers
-        at_once = min(workers, spec.max_concurrency or workers)
-    if scoring.in_process(spec.name):
-        where += " of the scorer"
-    unit = f"group of {group_size}" if spec.scope == "group" else "completion"
-    if spec.batch_size > 1:
-        unit = f"up to {spec.batch_size} completions within {spec.batch_wait_s:g} s"
-    about = [f"{where}, {at_once} at once", f"{spec.timeout_s or scoring.timeout_s:g} s"]
-    limits = ((spec.requests_per_minute, "requests/min"), (spec.tokens_per_minute, "tokens/min"), (spec.retries, "retries"))
-    about += [f"{limit} {what}" for limit, what in limits if limit]
-    incremental = f"; incremental, every {spec.stream_tokens} tokens" if spec.stream_tokens else ""
-    return f"{spec.name}  [{unit}; {', '.join(about)}{incremental}]"
 
 
 def _reference(config: Config) -> RewardSpec:

@@ -19,7 +19,6 @@ ended: so none is started twice, from its first moment on, when it does not hold
 
 from __future__ import annotations
 
-import getpass
 import os
 import sys
 import time
@@ -43,7 +42,6 @@ from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Ended, Entry, Seen, plan
 
 _LOOK_S = 1.0
-_DRAIN_S = 900  # for a run to finish what has begun and write a checkpoint; then it is killed, and resumed later
 _LAST_BYTES = 1 << 14
 _FATAL = "error: "  # what the command line begins a reason with
 
@@ -188,44 +186,3 @@ def _failure_message(log: Path) -> str:
         lines = file.read(_LAST_BYTES).decode(errors="replace").splitlines()
     newest = [line for line in reversed(lines) if line.strip()] or [""]
     return printable(next((line for line in newest if line.startswith(_FATAL)), newest[0]).removeprefix(_FATAL))
-
-
-def unit(directory: Path, at_once: int, options: Sequence[str] = ()) -> str:
-    """A unit of systemd for a daemon of this directory, run by this user with this Python; text only, nothing is installed.
-    options: of `queue serve`, beside these.
-
-    Only the daemon is signalled, for it drains its runs; what is left after that is killed. A process of a run that the
-    kernel kills for want of memory is for the run to start again, not for systemd.
-    """
-    command = (sys.executable, "-m", "async_rlhf", "queue", "serve", str(directory.absolute()))
-    words = [*command, "--at-once", str(at_once), *options]
-    return f"""\
-[Unit]
-Description=async-rlhf, the queue of runs in {_literal(str(directory.absolute()))}
-Wants=network-online.target
-After=network-online.target
-
-[Service]
-Type=exec
-User={getpass.getuser()}
-ExecStart={" ".join(map(_quoted, words))}
-KillMode=mixed
-TimeoutStopSec={_DRAIN_S}
-OOMPolicy=continue
-Restart=on-failure
-RestartSec=5
-RestartPreventExitStatus=2 3
-
-[Install]
-WantedBy=multi-user.target
-"""
-
-
-def _quoted(word: str) -> str:
-    """A word of a command line of systemd."""
-    text = _literal(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
-    return f'"{text}"' if set(text) & set(" \t'\"\\;") or not text else text
-
-
-def _literal(text: str) -> str:
-    return text.replace("%", "%%")

@@ -31,7 +31,7 @@ from async_rlhf.launch.exit_codes import INTERRUPTED
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir, keep_config
-from async_rlhf.run.run_files import highest_step, read_last_lines, read_object, read_small
+from async_rlhf.run.run_files import line_of_step, read_object, read_small
 from async_rlhf.serve.turns import AFTER, Ended, Entry, Request, requested
 
 _NAME = re.compile(r"(\d{6,})-(.+)")
@@ -165,12 +165,11 @@ class QueueDir:
         return self.run(entry).exists and (entry.state != "cancelled" or (self.folder(entry) / "log").exists())
 
     def steps(self, entry: Entry) -> int:
-        """The highest that is recorded."""
-        if not self.has_begun(entry):
-            return 0
+        """Those that are recorded."""
+        newest = None
         with suppress(DamagedError):
-            return highest_step(read_last_lines(self.run(entry).metrics).records)
-        return 0
+            newest = line_of_step(self.run(entry).metrics) if self.has_begun(entry) else None
+        return 0 if newest is None else int(newest["step"])
 
     def max_steps(self, entry: Entry) -> int | None:
         with suppress(OSError, DamagedError, ValueError):

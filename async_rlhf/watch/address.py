@@ -97,11 +97,6 @@ def shown(bound: socket.socket) -> tuple[str, str]:
     return host, url(host, port)
 
 
-def announcement(path: Path, bound: socket.socket, token: str | None) -> str:
-    """Where these runs are shown, for people."""
-    return f"{path} is shown at {shown(bound)[1]}" + (" (user: any, password: the token)" if token else "")
-
-
 def url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 

@@ -1,14 +1,13 @@
 """The page as one document: markup, style, program and the plotting library in one text that loads nothing else.
 
-Served, it asks this server for what is new; saved, it has the data inside. Only the programs and styles whose digests its
-policy names are run (Content Security Policy, Level 3), so no text of a run can become one.
+It asks its server for what is new. Only the programs and styles whose digests its policy names are run (Content Security
+Policy, Level 3), so no text of a run can become one.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import time
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -38,31 +37,30 @@ _PROGRAMS = ("vendor/uplot/uPlot.iife.min.js", "charts.js", "drawings.js", "part
 
 
 @cache
-def policy(*, live: bool = True) -> str:
-    """The Content-Security-Policy. live: the page may ask the server it came from."""
+def policy() -> str:
+    """The Content-Security-Policy: the page may ask the server it came from."""
     return "; ".join(
         (
             "default-src 'none'",
             f"script-src {' '.join(_digest(text) for text in _texts(_PROGRAMS))}",
             f"style-src {' '.join(_digest(text) for text in _texts(_STYLES))}",
-            "connect-src 'self'" if live else "connect-src 'none'",
+            "connect-src 'self'",
             "img-src data:",
             "base-uri 'none'",
             "form-action 'none'",
-            *(("frame-ancestors 'none'",) if live else ()),
+            "frame-ancestors 'none'",
         )
     )
 
 
-def page(saved: dict[str, Any] | None = None) -> str:
-    """The document. saved: what it shows (`snapshot`); without it, it asks the server."""
-    data = {"panels": [asdict(panel) for panel in PANELS], "saved": saved}
+@cache
+def page() -> str:
+    """The document."""
+    data = {"panels": [asdict(panel) for panel in PANELS]}
     parts = {
-        "meta": "" if saved is None else f'<meta http-equiv="Content-Security-Policy" content="{policy(live=False)}">',
         "licence": f"<!-- uPlot draws the curves.\n{_texts((_LICENCE,))[0]}-->",
         "styles": "\n".join(f"<style>{text}</style>" for text in _texts(_STYLES)),
-        # A "<" could end the element it stands in; in JSON it may be written so.
-        "data": as_json(data).replace("<", "\\u003c"),
+        "data": as_json(data),
         "programs": "\n".join(f"<script>{text}</script>" for text in _texts(_PROGRAMS)),
     }
     text = (_PAGE / "page.html").read_text(encoding="utf-8")
@@ -71,19 +69,6 @@ def page(saved: dict[str, Any] | None = None) -> str:
         assert mark, name
         text = before + part + after
     return text
-
-
-def snapshot(runs: Runs, most: int = 16) -> dict[str, Any]:
-    """What a saved page shows: the newest `most` runs with their curves and completions."""
-    summaries, chosen = runs.summaries(), runs.names()[:most]
-    return {
-        "time": time.time(),
-        "runs": listing(runs) | {"runs": [short(name, summaries[name]) for name in chosen]},
-        "states": {
-            name: runs.state(name) | {"history": runs.curves(name, METRICS), "completions": runs.completions(name)}
-            for name in chosen
-        },
-    }
 
 
 def listing(runs: Runs) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_long, is_step, read_last_lines, read_steps
 from async_rlhf.watch.completions import Decode, decoder, shown
-from async_rlhf.watch.events import MOST, changed_from, events
+from async_rlhf.watch.events import MOST, MOST_STEPS, changed_from, events, timeline
 from async_rlhf.watch.series import MAX_STEP, History, ages, numbers
-from async_rlhf.watch.timeline import MOST_STEPS, timeline
 
 _GROUPS, _SPANS, _EVENTS = 24, 400, MOST
 _MAX_ACTORS = 64

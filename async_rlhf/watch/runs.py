@@ -18,7 +18,7 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import read
 from async_rlhf.learner.loop.changes import Ledger
-from async_rlhf.run.run_dir import RunDir, no_run
+from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import figures
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.series import is_number
@@ -64,9 +64,8 @@ class Runs:
     revision: rises whenever there may be something new. more: older runs that are left out. is_one: a run directory is watched.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic, *, may_be_empty: bool = False) -> None:
-        """may_be_empty: a run may begin there later, the directory too. Raises ConfigError for a path that is no run directory
-        and holds none, or can never be one."""
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """A run may begin there later, the directory too. Raises ConfigError for a path that can never be one."""
         self.path, self._clock = path, clock
         self.more, self.is_one, self.revision = 0, False, 0
         self._runs: dict[str, _Run] = {}
@@ -76,10 +75,8 @@ class Runs:
         # The one is held while hubs are queried, which may take seconds; the other only while files are read.
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_reading, name="watch", daemon=True)
-        if not path.is_dir() and not (may_be_empty and not path.exists()):
+        if path.exists() and not path.is_dir():
             raise ConfigError(f"{str(path)!r} is no directory. Name a run directory, or one that holds some: runs")
-        if not self._found() and not may_be_empty:
-            raise ConfigError(f"{no_run(path)}; none of its directories is one either")
 
     def start(self) -> None:
         self._thread.start()
@@ -204,8 +201,7 @@ def as_json(value: Any) -> str:
 
 
 def _without_paths(run: RunDir, ledger: Ledger) -> dict[str, Any]:
-    """Without where it lies, since a saved page is sent to others, and without its changes, which are events; of evaluations
-    their numbers only."""
+    """Without where it lies and without its changes, which are events; of evaluations their numbers only."""
     found = {key: value for key, value in read(run, ledger).items() if key not in ("run_dir", "changes")}
     evaluations = found["evaluations"]
     numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]

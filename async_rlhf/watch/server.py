@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,8 +24,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.files import write_whole
 from async_rlhf.run.run_dir import no_run
 from async_rlhf.watch import address as addresses
 from async_rlhf.watch import document, prometheus
@@ -66,28 +63,16 @@ def routes(runs: Runs) -> list[BaseRoute]:
 
 def serve(path: Path, address: str, token_file: Path | None, say: Callable[[str], object]) -> None:
     """Serve the page of a run, or of the runs in a directory, until Ctrl-C. Raises ConfigError before it listens."""
-    runs, token = Runs(path, may_be_empty=True), addresses.read_token(token_file)
+    runs, token = Runs(path), addresses.read_token(token_file)
     with closing(addresses.listen(address, token)) as bound:
-        say(addresses.announcement(path, bound, token))
+        host, at = addresses.shown(bound)
+        say(f"{path} is shown at {at}" + (" (user: any, password: the token)" if token else ""))
         if not runs.names():
             say(f"{no_run(path)}; the page is empty until a run begins there")
         say("Ctrl-C ends it; the run goes on")
-        show(runs, bound, token)
-
-
-def show(runs: Runs, bound: socket.socket, token: str | None) -> None:
-    """Serve the page of these runs, which are read meanwhile, on a listening socket until Ctrl-C."""
-    with closing(runs):
         runs.start()
-        until_interrupted(application(runs, token, (*LOCAL, addresses.shown(bound)[0])), bound)
-
-
-def save(path: Path, out: Path) -> None:
-    """Write the page with what it shows now as one file. Raises ConfigError."""
-    try:
-        write_whole(out, document.page(document.snapshot(Runs(path))))
-    except OSError as error:
-        raise ConfigError(f"--save {str(out)!r} cannot be written: {error}") from error
+        with closing(runs):
+            until_interrupted(application(runs, token, (*LOCAL, host)), bound)
 
 
 class _Answers:

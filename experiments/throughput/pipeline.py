@@ -28,7 +28,7 @@ import typer
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.api import run
+from async_rlhf.api import train as run
 from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alternate, await_quiet
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process

@@ -7,8 +7,7 @@ of now, or has no line yet. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 
@@ -47,40 +46,16 @@ def _best(rewards: Mapping[int, float]) -> int | None:
     return min(rewards, key=lambda step: (-rewards[step], step), default=None)
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """Which steps are evaluated: from each `first` step on the multiples of its `every`, until the next part. 0 or None: none.
-
-    parts: (first, every), in order; steps count from 1.
-    """
-
-    parts: Sequence[tuple[int, int | None]]
-
-    def is_due(self, step: int) -> bool:
-        every = next((every for first, every in reversed(self.parts) if first <= step), None)
-        return step > 0 and bool(every) and step % every == 0  # type: ignore[operator]
-
-    def steps(self, last: int) -> list[int]:
-        """All that are due up to `last`, ascending."""
-        ends = [*(first - 1 for first, _ in self.parts[1:]), last]
-        return [
-            step
-            for (first, every), end in zip(self.parts, ends, strict=True)
-            if every
-            for step in range(-(-first // every) * every, min(end, last) + 1, every)
-        ]
-
-
-def needed(evaluations: Path, is_due: Callable[[int], bool]) -> Callable[[int], bool]:
+def needed(evaluations: Path, every: int) -> Callable[[int], bool]:
     """Whether the checkpoint of a step may not be removed: it is the best, or is to be evaluated and is not yet.
 
-    evaluations: the file of that name. is_due: of a `Cadence`.
+    evaluations: the file of that name. every: steps between two evaluations; 0: none is made.
     """
     kept = ("step", "mean_reward", "group_size")  # not the answers that a line quotes: a run of weeks has many
     lines = (line for line in read_lines(evaluations) if is_evaluation(line))
     records = [{key: line[key] for key in kept if key in line} for line in lines]
     best, done = best_step(records), {record["step"] for record in records}
-    return lambda step: step == best or (is_due(step) and step not in done)
+    return lambda step: step == best or (every > 0 and step % every == 0 and step not in done)
 
 
 def link_best(checkpoints: Path, records: Iterable[Line]) -> None:

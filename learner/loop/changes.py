@@ -130,11 +130,6 @@ class History:
         """The changed values with which the run goes on, those that wait included."""
         return _values(self.changes)
 
-    def course(self, key: str, first: Any) -> list[tuple[int, Any]]:
-        """From which step on the key has which value; `first` is that of step 1."""
-        found = [(each.step, each.values[key][1]) for each in self.changes if each.step is not None and key in each.values]
-        return [(1, first), *found]
-
     def apply(self, step: int) -> list[Line]:
         """Lines by which all that waits is applied from this step on."""
         return [Applied(number=each.number, step=step) for each in self.changes if each.step is None]

@@ -30,7 +30,7 @@ from async_rlhf.buffers.clients.learner import TakenBatch
 from async_rlhf.buffers.composition import Composition, Statistics
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
-from async_rlhf.learner.checkpoint.evaluated import Cadence, needed
+from async_rlhf.learner.checkpoint.evaluated import needed
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
@@ -102,9 +102,8 @@ class Trainer:
     ) -> None:
         self._backend, self._config = backend, config
         keep, evaluations = config.checkpoint, directory / "evaluations.jsonl"
-        self._cadence = Cadence([(1, config.evaluate_every)])
         self._checkpoints = Checkpoints(
-            directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(evaluations, self._cadence.is_due)
+            directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(evaluations, config.evaluate_every)
         )
         self._writer = CheckpointWriter(self._checkpoints)
         self.step, self._statistics = 0, Statistics()
@@ -114,7 +113,7 @@ class Trainer:
             self.step, self._statistics = state["step"], Statistics(state.get("rewards"))
             _log.info("resumed at step %d from %s", self.step, path)
         self._spent = spent(directory, self.step)
-        self._changed, self._first = changed or (lambda values: config), config
+        self._changed = changed or (lambda values: config)
         self._changes, self._values = LiveChanges(directory, self.step, last_step(directory)), dict[str, Any]()
         self._recording = Recording(directory, config.max_log_bytes)
         steps = config.budget.max_steps
@@ -160,7 +159,6 @@ class Trainer:
             return
         _log.info("from step %d on: %s", self.step + 1, values)
         self._values, self._config = dict(values), self._changed(values)
-        self._cadence = Cadence(self._changes.history.course("evaluation.every", self._first.evaluate_every))
         self._checkpoints.keep(self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)
         self._backend.learn_at(self._config.learner.learning_rate)
         self._safeguards.config = self._config
@@ -269,7 +267,8 @@ class Trainer:
 
     def _is_saved(self, step: int) -> bool:
         config = self._config
-        return self._cadence.is_due(step) or step % config.checkpoint.save_every == 0 or step == config.budget.max_steps
+        evaluated = config.evaluate_every > 0 and step % config.evaluate_every == 0
+        return evaluated or step % config.checkpoint.save_every == 0 or step == config.budget.max_steps
 
     def _save(self) -> None:
         """Begin a checkpoint of the present step; training goes on while it is written."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.data.config import DataConfig, MixedSource
 from async_rlhf.actors.data.rows import epoch_of, load_rows
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.prompts import Row, of_prompt
 from async_rlhf.buffers.errors import ConfigError
 
 
@@ -41,16 +41,6 @@ def test_the_last_rows_of_a_file_are_held_out(tmp_path: Path) -> None:
 def test_where_nothing_is_said_at_most_a_tenth_of_a_file_is_held_out(tmp_path: Path, num_rows: int, held_out: int) -> None:
     training, kept_out = load_rows(DataConfig(source=jsonl(tmp_path, prompts("p", num_rows))))
     assert (len(training), len(kept_out)) == (num_rows - held_out, held_out)
-
-
-def test_a_training_row_that_repeats_a_held_out_prompt_is_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = jsonl(tmp_path, [{"prompt": prompt} for prompt in ("a", "b", "a", "c", "a")])
-    training, held_out = load_rows(DataConfig(source=path, held_out=1))
-    assert [row.prompt for row in training] == ["b", "c"]
-    assert [row.prompt for row in held_out] == ["a"]
-    assert "left 2 of 4 training rows out" in caplog.text
 
 
 def test_columns_are_renamed_to_our_names(tmp_path: Path) -> None:
@@ -81,7 +71,6 @@ def test_rows_that_are_given_are_taken_as_a_file_of_them_would_be(tmp_path: Path
         ('{"question": "a", "gold": 1}\n', {}, r"no column 'prompt', it has question, gold; .*data\.columns\.prompt = \"quest"),
         ('{"prompt": 3}\n', {}, r"rows\.jsonl:1: a prompt is text or a list of messages with role and content, got 3"),
         ('{"prompt": [{"role": "user"}]}\n', {}, "a prompt is text or a list of messages with role and content"),
-        ('{"prompt": "a"}\n' * 3, {"held_out": 1}, "every training prompt of the data is also held out"),
         (
             '{"question": "q"}\n' * 3,
             {"columns": {"prompt": "questions"}},
@@ -224,34 +213,6 @@ def test_what_no_template_for_text_can_say_is_refused_with_row_key_and_reason(
 # What the model reads
 
 
-def test_rows_are_held_out_by_what_the_template_says_of_them(tmp_path: Path) -> None:
-    articles = [{"prompt": f"{n % 12}", "article": f"article {n}", "id": n} for n in range(60)]
-    config = DataConfig(source=jsonl(tmp_path, articles), template="{prompt} {article}")
-    assert [len(part) for part in load_rows(config)] == [54, 6]
-    same = DataConfig(source=jsonl(tmp_path, articles), template="{prompt}")
-    assert [row.columns["id"] % 12 in range(6, 12) for row in load_rows(same)[0]] == [False] * 30
-
-
-def test_equal_prompts_that_are_written_otherwise_are_one_prompt(tmp_path: Path) -> None:
-    written = [
-        {"prompt": "a", "id": 1},
-        {"prompt": [{"content": "a", "role": "user"}]},
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]},
-        {"prompt": [{"role": "user", "content": "b"}]},
-        {"prompt": [{"role": "user", "content": "a"}]},
-    ]
-    training, _ = load_rows(DataConfig(source=jsonl(tmp_path, written), chat=True, held_out=1))
-    assert [row.prompt[0]["content"] for row in training] == ["b"]
-
-
-def test_with_an_environment_rows_are_equal_where_it_is_given_the_same(tmp_path: Path) -> None:
-    written = [{"prompt": "Play:", "board": n % 4, "id": n} for n in range(10)]
-    training, held_out = load_rows(
-        DataConfig(source=jsonl(tmp_path, written), held_out=1), None, lambda columns: columns["board"]
-    )
-    assert [row.columns["id"] for row in training] == [0, 2, 3, 4, 6, 7, 8] and held_out[0].columns["id"] == 9
-
-
 def test_a_template_that_would_write_what_is_no_text_is_refused_with_the_row(tmp_path: Path) -> None:
     written = [{"prompt": "a", "choices": ["x", "y"], "hint": "h"}, {"prompt": "b", "choices": ["z"], "hint": None}]
     for template, reason in (
@@ -259,6 +220,7 @@ def test_a_template_that_would_write_what_is_no_text_is_refused_with_the_row(tmp
         ("{hint}", "prompt 1: .*None"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            load_rows(DataConfig(source=jsonl(tmp_path, written), template=template, held_out=1))
+            config = DataConfig(source=jsonl(tmp_path, written), template=template, held_out=0)
+            [of_prompt(n, row, config.row_template.said) for n, row in enumerate(load_rows(config)[0])]
     fine = DataConfig(source=jsonl(tmp_path, written), template="{choices[0]} {choices!r:.9} {prompt:>3}", held_out=1)
     assert fine.row_template.said(load_rows(fine)[0][0]) == "x ['x', 'y'   a"

@@ -93,12 +93,13 @@ def test_another_content_is_another_digest_under_its_own_name(
 
 
 def test_the_schema_is_what_the_configuration_and_the_model_say(tmp_path: Path) -> None:
-    config = read(machine(tmp_path / "here"))
+    staged = {"loss.kl_coef": 0.1, "scoring.stages": {"reference": {"placement": "actor"}}}
+    config = override(read(machine(tmp_path / "here")), staged)
     wanted = schema(config)
     vocabulary = json.loads((Path(config.model) / "config.json").read_text())["vocab_size"]
     assert (wanted.group_size, wanted.vocabulary) == (8, vocabulary)
     assert (wanted.max_prompt_length, wanted.max_completion_length) == (60, 7)
-    assert wanted.rewards == {"own", "length"} and wanted.sampling == Sampling()
+    assert wanted.rewards == {"own", "length", "reference"} and wanted.sampling == Sampling()
 
 
 def test_a_vocabulary_that_the_model_leaves_to_its_family_is_found(tmp_path: Path) -> None:
@@ -106,10 +107,3 @@ def test_a_vocabulary_that_the_model_leaves_to_its_family_is_found(tmp_path: Pat
     family = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 1}}
     (folder / "model" / "config.json").write_text(json.dumps(family))
     assert schema(read(folder)).vocabulary > 200_000
-
-
-def test_a_reference_that_is_a_stage_scores_like_a_reward(tmp_path: Path) -> None:
-    config = override(
-        read(machine(tmp_path / "here")), {"loss.kl_coef": 0.1, "scoring.stages": {"reference": {"placement": "actor"}}}
-    )
-    assert schema(config).rewards == {"own", "length", "reference"}

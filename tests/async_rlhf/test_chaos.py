@@ -1,4 +1,4 @@
-"""Long freezes, and the bookkeeper that judges a chaos run; a short one is in `test_readme.py`."""
+"""Long freezes, and the bookkeeper that judges a chaos run."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ NUM_STEPS = 40
 CHOSEN = {"data.curriculum.reward": "reasoning_gym", "data.curriculum.new_share": 0.2}
 
 
+@pytest.mark.rest
 def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_hub(
     command: Callable[..., Any], small_arguments: Callable[..., list[str]], small: Any, tmp_path: Path
 ) -> None:

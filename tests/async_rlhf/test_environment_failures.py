@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.api import run
+from async_rlhf.api import train
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.run.run_dir import RunDir
 
@@ -56,7 +56,7 @@ def settings(folder: Path, acts: list[str], **others: Any) -> dict[str, Any]:
 def test_every_way_to_fail_has_a_name_and_the_run_goes_on(small: Any, tmp_path: Path) -> None:
     acts = [*FAILURES, *LIMITS, "good", "good"]
     config = small(**settings(tmp_path, acts, **{"rewards.max_failed_ratio": 1.0, "queue.keep_rollouts": True, "max_steps": 2}))
-    assert run(config, quiet=True).finished
+    assert train(config, quiet=True).finished
     groups = [group for batch in read_batches(config.run_dir / "queue") for group in batch.groups]
     assert sorted(group.columns["act"] for group in groups) == sorted(acts)
     for group in groups:

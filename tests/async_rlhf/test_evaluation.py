@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.engine import RolloutKey
 from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
-from async_rlhf.api import run as api_run
+from async_rlhf.api import train
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
@@ -126,13 +125,6 @@ def test_a_reward_that_receives_whole_groups_judges_groups_as_in_training(judged
     assert found["sampled"]["mean_reward"] == 1.875 and list(found["sampled"]["pass_at"]) == ["1", "2", "4", "8"]
 
 
-def test_members_of_a_group_stand_one_behind_the_other() -> None:
-    judging = Judging(Composition(), judged=[Sampling(temperature=0.7)] * 3, sampled=[Sampling()] * 3)
-    places = [judging.place(RolloutKey(0, 0, member)) for member in range(6)]
-    assert [place.member for place in places] == [0, 1, 2, 0, 1, 2] and {place.size for place in places} == {3}
-    assert places[0].group == places[2].group != places[3].group == places[5].group
-
-
 def test_check_says_which_rewards_receive_groups_and_refuses_what_no_reward_can_say(
     small: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -145,18 +137,17 @@ def test_check_says_which_rewards_receive_groups_and_refuses_what_no_reward_can_
     assert next(remark for remark in checked("rank", "brief") if "groups" in remark).startswith(said)
     assert not [remark for remark in checked("exact", "brief") if "groups" in remark]
     assert not [remark for remark in checked("rank", **{"data.held_out": 0}) if "groups" in remark], "nothing is evaluated"
-    with pytest.raises(ConfigError, match=r"evaluation\.solved_by = 'exakt' is no reward of this run; did you mean 'exact'"):
-        checked("exact", "brief", **{"evaluation.solved_by": "exakt"})
-    for setting in ({"evaluation.samples": 4}, {"evaluation.solved_at": 0.5}):
-        [(key, value)] = setting.items()
-        asked = rf"{key} = {value} is about .*: evaluation\.solved_by = 'exact' or 'brief'"
-        with pytest.raises(ConfigError, match=asked):
-            checked("exact", "brief", **setting)
-        with pytest.raises(ConfigError, match=r"only one compares completions.*evaluation\.solved_by = 'rank'"):
-            checked("rank", **setting)
-        checked("exact", "brief", **setting, **{"evaluation.solved_by": "brief"})
-    with pytest.raises(ConfigError, match=r"samples = 6, and reward 'rank' .*group_size = 4; nearest: 4 or 8"):
-        checked("rank", "brief", **{"evaluation.samples": 6, "evaluation.solved_by": "brief"})
+    both, named = ("exact", "brief"), {"evaluation.solved_by": "brief"}
+    for names, setting, says in (
+        (both, {"evaluation.solved_by": "exakt"}, r"'exakt' is no reward of this run; did you mean 'exact'"),
+        (both, {"evaluation.samples": 4}, r"samples = 4 is about .*: evaluation\.solved_by = 'exact' or 'brief'"),
+        (both, {"evaluation.solved_at": 0.5}, r"solved_at = 0\.5 is about .*: evaluation\.solved_by = 'exact' or 'brief'"),
+        (("rank",), {"evaluation.samples": 4}, r"only one compares completions.*evaluation\.solved_by = 'rank'"),
+        (("rank", "brief"), {"evaluation.samples": 6, **named}, r"samples = 6, .*'rank' .*group_size = 4; nearest: 4 or 8"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            checked(*names, **setting)
+    checked(*both, **named, **{"evaluation.samples": 4, "evaluation.solved_at": 0.5})
 
 
 def test_a_line_says_accuracy_only_where_one_reward_does() -> None:
@@ -225,13 +216,13 @@ def test_patience_counts_evaluations_since_the_best_and_neither_the_start_nor_mi
 def test_a_run_that_gets_no_better_has_finished_and_goes_on_with_more_patience(small: Callable[..., Any]) -> None:
     values = {"max_steps": "none", "learner.learning_rate": 1e-12, "evaluation.every": 1, "evaluation.patience": 1}
     config = small(**values)
-    result = api_run(config, quiet=True)
+    result = train(config, quiet=True)
     end = RunDir(config.run_dir).end()
     assert result.finished and end is not None and end.finished and end.reason == "no better evaluation for 1 in a row"
     made = len(result.metrics)
-    assert len(api_run(config, resume=True, quiet=True).metrics) == made, "nothing is left to do"
+    assert len(train(config, resume=True, quiet=True).metrics) == made, "nothing is left to do"
     more = load(config, {"evaluation.patience": "none", "evaluation.every": "none", "max_steps": made + 1})
-    assert len(api_run(more, resume=True, quiet=True).metrics) == made + 1
+    assert len(train(more, resume=True, quiet=True).metrics) == made + 1
 
 
 def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step(small: Callable[..., Any]) -> None:
@@ -253,14 +244,6 @@ def test_a_file_of_its_own_is_evaluated_whole_with_its_own_columns(small: Callab
     assert [row.prompt for row in rows] == ["q0", "q1", "q2"] and template == config.data.row_template
     assert rows != load_rows(config.data)[1]
     assert preflight(config).num_prompts == 64
-
-
-def test_a_task_of_its_own_shares_no_seed_with_the_training_prompts(small: Callable[..., Any]) -> None:
-    own = {"evaluation.source": "reasoning_gym:spell_backward", "data.held_out": 200}
-    config = small(**own, **{"evaluation.options": {"min_word_len": 3, "max_word_len": 6}})
-    assert [row.prompt for row in evaluated_rows(RunDir(config.run_dir), config)[0]] == [
-        row.prompt for row in load_rows(config.data)[1]
-    ]
 
 
 def test_prompts_that_cannot_be_evaluated_are_refused_before_the_run(small: Callable[..., Any], tmp_path: Path) -> None:

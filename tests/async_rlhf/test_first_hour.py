@@ -1,17 +1,19 @@
-"""The first hour of a user: the wheel in an empty home, beside files with the names that reinforcement learning projects have.
-
-From the command line (init, check, train, status, plot, evaluate), and from a notebook that jupyter executes.
+"""The first hour of a user: the README's command lines, programs and configuration, with smaller sizes; the commands by the
+wheel, in an empty home, beside files with the names that reinforcement learning projects have. A notebook that jupyter
+executes, and the program of docs/coming-from.md.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,27 @@ import pytest
 from nbclient import NotebookClient
 
 from async_rlhf.experiments.doctor import families
-from tests.conftest import REPOSITORY
+from tests.async_rlhf.test_faults import steps
+from tests.conftest import REPOSITORY, SMALL, toml, wait_for
+from tests.documents import blocks, lines
 
+README = (REPOSITORY / "README.md").read_text()
+GUIDE = (REPOSITORY / "docs" / "coming-from.md").read_text()
 SOURCES = (
     "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE",
     "actors", "async_rlhf", "buffers", "configs", "experiments", "learner", "tests",
 )  # fmt: skip
 NAMES = ("actors/__init__.py", "learner/__init__.py", "experiments/__init__.py", "buffers.py")
 OF_PYTHON = ("queue.py", "types.py")
+SPELLER = REPOSITORY / "configs" / "models" / "tiny-speller"
+# The only places in which a command of the test is not the README's. A first run is stopped, and a resumed one ends.
+SIZES: dict[str, Any] = {key: value for key, value in SMALL.items() if key != "max_steps"}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}: {% endfor %}"
+# A machine with the GPU of 24 GB that the README's configuration is for; the model's name is looked up nowhere.
+GPU = "placement.hosts=[{ devices = 1, device_memory = 25769803776, cpus = 8 }]"
+GPU_SIZES = {"model": "speller", "generation.max_prompt_length": 64, "generation.max_completion_length": 16}
+EPISODE = {"generation.max_completion_length": 8, "generation.max_episode_length": 48}
+PROBLEMS = [{"prompt": f"{n} + 2 =", "question": f"{n} + 2 =", "answer": str(n + 2)} for n in range(64)]
 
 LOSS = """%%writefile my_loss.py
 from async_rlhf import loss
@@ -53,8 +68,17 @@ class Brief:
     def __call__(self, completion):
         return -abs(len(completion) - wanted)
 
+    def bound(self, completions, prompts):
+        return [float(len(each) > 0) for each in completions]
+
 def exact(completion, answer):
     return float(completion.strip() == answer)
+
+def lengths(prompts, completions, **columns):  # TRL's form, unchanged
+    return [None if not each else len(each) / 12 for each in completions]
+
+async def slowly(completion):
+    return 0.5
 
 settings = {
     "model": "qwen3",
@@ -64,7 +88,11 @@ settings = {
     "learner": {"batch_size": 8, "learning_rate": 1e-3},
     "loss.kind": "my_loss.py:plain",
 }
-result = train("quick", rewards=[exact, Brief(), lambda completion: 0.1], overrides=settings)
+rewards = [exact, lengths, slowly, Brief(), Brief().bound, lambda completion: 0.1]
+result = train("quick", rewards=rewards, overrides=settings)
+last = result.metrics[-1]
+assert last["rewards/slowly/mean"] == 0.5 and last["rewards/failed_ratio"] == 0.0
+assert {"rewards/exact/mean", "rewards/lengths/mean", "rewards/bound/mean", "rewards/reward_5/mean"} <= set(last), sorted(last)
 result
 """
 ITERATE = """
@@ -148,33 +176,50 @@ def test_sdist_and_wheel_have_the_package_its_configurations_and_nothing_else(bu
         assert {f"async_rlhf/{folder}/{file.name}" for file in (REPOSITORY / folder).glob("*.toml")} <= set(names)
 
 
+def block(heading: str, place: int = 0) -> str:
+    """That block of code of the README's section that begins with this line."""
+    return blocks(README, heading)[place]
+
+
+def sets(settings: dict[str, Any]) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={toml(value)}")]
+
+
 @pytest.mark.rest
-def test_the_commands_of_the_wheel_train_what_init_writes_and_no_file_of_the_folder_hides_a_module(
+def test_the_commands_do_what_they_say_in_the_order_in_which_they_stand_and_no_file_of_the_folder_hides_a_module(
     project: Path, site: Path
 ) -> None:
     for name in OF_PYTHON:
         (project / name).write_text("raise RuntimeError('this is not the file that was meant')\n")
-    (project / "my_rewards.py").write_text("def short(completion):\n    return -len(completion) / 32\n")
-
-    def command(*arguments: str) -> str:
-        return run(str(site / "bin" / "async-rlhf"), *arguments, cwd=project)
-
-    assert f"wrote {Path('start') / 'config.toml'}" in command("init", "start")
-    assert command("check", "quick").startswith("quick: good. 4096 training prompts")
+    program, quick, shown = str(site / "bin" / "async-rlhf"), project / "runs" / "quick", dict[str, str]()
+    training: Any = None
+    try:
+        for line in ["async-rlhf init mine", "async-rlhf check mine/config.toml", *lines(block("## Use it"))]:
+            _, verb, *rest = shlex.split(line)
+            if verb == "watch":  # it serves until it is interrupted: tests/watch/test_page_server.py runs one
+                continue
+            if verb == "train" and "--resume" in rest:
+                rest = [*rest, *sets(SIZES), "--set", f"max_steps={steps(quick) + 2}"]
+            elif verb == "train":
+                command = [program, verb, *rest, *sets(SIZES), "--set", "max_steps=100000"]
+                training = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+                wait_for(lambda: steps(quick) >= 2, "step 2")
+                continue
+            shown[verb] = run(program, verb, *rest, cwd=project)
+            if verb == "stop":
+                output, _ = training.communicate(timeout=300)
+                assert training.returncode == 0 and "drained; --resume continues" in output, output
+    finally:
+        if training is not None:
+            training.kill()
+            training.communicate()
+    assert f"wrote {Path('mine') / 'config.toml'}" in shown["init"] and "mine/config.toml: good." in shown["check"]
+    assert "running, step" in shown["status"] and f"all steps done: {steps(quick)} steps" in shown["train"]
+    assert "prompt: 'Spell" in shown["rollouts"] and "reward" in shown["evaluate"]
+    assert (quick / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert f'model = "{site}/async_rlhf/configs/models/tiny-speller"' in (quick / "config.toml").read_text()
     grid = "from async_rlhf.experiments.staleness.config import load_sweep; print(len(load_sweep('quick')[1]))"
     assert run(sys.executable, "-c", grid, cwd=project) == "6\n"
-    settings = ["max_steps=2", "learner.batch_size=16", "data.held_out=4", "evaluation.at_start=false", "name=two"]
-    rewards = f'rewards.functions=["{project}/start/rewards.py:backward", "my_rewards:short"]'
-    sets = [word for each in [*settings, rewards] for word in ("--set", each)]
-    assert f"all steps done: 2 steps in {Path('runs') / 'two'}" in command("train", "start/config.toml", *sets)
-    assert f'model = "{site}/async_rlhf/configs/models/tiny-speller"' in (project / "runs" / "two" / "config.toml").read_text()
-
-    assert json.loads(command("status", "runs/two", "--json"))["state"] == "finished"
-    command("plot", "runs/two", "--out", "two.png")
-    assert (project / "two.png").read_bytes().startswith(b"\x89PNG")
-    judged = json.loads(command("evaluate", "runs/two/checkpoints/best/model", "start/config.toml", *sets, "--json"))
-    (at_end,) = [json.loads(line) for line in (project / "runs/two/evaluations.jsonl").read_text().splitlines()]
-    assert (judged["mean_reward"], judged["num_prompts"]) == (at_end["mean_reward"], 4)
 
 
 def outputs(cell: Any, kind: str) -> str:
@@ -186,7 +231,7 @@ def outputs(cell: Any, kind: str) -> str:
 def test_a_notebook_trains_another_family_with_what_its_cells_define(project: Path) -> None:
     families.model("qwen3", vocab_size=99, eos_token_id=1).save_pretrained(project / "qwen3")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(REPOSITORY / "configs" / "models" / "tiny-speller" / name, project / "qwen3")
+        shutil.copy(SPELLER / name, project / "qwen3")
     cells = [nbformat.v4.new_code_cell(text) for text in (LOSS, DATA, TRAIN, ITERATE)]
     book = nbformat.v4.new_notebook(cells=cells)
     NotebookClient(
@@ -199,3 +244,61 @@ def test_a_notebook_trains_another_family_with_what_its_cells_define(project: Pa
         shown = outputs(cell, "text/html")
         assert f"<b>step {step} of {step}</b>" in shown and f"sample of step {step}" in shown, shown
     assert '{"steps": [1, 2, 3], "turns": [2.0, 2.0, 2.0], "model": true}' in outputs(iterated, "text")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a user who has no clone; with the files that the README's relative paths lead to."""
+    (tmp_path / "judge.py").write_text(block("## Your reward"))
+    (tmp_path / "game.py").write_text(block("## Your environment"))
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROBLEMS))
+    return tmp_path
+
+
+def speller(folder: Path) -> None:
+    """A model with a chat template, in the folder."""
+    copied = shutil.copytree(SPELLER, folder / "speller")
+    (copied / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def test_the_configuration_for_a_gpu_is_one_that_check_accepts(folder: Path, command: Callable[..., Any]) -> None:
+    speller(folder)
+    (folder / "config.toml").write_text(block("## Your model on your GPU box", 1))
+    check = next(line for line in lines(block("## Your model on your GPU box", 2)) if " check " in line)
+    code, output = command(*shlex.split(check)[1:], *sets(GPU_SIZES), "--set", GPU).finish()
+    assert code == 0 and "config.toml: good." in output, output
+    assert all(f"{process}  " in output for process in ("learner", "actor-0")) and "of 24.0 GiB" in output, output
+
+
+@pytest.mark.rest
+def test_the_environment_plays(folder: Path, command: Callable[..., Any]) -> None:
+    playing = ["try", "environment", "game.py:second_try", "--data", "problems.jsonl", "--model", "tiny-speller"]
+    code, output = command(*playing, *sets(EPISODE)).finish()
+    assert code == 0 and "reads   'No. Try again: '" in output and "turns: mean 2.0" in output, output
+
+
+@pytest.mark.rest
+def test_the_program_runs_also_without_its_guard(folder: Path, command: Callable[..., Any]) -> None:
+    program = block("## Your reward")
+    guard, size = 'if __name__ == "__main__":', '{"max_steps": 150,'
+    assert guard in program and size in program
+    small = "{" + ", ".join(f"{key!r}: {value!r}" for key, value in {**SIZES, "max_steps": 2}.items()) + ","
+    (folder / "program.py").write_text(program.replace(guard, "if True:").replace(size, small))
+    ran = command(str(folder / "program.py"), program=True)
+    code, output = ran.finish()
+    assert code == 0 and "step     2/2" in output, output
+
+
+@pytest.mark.rest
+def test_the_program_for_those_who_come_from_trl_trains(folder: Path, command: Callable[..., Any]) -> None:
+    program = blocks(GUIDE, "## To your own run in ten minutes")[0]
+    smaller = {
+        '"Qwen/Qwen2.5-0.5B-Instruct"': '"tiny-speller"', '"max_steps": 200': '"max_steps": 2', '"cuda"': '"cpu"',
+        '"max_completion_length": 256': '"max_completion_length": 8', '"placement": {"colocate": True},': "",
+    }  # fmt: skip
+    for theirs, ours in smaller.items():
+        assert theirs in program
+        program = program.replace(theirs, ours)
+    (folder / "program.py").write_text(program)
+    code, output = command(str(folder / "program.py"), program=True).finish()
+    assert code == 0 and "step     2/2" in output, output

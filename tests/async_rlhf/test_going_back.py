@@ -14,9 +14,8 @@ import pytest
 
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
-from tests.async_rlhf.test_bad_input import invoke
 from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
-from tests.conftest import Command, train_arguments, wait_for
+from tests.conftest import Command, invoke, train_arguments, wait_for
 
 
 def saved(run: Path) -> list[int]:

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_rlhf.run.run_dir import RunDir
-from tests.async_rlhf.test_bad_input import invoke
-from tests.conftest import QUICK
+from tests.conftest import QUICK, invoke
 
 SPELLER = QUICK.parent / "models" / "tiny-speller"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "

@@ -325,8 +325,8 @@ def test_a_run_that_hosts_could_not_reach_is_refused(
         connect(small(**{**LAUNCH, **overrides}))
 
 
-def test_the_command_names_a_launcher_and_check_says_which_host_is_not_fit() -> None:
-    refused = CliRunner().invoke(app, ["train", "quick", "--launcher", "slurm"])
+def test_an_override_names_a_launcher_and_check_says_which_host_is_not_fit() -> None:
+    refused = CliRunner().invoke(app, ["train", "quick", "--set", "launch.kind=slurm"])
     assert refused.exit_code == 3 and "launch.kind = 'slurm'" in refused.output
     hosts = ["--set", 'launch.hosts=["localhost"]', "--set", "launch.kind=hosts", "--set", 'launch.command=["false"]']
     checked = CliRunner().invoke(app, ["check", "quick", *hosts])

@@ -32,25 +32,19 @@ def port() -> Iterator[int]:
         yield port
 
 
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "*", "192.168.1.5", "127.0.0.2", "[::]", "eth0", "example.com", "127.0.0.1.example.com"]
-)
-def test_without_keys_no_other_machine_is_listened_to(small: Any, host: str) -> None:
-    with pytest.raises(ConfigError, match="without keys the hub listens only on this machine"):
-        small(address=f"tcp://{host}:5555")
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.168.1.5", "127.0.0.1", "localhost"])
-def test_with_keys_any_interface_may_be_listened_to(small: Any, key_directory: Path, host: str) -> None:
-    assert small(address=f"tcp://{host}:5555", **{"security.keys": str(key_directory)}).security.directory == key_directory
-
-
-@pytest.mark.parametrize(
-    "address", ["tcp://[::]:5555", "tcp://eth0:5555", "tcp://10.0.0.1", "tcp://10.0.0.1:0", "tcp://*:x", "udp://*:5"]
-)
-def test_with_keys_an_address_that_cannot_be_is_refused(small: Any, key_directory: Path, address: str) -> None:
-    with pytest.raises(ConfigError, match="tcp://IP:PORT"):
-        small(address=address, **{"security.keys": str(key_directory)})
+def test_without_keys_only_this_machine_is_listened_to_and_with_them_any_interface_at_an_address_that_can_be(
+    small: Any, key_directory: Path
+) -> None:
+    keyed = {"security.keys": str(key_directory)}
+    others = ["0.0.0.0", "*", "192.168.1.5"]
+    for host in (*others, "127.0.0.2", "[::]", "eth0", "example.com", "127.0.0.1.example.com"):
+        with pytest.raises(ConfigError, match="without keys the hub listens only on this machine"):
+            small(address=f"tcp://{host}:5555")
+    for host in (*others, "127.0.0.1", "localhost"):
+        assert small(address=f"tcp://{host}:5555", **keyed).security.directory == key_directory
+    for address in ("tcp://[::]:5555", "tcp://eth0:5555", "tcp://10.0.0.1", "tcp://10.0.0.1:0", "tcp://*:x", "udp://*:5"):
+        with pytest.raises(ConfigError, match="tcp://IP:PORT"):
+            small(address=address, **keyed)
 
 
 def test_keys_that_cannot_be_used_are_refused_before_the_start(small: Any, key_directory: Path) -> None:

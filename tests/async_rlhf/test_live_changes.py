@@ -1,33 +1,25 @@
-"""`async-rlhf set`: what it takes and refuses, and a real run that is changed, loses its terminal and its learner, and ends
-with the bits of one that lost nothing."""
+"""`async-rlhf set`: what it takes and refuses, and a real run that is changed, loses its learner, and ends with the bits of one
+that lost nothing."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import status
-from async_rlhf.launch.program import role_of
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
+from async_rlhf.preparation import prepare
 from async_rlhf.run.live import ask, changed_at, check_resumed, effective, inherit, present, undo
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
-from async_rlhf.run.supervision.supervisor import Supervisor
-from tests.async_rlhf.test_bad_input import invoke
 from tests.async_rlhf.test_faults import steps
 from tests.async_rlhf.test_same_bits import measured
-from tests.async_rlhf.test_terminal import leading
-from tests.conftest import has_ended, wait_for
+from tests.conftest import has_ended, invoke, wait_for
 
 RATE = "learner.learning_rate"
 
@@ -65,7 +57,6 @@ def test_a_change_is_laid_upon_the_configuration_and_all_changes_before(run: Run
         ({RATE: -1.0}, r"learner\.learning_rate = -1\.0"),
         ({RATE: 1e-5, "guard.target": 3}, r"guard\.target = 3 is not between 0.* queue\.max_staleness = 2.*nearest: 2"),
         ({"rewards.weights.reasoning": 1.5}, r"'reasoning', which is no reward of this run; did you mean 'reasoning_gym'"),
-        ({"evaluation.every": 5}, r"evaluation\.every = 5, and the run keeps no held-out prompts"),
     ],
 )
 def test_what_may_not_be_is_refused_by_name_and_nothing_is_written(run: RunDir, values: dict[str, Any], message: str) -> None:
@@ -144,35 +135,19 @@ def bits(run: Path) -> list[bytes]:
 
 
 @pytest.mark.rest
-def test_a_run_that_is_changed_and_loses_its_terminal_and_its_learner_ends_with_the_bits_of_one_that_lost_nothing(
-    small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path
+def test_a_run_that_is_changed_and_loses_its_learner_ends_with_the_bits_of_one_that_lost_nothing(
+    command: Callable[..., Any], small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     hook = {"hooks.command": ["/bin/sh", "-c", 'cat > "$ASYNC_RLHF_RUN_DIR/told-$ASYNC_RLHF_EVENT"']}
-    arguments = small_arguments(**SETTINGS, **hook)
-    run = tmp_path / "runs" / "quick"
-    master, slave = pty.openpty()
-    program = leading("import sys\nfrom async_rlhf.cli.commands import app\napp(sys.argv[1:])")
-    started = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        cwd=tmp_path,
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-    )
-    os.close(slave)
-    try:
-        wait_for(lambda: steps(run) >= 1 or started.poll() is not None, "step 1")
-        os.close(master)
-        ask(RunDir.existing(run), {RATE: 2e-2, "rewards.weights.reasoning_gym": 0.5})
-        wait_for(lambda: changed_at(RunDir(run)) and steps(run) >= changed_at(RunDir(run))[0] + 1, "a step with the change")
-        learner = next(each for each in psutil.Process(started.pid).children() if role_of(each.cmdline()) == "learner")
-        learner.kill()
-        wait_for(lambda: has_ended(learner), "the end of the learner")
-        assert started.wait(300) == 0
-    finally:
-        started.kill()
-        started.wait()
+    run, started = tmp_path / "runs" / "quick", command(*small_arguments(**SETTINGS, **hook))
+    wait_for(lambda: steps(run) >= 1, "step 1")
+    ask(RunDir.existing(run), {RATE: 2e-2, "rewards.weights.reasoning_gym": 0.5})
+    wait_for(lambda: changed_at(RunDir(run)) and steps(run) >= changed_at(RunDir(run))[0] + 1, "a step with the change")
+    learner = started.child("learner")
+    learner.kill()
+    wait_for(lambda: has_ended(learner), "the end of the learner")
+    code, output = started.finish()
+    assert code == 0, output
     (step,) = changed_at(RunDir(run))
     assert 2 <= step < NUM_STEPS
     rates = [record["learning_rate"] for record in RunDir(run).read_metrics()]
@@ -181,17 +156,9 @@ def test_a_run_that_is_changed_and_loses_its_terminal_and_its_learner_ends_with_
     assert [record["event"] for record in read_lines(run / "events.jsonl").records] == ["finished"]
     assert [line["kind"] for line in read_lines(run / "changes.jsonl").records][:2] == ["asked", "applied"]
 
-    config = small(**SETTINGS, name="whole")
     (change,) = Ledger(run).read().changes
-    whole, supervisor = undisturbed(config, [Asked(number=1, values=dict(change.values)), Applied(number=1, step=step)])
+    supervisor, whole = prepare(small(**SETTINGS, name="whole"))  # it is changed by its ledger from the beginning
+    lines = [Asked(number=1, values=dict(change.values)), Applied(number=1, step=step)]
+    Ledger(whole.path).append(lambda history: lines)
     assert supervisor.run()
-    assert bits(whole) == bits(run) and measured(whole) == measured(run)
-
-
-def undisturbed(config: Any, lines: list[Any]) -> tuple[Path, Supervisor]:
-    """A run that is changed by these lines of its ledger from the beginning."""
-    from async_rlhf.preparation import prepare
-
-    supervisor, run = prepare(config)
-    Ledger(run.path).append(lambda history: lines)
-    return run.path, supervisor
+    assert bits(whole.path) == bits(run) and measured(whole.path) == measured(run)

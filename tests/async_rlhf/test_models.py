@@ -22,8 +22,7 @@ from async_rlhf.launch.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
-from tests.async_rlhf.test_bad_input import invoke
-from tests.conftest import QUICK
+from tests.conftest import QUICK, invoke
 
 GROUP_SIZE, STEPS, MISMATCH = 3, 3, 0.01
 # Each has a part that no other of them has: plain, learned positions, sliding windows and soft caps, experts, sinks, latents.

@@ -16,7 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 from typer.testing import CliRunner
 
-from async_rlhf.api import run
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import Monkey, problems
@@ -112,7 +112,9 @@ def test_the_quick_run_learns_while_a_node_is_lost_and_another_joins(
 @pytest.mark.rest
 def test_at_bound_zero_ray_and_this_machine_make_the_same_weights(on_ray: Any) -> None:
     settings = {"queue.max_staleness": 0, "max_steps": 20, "checkpoint.save_every": 20, "learner.learning_rate": 1e-3}
-    here, there = (run(on_ray(**settings, name=kind, **{"launch.kind": kind}), quiet=True).run_dir for kind in ("local", "ray"))
+    here, there = (
+        train(on_ray(**settings, name=kind, **{"launch.kind": kind}), quiet=True).run_dir for kind in ("local", "ray")
+    )
     for name in ("model/model.safetensors", "optimizer.safetensors"):
         assert (here / "checkpoints/step_000020" / name).read_bytes() == (there / "checkpoints/step_000020" / name).read_bytes()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.api import run
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import RewardError
 
 REFILL: dict[str, Any] = {"advantage.constant_groups": "refill"}
@@ -18,7 +18,7 @@ def test_every_batch_is_full_of_groups_that_say_something(small: Any, tmp_path: 
     file = tmp_path / "half.py"
     file.write_text("def half(prompt, completion):\n    return (sum(map(ord, completion)) % 5) * (len(prompt) % 2)\n")
     config = small(**REFILL, **{"rewards.functions": [f"{file}:half"], "advantage.max_refills": 50, "queue.max_staleness": 2})
-    result = run(config, quiet=True)
+    result = train(config, quiet=True)
     assert result.finished and len(result.metrics) == 4
     for record in result.metrics:
         assert len(record["groups"]) == 4 and record["frac_reward_zero_std"] == 0 and record["groups/zero_advantage"] == 0
@@ -37,4 +37,4 @@ def test_a_run_in_which_nothing_says_anything_ends_with_the_reason(small: Any, t
     file.write_text("def same(completion):\n    return 1.0\n")
     few = {"advantage.max_refills": 1, "advantage.max_constant_batches": 2}
     with pytest.raises(RewardError, match="2 batches in a row had no group in which one completion is better"):
-        run(small(**REFILL, **few, **{"rewards.functions": [f"{file}:same"]}), quiet=True)
+        train(small(**REFILL, **few, **{"rewards.functions": [f"{file}:same"]}), quiet=True)

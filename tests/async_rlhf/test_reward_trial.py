@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 
 from async_rlhf import Score, try_rewards
 from async_rlhf.actors.rewards.builtins.text import exact
-from async_rlhf.api import run
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.cli.commands import app
 from tests.conftest import QUICK
@@ -105,18 +103,6 @@ def test_a_reward_that_never_answers_ends_the_trial_with_a_name(folder: Path) ->
     (folder / "slow.py").write_text("async def slow(completion):\n    import asyncio\n    await asyncio.sleep(100)\n")
     with pytest.raises(DeadlineError, match="waited 0 s for the scores of 1 completions"):
         try_rewards(["slow.py:slow"], [{"completion": "x"}], patience_s=0.3, scoring={"timeout_s": 60})
-
-
-def test_the_completions_of_a_run_are_data_too(small: Callable[..., Any], tmp_path: Path) -> None:
-    result = run(small(max_steps=1), quiet=True)
-    trial = try_rewards(["reasoning_gym", "overlong"], result.run_dir, options={"overlong": {"max_length": 12, "buffer": 4}})
-    assert trial.num_completions == 4 and trial.num_failed == 0
-    sampled = json.loads((result.run_dir / "rollouts.jsonl").read_text().splitlines()[0])
-    assert [each["reasoning_gym"].value for each in trial.scores] == [
-        rollout["scores"]["reasoning_gym"] for rollout in sampled["rollouts"]
-    ]
-    first = result.metrics[0]
-    assert first["stages/generation/seconds"] > 0 and 0 <= first["stages/exposed_ratio"] <= 1
 
 
 def test_a_served_reward_is_asked_by_another_process_and_ends_with_a_signal(folder: Path) -> None:

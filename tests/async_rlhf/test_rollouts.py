@@ -13,23 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
-from async_rlhf.actors.rewards import resolve
-from async_rlhf.api import TrainResult
-from async_rlhf.api import run as train
+from async_rlhf import try_rewards
+from async_rlhf.api import TrainResult, train
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.stages import StageTime, pack
-from async_rlhf.cli.commands import app
 from async_rlhf.inspect import plot
 from async_rlhf.inspect.plot import Curves, draw, picture, points
-from async_rlhf.inspect.trace import export
 from async_rlhf.run import run_files
 from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import drawing
-from tests.conftest import QUICK, REPOSITORY, SMALL
+from tests.conftest import QUICK, REPOSITORY, SMALL, invoke
 
 JUDGES = """
 import asyncio
@@ -42,11 +35,6 @@ async def group(completions): return [1.0] * len(completions)
 @reward(batch_size=4, batch_wait_s=0.05, workers=2)
 def batch(completions): return [1.0] * len(completions)
 """
-
-
-def invoke(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    return result.exit_code, result.output
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +64,15 @@ def test_what_was_trained_on_is_shown_and_says_what_was_taken_back(finished: Tra
     assert output.count("QUARANTINED: taken back by an operator") == 1 and "more groups" not in output, output
 
 
+def test_the_completions_of_a_run_are_data_for_a_trial(finished: TrainResult) -> None:
+    trial = try_rewards(["reasoning_gym", "overlong"], finished.run_dir, options={"overlong": {"max_length": 12, "buffer": 4}})
+    sampled = [json.loads(line) for line in (finished.run_dir / "rollouts.jsonl").read_text().splitlines()]
+    known = [rollout["scores"]["reasoning_gym"] for group in sampled for rollout in group["rollouts"]]
+    assert [each["reasoning_gym"].value for each in trial.scores] == known and trial.num_failed == 0
+    first = finished.metrics[0]
+    assert first["stages/generation/seconds"] > 0 and 0 <= first["stages/exposed_ratio"] <= 1
+
+
 def test_a_learner_alone_learns_the_same_bit_for_bit_or_something_else_with_other_settings(finished: TrainResult) -> None:
     assert finished.checkpoint is not None
     first = (finished.checkpoint / "model.safetensors").read_bytes()
@@ -89,7 +86,7 @@ def test_a_learner_alone_learns_the_same_bit_for_bit_or_something_else_with_othe
 
 def test_a_trace_shows_every_stage_of_every_rollout_in_its_order(finished: TrainResult) -> None:
     code, output = invoke("rollouts", "trace", finished.run_dir)
-    assert code == 0 and "slow: " in output and "hidden behind decoding and training" in output
+    assert code == 0 and "open it in ui.perfetto.dev" in output
     events = json.loads((finished.run_dir / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"learner", "steps", "actor-0", "engine", "weights", "rollouts"}
@@ -113,44 +110,6 @@ def test_a_trace_shows_every_stage_of_every_rollout_in_its_order(finished: Train
             tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
     for on_track in tracks.values():
         assert all(began + took <= then for (began, took), (then, _) in itertools.pairwise(sorted(on_track)))
-
-
-def test_a_score_is_exposed_only_while_nobody_decodes_and_nobody_trains(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small(name="made"))
-    timings = pack({"generation": StageTime(0, 10), "judge": StageTime(10, 20)})
-    told = {"text": "", "tokens": [1], "spans": [[0, 1]], "timings": timings, "scores": {}}
-    group = {"step": 1, "group": 0, "attempt": 0, "actor": "actor-0", "prompt": "", "rollouts": [told]}
-    (run.path / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
-    # Idle before 0 and from 12 to 15 and after 16; trained from 17 to 19. Another actor was never idle.
-    (run.path / "spans").mkdir()
-    idle = [{"name": "idle", "began": began, "ended": ended} for began, ended in ((-5, 0), (12, 15), (16, 30))]
-    for name, spans in (("actor-0", idle), ("actor-1", [{"name": "adopt 0", "began": 0, "ended": 1}])):
-        (run.path / "spans" / f"{name}.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
-    run.metrics.write_text(json.dumps({"step": 1, "time": 19.0, "step_time": 19.0, "idle/learner": 17 / 19}) + "\n")
-    count, waits = export(run, run.path / "trace.json")
-    assert count > 0 and waits["judge"] == (10.0, pytest.approx(3 + 1 + 1))
-    with pytest.raises(ConfigError, match="has recorded no group"):
-        export(RunDir.create(small(name="empty")), run.path / "trace.json")
-
-
-def test_the_graph_says_what_waits_for_what_and_where_it_runs(tmp_path: Path) -> None:
-    (tmp_path / "judges.py").write_text(JUDGES)
-    specs = resolve(["judges.py:slow", "judges.py:group", "judges.py:batch", "exact"], tmp_path)
-    assert drawing(specs, ScoringConfig(workers=3), GenerationConfig(group_size=8), EngineConfig(slots=64)) == [
-        "generation  [completion; engine torch on cpu, 64 at once]",
-        "-> slow  [completion; event loop, 256 at once, 10 s]",
-        "-> group  [group of 8; event loop, 256 at once, 3 s, 600 requests/min, 2 retries]",
-        "-> batch  [up to 4 completions within 0.05 s; 2 own worker processes, 2 at once, 10 s]",
-        "-> exact  [completion; shared worker processes, 3 at once, 10 s]",
-        "   -> put  [group of 8; actor]",
-    ]
-    (along,) = resolve(["reward_model"], tmp_path, None, None, {"reward_model": {"stream_tokens": 64}})
-    assert drawing([along], ScoringConfig(), GenerationConfig(), EngineConfig())[1] == (
-        "-> reward_model  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
-        "incremental, every 64 tokens]"
-    )
-    code, output = invoke("check", QUICK, "--graph")
-    assert code == 0 and "-> reasoning_gym  [completion; shared worker processes" in output
 
 
 def steps(**more: float) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from async_rlhf.preparation import prepare
 from async_rlhf.run.checks.memory import check_memory
 from async_rlhf.run.config import load
 from async_rlhf.run.hosts.connections import meeting_address
-from async_rlhf.run.hosts.placement import nodes_of, placement_of
+from async_rlhf.run.hosts.placement import inventory_of, nodes_of, placement_of, table
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.evaluator import Evaluator
 from tests.async_rlhf.test_supervisor import Heard
@@ -150,22 +150,26 @@ def test_check_says_what_a_run_will_do_where_each_process_is_and_what_it_takes(t
             spool,
             ["training prompts come into", "each for 3 groups", "until it is stopped", "makes it, and waits for"],
         ),
-        (
-            boxes,
-            [
-                "learner-rank-1 this machine 1 ",
-                "actor-0 this machine 2 ",
-                "actor-1 b 0 ",
-                "scorer-1 b none ",
-                "relay-1 b none ",
-                r"evaluation this machine 0 \(when the run's processes have ended\)",
-                "memory of this machine, device 0: about .* of 80.0 GiB: learner .* 1 more alike",
-            ],
-        ),
     ):
         code, output = check(**settings)
         assert code == 0 and all(re.search(each, " ".join(output.split())) for each in expected), output
     assert not (tmp_path / "spool").exists()
+    code, output = check(**boxes)
+    assert code == 3 and "names b, where processes are to run, and launch.kind = 'local' reaches this machine only" in output
+    config = load(QUICK, boxes)
+    inventory = inventory_of(config, ())
+    placement = placement_of(config, inventory)
+    shown = " ".join(" ".join([*table(config, inventory, placement), *check_memory(config, inventory, placement)]).split())
+    for each in (
+        "learner-rank-1 this machine 1 ",
+        "actor-0 this machine 2 ",
+        "actor-1 b 0 ",
+        "scorer-1 b none ",
+        "relay-1 b none ",
+        r"evaluation this machine 0 \(when the run's processes have ended\)",
+        "memory of this machine, device 0: about .* of 80.0 GiB: learner .* 1 more alike",
+    ):
+        assert re.search(each, shown), shown
 
 
 def test_on_each_host_actors_have_a_scorer_and_where_they_are_several_a_relay(small: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import has_ended, wait_for
 
@@ -74,6 +75,37 @@ def test_with_staleness_0_kills_change_no_bit_of_what_two_ranks_learn(train: Cal
     settings = {"queue.max_staleness": 0, "learner.ranks": 2}
     weights, metrics = train("whole", [], **settings)
     assert train("killed", drawn_kills(0, "learner_rank"), **settings) == (weights, metrics)
+
+
+ENVIRONMENT = """
+from async_rlhf import Feedback, Score, environment
+
+@environment(max_turns=3, timeout_s=60)
+def thrice(prompt, answer):
+    text, right = (yield prompt), 0
+    for turn in range(2):
+        right += text == answer
+        text = yield Feedback(chr(10) + prompt, 0.1 * (text == answer))
+    yield Score((right + (text == answer)) / 3)
+"""
+
+
+@pytest.mark.rest
+def test_with_an_environment_kills_change_no_bit_and_what_is_read_is_not_trained_on(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "thrice.py").write_text(ENVIRONMENT)
+    settings: dict[str, Any] = {"environment": str(tmp_path / "thrice.py:thrice"), "rewards.functions": []}
+    settings |= {"generation.max_episode_length": 180, "queue.keep_rollouts": True, "queue.max_staleness": 0}
+    weights, metrics = train("whole", [], **settings)
+    assert train("killed", drawn_kills(1), **settings) == (weights, metrics)
+    assert metrics[0]["mismatch/abs_log_ratio"] < 1e-5, "the engine sampled what the learner reads, behind observations too"
+    assert all(record["episodes/mean_turns"] == 3 and record["staleness/max"] == 0 for record in metrics)
+    for batch in read_batches(tmp_path / "runs" / "whole" / "queue"):
+        for rollout in (rollout for group in batch.groups for rollout in group.rollouts):
+            read = [span for span in rollout.spans if span.version is None]
+            assert len(read) == 2 and len(rollout.turn_scores) == 2
+            assert rollout.length - rollout.num_tokens == sum(span.num_tokens for span in read) > rollout.num_tokens
 
 
 @pytest.mark.parametrize("num_actors", [pytest.param(2, marks=pytest.mark.rest), 3])

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.api import run
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load, override
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import graph_of
 from tests.conftest import QUICK, wait_for
 
 ONE_JUDGE = {"rewards.functions": ["judge"], "rewards.options.judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
@@ -51,25 +50,10 @@ def test_a_stage_that_cannot_be_meant_is_refused_with_the_way_out(changed: dict[
         preflight(load(QUICK, changed))
 
 
-def test_the_reference_stands_in_the_graph_where_an_actor_computes_it() -> None:
-    config = load(
-        QUICK, {**IN_THE_ACTOR, "scoring.stages.reference.stream_tokens": 4, "scoring.stages.reference.batch_size": 8}
-    )
-    assert preflight(config).num_prompts > 0
-    drawn = graph_of(config)
-    assert drawn[2] == (
-        "-> reference  [up to 8 completions within 0.02 s; 1 own worker processes, 1 at once, 60 s; "
-        "incremental, every 4 tokens]"
-    )
-    left = graph_of(override(config, {"scoring.stages": {}}))
-    assert left[1:] == [left[1], left[2], "      -> reference  [batch; learner]"], left
-    assert "reference" not in str(graph_of(override(config, {"scoring.stages": {}, "loss.kl_coef": 0.0})))
-
-
 def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have_asked(small: Callable[..., Any]) -> None:
     streaming = {"scoring.stages.reference.stream_tokens": 4}
     config = small(**IN_THE_ACTOR, **streaming, max_steps=2, **{"queue.keep_rollouts": True})
-    result = run(config, quiet=True)
+    result = train(config, quiet=True)
     rollouts = [rollout for record in records(RunDir.existing(result.run_dir)) for rollout in record["rollouts"]]
     assert all(len(rollout["reference"]) == len(rollout["completion_ids"]) for rollout in rollouts)
     assert all(step["rewards/reference/failed_ratio"] == 0.0 and step["kl/reference"] is not None for step in result.metrics)
@@ -79,13 +63,6 @@ def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have
     for recorded, own in zip(result.metrics, again, strict=True):
         assert recorded["kl/reference"] == pytest.approx(own["kl/reference"], abs=1e-4)
         assert recorded["loss"] == pytest.approx(own["loss"], abs=1e-4)
-
-
-def test_stages_may_stand_in_one_scorer_process_for_all_actors(small: Callable[..., Any]) -> None:
-    config = small(**{"scoring.placement": "process", **IN_THE_ACTOR})
-    drawn = graph_of(config)
-    assert drawn[1].startswith("-> reasoning_gym  [completion; shared worker processes of the scorer, 1 at once")
-    assert drawn[2].startswith("-> reference  [up to 16 completions within 0.02 s; 1 own worker processes, 1 at once")
 
 
 @pytest.mark.rest

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.api import load
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.claims import Rejected
 from async_rlhf.buffers.spool.deposit import end, put
@@ -24,6 +23,7 @@ from async_rlhf.inspect.status import lines, read
 from async_rlhf.learner.loop.budget import Budget, Spent
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.checks.spool import RowCheck, check_spool
+from async_rlhf.run.config import load
 from async_rlhf.run.display.console import StepPace
 from async_rlhf.run.run_dir import End, RunDir
 from tests.conftest import QUICK, has_ended, wait_for

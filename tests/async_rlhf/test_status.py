@@ -16,7 +16,7 @@ import pytest
 import zmq
 from rich.console import Console
 
-from async_rlhf.inspect.status import lines, read, watch
+from async_rlhf.inspect.status import lines, read
 from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
 from async_rlhf.run.display.console import Display, beginning, line, sample_line
@@ -78,14 +78,14 @@ def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(run: RunDir) -
     ]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_run_is_watched_until_it_ends(run: RunDir, terminal: bool) -> None:
-    shown = io.StringIO()
-    looks = iter([lambda: None, lambda: run.metrics.write_text('{"step": 1}\n'), run.retire])
-    watch(run, Console(file=shown, force_terminal=terminal, width=200), sleep=lambda seconds: next(looks)())
-    heads = [text.rsplit(": ")[-1] for text in shown.getvalue().splitlines() if "step " in text and " of 4" in text]
-    assert "stopped, step 1 of 4" in heads[-1] and not run.is_alive()
-    assert terminal or heads == ["starting, step 0 of 4", "starting, step 1 of 4", "stopped, step 1 of 4"]
+def test_what_a_killed_supervisor_left_is_finished_by_what_was_recorded(small: Any) -> None:
+    run = RunDir.create(small(max_steps=500, max_seconds=9))
+    run.retire()
+    steps = [{"step": step, "num_tokens_total": 9 * step, "step_time_total": 4.5 * step} for step in (1, 2)]
+    for recorded, head in ((steps[:1], "stopped, step 1 of 500, 4 of 9 seconds"), (steps, "finished, step 2 of 500, 9 of 9")):
+        run.metrics.write_text("".join(json.dumps(step) + "\n" for step in recorded))
+        assert head in lines(run, read(run))[0]
+    assert read(run)["used_up"] == "max_seconds = 9 reached"
 
 
 def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(run: RunDir) -> None:

@@ -11,17 +11,17 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.engine import Completion
 from async_rlhf.actors.loop.work import Work
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.api import run
+from async_rlhf.api import train
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.objective.advantages import group_relative
 from async_rlhf.learner.step.controller import make_backend
+from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
 from async_rlhf.run.processes.roles import make_work
 
@@ -31,7 +31,7 @@ STEPS = 20
 def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
     """Generate, score, step, load the weights: nothing overlaps, nothing is queued, one process."""
     torch.set_num_threads(1)
-    rows, _ = load_rows(config.data)
+    rows, _ = preflight(config).rows
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
     work = make_work(config, rows, tokenizer)
     engine = load_engine(config.model, config.engine)
@@ -76,7 +76,7 @@ def generate(engine: Any, work: Work, numbers: Sequence[int]) -> list[Group]:
 
 def test_bound_zero_is_the_synchronous_loop_bit_for_bit(small: Any) -> None:
     config = small(**{"max_steps": STEPS, "queue.max_staleness": 0})
-    result = run(config, quiet=True)
+    result = train(config, quiet=True)
     assert result.checkpoint is not None
     trained = load_file(result.checkpoint / "model.safetensors")
     expected = synchronous_loop(config)

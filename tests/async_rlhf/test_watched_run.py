@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from typer.testing import CliRunner
 
-from async_rlhf.api import run as train
-from async_rlhf.cli.commands import app
+from async_rlhf.api import train
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.learner.checkpoint.evaluated import best_step
@@ -23,7 +21,7 @@ from async_rlhf.run.display import Progress
 from async_rlhf.run.processes.tracking import measures
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
-from tests.conftest import QUICK, SMALL
+from tests.conftest import QUICK, SMALL, invoke
 
 SETTINGS: dict[str, Any] = {
     **SMALL,
@@ -87,11 +85,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     yield Watched(run, config, heard)
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.output
-
-
 def test_every_evaluation_that_was_due_has_a_line_and_the_killed_one_was_made_again(watched: Watched) -> None:
     assert [text for text in watched.heard.events if "made again" in text] == [
         f"the evaluation of the start ended by signal {signal.SIGKILL}; it is made again"
@@ -133,7 +126,7 @@ def test_the_run_is_shown_and_drawn_with_its_evaluations(watched: Watched) -> No
     out = watched.run.path / "picture.svg"
     code, output = invoke("plot", str(watched.run.path), "--out", str(out))
     assert code == 0 and out.read_text().startswith("<?xml"), output
-    code, output = invoke("status", str(watched.run.path), "--watch")
+    code, output = invoke("status", str(watched.run.path))
     assert code == 0 and "finished, step 6 of 6" in output, output
     assert re.search(r"held-out accuracy at step 3: .*; pass@1 \d\.\d+, pass@2 \d\.\d+ \(2 samples\)", output)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from typer.testing import CliRunner
 
-from async_rlhf.api import run
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.__main__ import app, batches_for, check_memory
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
@@ -47,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a synchronous run of four steps that keeps its batches and every second checkpoint."""
     changed = {"queue.max_staleness": 0, "queue.keep_rollouts": True, "checkpoint.keep_every": 2}
     config = load(QUICK, {**SMALL, **changed, "output_dir": str(tmp_path_factory.mktemp("runs"))})
-    return Path(run(config).run_dir)
+    return Path(train(config, quiet=True).run_dir)
 
 
 def noisy(gradient_P: Array, parts: int, noise: float, random: np.random.Generator) -> Parts:

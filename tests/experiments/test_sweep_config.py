@@ -56,7 +56,7 @@ def test_tables_and_dotted_keys_mean_the_same(tmp_path: Path) -> None:
 
 
 def test_settings_given_with_the_command_are_laid_upon_the_overrides_of_every_cell(tmp_path: Path) -> None:
-    path = write(tmp_path, HEAD + "[sweep.overrides]\nmax_steps = 30\ngeneration.num_generations = 4\n" + VALUES)
+    path = write(tmp_path, HEAD + "[sweep.overrides]\nmax_steps = 30\ngeneration.group_size = 4\n" + VALUES)
     given = {"max_steps": 9, "learner": {"learning_rate": 0.5}, "generation.group_size": 2}
     sweep, cells = load_sweep(path, {**given, "sweep.name": "other", "sweep.seeds": [7]})
     assert sweep.overrides == {"max_steps": 9, "generation.group_size": 2, "learner.learning_rate": 0.5}

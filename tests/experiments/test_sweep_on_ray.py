@@ -17,7 +17,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from async_rlhf.api import run
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.staleness import on_ray
 from async_rlhf.experiments.staleness.config import load_sweep
@@ -102,7 +102,7 @@ def test_cells_run_on_nodes_of_their_own_and_one_whose_node_dies_ends_on_another
     assert [text for text in said if "seed = 3" in text and f"({lost}) is lost, or its worker" in text]
     assert not ray.is_initialized()
     _, (cell, _) = load_sweep(path)
-    alone = run(override(cell.config, {"output_dir": str(tmp_path / "here")}), quiet=True)
+    alone = train(override(cell.config, {"output_dir": str(tmp_path / "here")}), quiet=True)
     kept = json.loads((tmp_path / "sweeps/tiny/cells/queue.max_staleness-0_seed-3.json").read_text())
     rewards = [step["reward"] for step in RunDir(alone.run_dir).read_metrics()]
     assert kept["rewards"] == rewards and len(rewards) == 3 and len(set(rewards)) > 1

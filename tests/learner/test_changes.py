@@ -106,12 +106,11 @@ def test_a_later_change_wins_and_going_back_forgets_what_came_after(tmp_path: Pa
     lines: list[Line] = [
         Asked(number=1, values={RATE: (1.0, 2.0)}),
         Applied(number=1, step=5),
-        Asked(number=2, values={RATE: (2.0, 3.0), "evaluation.every": (None, 4)}),
+        Asked(number=2, values={RATE: (2.0, 3.0)}),
         Applied(number=2, step=8),
     ]
     history = History().then(lines)
     assert [history.in_force(step).get(RATE) for step in (4, 5, 7, 8)] == [None, 2.0, 2.0, 3.0]
-    assert history.course("evaluation.every", None) == [(1, None), (8, 4)]
     back = History().then([*lines, Undone(step=7)])
     assert back.in_force(100) == {RATE: 2.0} and back.last_number == 2
     assert described(back.changes[0]) == f"{RATE} 1.0 -> 2.0, from step 5 on"

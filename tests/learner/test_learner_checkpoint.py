@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.learner.checkpoint.evaluated import Cadence, best_step, link_best, needed, num_since_best
+from async_rlhf.learner.checkpoint.evaluated import best_step, link_best, needed, num_since_best
 from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError, Checkpoints, step_of, verified
 
 
@@ -230,7 +230,7 @@ def lines(*rewards: tuple[int, float | None], size: int | None = None) -> list[d
 
 def test_retention_removes_neither_the_best_nor_what_waits_for_its_evaluation(tmp_path: Path) -> None:
     folder, file = tmp_path / "checkpoints", tmp_path / "evaluations.jsonl"
-    checkpoints = Checkpoints(folder, 1, needed=lambda: needed(file, Cadence([(1, 2)]).is_due))
+    checkpoints = Checkpoints(folder, 1, needed=lambda: needed(file, every=2))
 
     def kept(step: int, *evaluated: tuple[int, float | None]) -> list[int]:
         """After checkpoints up to this step, with these evaluations."""
@@ -268,9 +268,3 @@ def test_what_becomes_the_best_later_was_kept_at_every_moment_before(
     judged = {record["step"] for record in records[:now]}
     later = best_step(records)
     assert later is None or later not in judged or later == best_step(records[:now])
-
-
-@given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([None, 0, 1, 3, 7])), max_size=4), st.integers(0, 30))
-def test_a_cadence_lists_exactly_the_steps_that_are_due(changed: list[tuple[int, int | None]], last: int) -> None:
-    cadence = Cadence([(1, 5), *sorted(changed, key=lambda part: part[0])])
-    assert cadence.steps(last) == [step for step in range(last + 1) if cadence.is_due(step)]

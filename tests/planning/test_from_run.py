@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from async_rlhf.api import run
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.stages import StageTime
 from async_rlhf.cli.commands import app
@@ -114,7 +114,7 @@ def test_rows_beside_a_completion_and_the_most_at_once_are_those_of_each_second(
 @pytest.mark.rest
 def test_the_costs_of_a_real_run_simulate_a_run_of_about_its_speed(small: Callable[..., Any]) -> None:
     config = small(max_steps=100, **{"queue.keep_rollouts": True, "engine.slots": 8, "checkpoint.save_every": 100})
-    ended = RunDir.existing(run(config, quiet=True).run_dir)
+    ended = RunDir.existing(train(config, quiet=True).run_dir)
     found = costs_of_run(ended)
     workload, costs = found.workload, found.costs
     assert (workload.groups_per_batch, workload.group_size, workload.slots, workload.max_staleness) == (4, 4, 8, 1)

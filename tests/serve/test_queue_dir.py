@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import QUEUE
@@ -27,7 +27,7 @@ from async_rlhf.serve.daemon import Daemon
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Entry, State
 from tests.async_rlhf.test_spooled_run import fed
-from tests.conftest import REPOSITORY, file_size_limit
+from tests.conftest import REPOSITORY, file_size_limit, invoke
 
 Queued = Callable[..., Entry]
 HOLD = """
@@ -55,11 +55,6 @@ def queued(queue: QueueDir, small: Any, tmp_path: Path) -> Queued:
         return entry
 
     return put
-
-
-def invoke(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    return result.exit_code, result.output
 
 
 def states(queue: QueueDir) -> dict[str, str]:
@@ -267,28 +262,15 @@ def test_a_run_that_lives_on_without_a_daemon_is_asked_to_end_once_and_has_stopp
     assert states(queue) == {"run": "stopped"}
 
 
-def test_the_unit_starts_a_command_that_this_command_line_takes(tmp_path: Path) -> None:
-    code, output = invoke("queue", "serve", tmp_path / "a place", "--print-unit", "--at-once", 2)
-    lines = dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
-    words = shlex.split(lines["ExecStart"])
-    assert code == 0 and words[1:3] == ["-m", "async_rlhf"]
-    assert parsed(words[3:]) == {"directory": tmp_path / "a place", "at_once": 2}
-    assert Path(words[0]).exists() and lines["KillMode"] == "mixed"
-    (tmp_path / "async-rlhf.service").write_text(output)
-    try:
-        verified = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / "async-rlhf.service"],
-                                  capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
-    except FileNotFoundError:
-        return
-    assert "async-rlhf.service" not in verified.stderr, verified.stderr
-
-
-def test_the_container_file_starts_a_command_that_this_command_line_takes() -> None:
-    text = (REPOSITORY / "docs" / "Containerfile").read_text()
-    lines = dict(line.split(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-    entry, *words = [*json.loads(lines["ENTRYPOINT"]), *json.loads(lines["CMD"])]
-    assert entry == "async-rlhf"
-    assert parsed(words) == {"directory": Path(lines["VOLUME"]), "at_once": 1}
+def test_unit_and_container_file_start_a_command_that_this_command_line_takes() -> None:
+    unit, container = (
+        dict(re.findall(rf"^(\w+){sign}(.*)$", (REPOSITORY / "docs" / name).read_text(), re.M))
+        for name, sign in (("async-rlhf.service", "="), ("Containerfile", " "))
+    )
+    start = [*json.loads(container["ENTRYPOINT"]), *json.loads(container["CMD"])]
+    for (program, *words), place in ((shlex.split(unit["ExecStart"]), "/srv/rl"), (start, container["VOLUME"])):
+        assert Path(program).name == "async-rlhf" and parsed(words) == {"directory": Path(place), "at_once": 1}
+    assert unit["KillMode"] == "mixed", "only the daemon is signalled"
 
 
 def parsed(words: list[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from async_rlhf.inspect import status
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.watch.document import METRICS, listing, page, snapshot
+from async_rlhf.watch.document import METRICS, listing
 from async_rlhf.watch.prometheus import exposition
 from async_rlhf.watch.runs import Runs, as_json
 
@@ -66,7 +66,7 @@ def said(run: Path | RunDir, verb: str) -> str:
 
 
 def seen(runs: Path, bad: str) -> None:
-    """Every answer of the page, a saved one, and what commands say of the bad run, also while it lives."""
+    """Every answer of the page, and what commands say of the bad run, also while it lives."""
     found = Runs(runs)
     assert set(found.names()) == {"good", bad}
     for name in found.names():
@@ -76,7 +76,6 @@ def seen(runs: Path, bad: str) -> None:
     listed = {run["name"]: run for run in json.loads(as_json(listing(found)))["runs"]}
     assert listed["good"]["step"] == 4 and bad in listed
     assert b'async_rlhf_steps_total{run="good"} 4.0' in exposition(found)
-    page(snapshot(found)).encode()
     for verb in ("status", "stop", "rollouts show"):
         said(runs / bad, verb)
     if not (runs / bad / "lock").exists():
@@ -154,20 +153,6 @@ def test_what_is_no_file_is_marked_and_waited_for_by_nothing(watched: Path, name
 def test_any_name_of_a_run_is_shown(watched: Path, name: str) -> None:
     with bad_run(watched, name):
         pass
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("= no toml", "config.toml is damaged: "),
-        (f"max_steps = {'9' * 5000}\n", "config.toml is damaged: max_steps (line 1): numbers are integers from"),
-    ],
-)
-def test_a_damaged_configuration_marks_its_run_and_names_the_place(watched: Path, content: str, problem: str) -> None:
-    with bad_run(watched) as bad:
-        (bad / "config.toml").write_text(content)
-        summary = Runs(watched / "runs").summaries()["bad"]
-        assert summary["state"] == "cannot be read" and summary["problems"][0].startswith(problem)
 
 
 GOOD = {"step": 1, "reward": 0.5, "staleness/mean": 0, "staleness/max": 0, "tokens_per_second": 1, "idle/learner": 0}

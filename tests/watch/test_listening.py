@@ -17,12 +17,9 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import h11
 import pytest
-from made_runs import made_run
 from serving import Site, serving
 from typer.testing import CliRunner
 
@@ -31,7 +28,6 @@ from async_rlhf.buffers.files import DISK
 from async_rlhf.buffers.spool.deposit import end
 from async_rlhf.cli.commands import app
 from async_rlhf.watch import http as served_over
-from async_rlhf.watch.beside import beside
 from async_rlhf.watch.intake import MAX_BODY_BYTES, SOCKET, intake, listen
 from tests.conftest import wait_for
 
@@ -227,41 +223,3 @@ def test_slow_clients_take_no_more_than_a_share_of_the_descriptors(tmp_path: Pat
                 assert len(os.listdir(f"/proc/{process.pid}/fd")) < limit // 2 + 20
         process.send_signal(signal.SIGINT)
         assert said.read() == ""  # type: ignore[union-attr]
-
-
-def served(url: str) -> list[str] | None:
-    """The names of the runs that a page shows; None where there is no page."""
-    try:
-        return [run["name"] for run in json.load(urlopen(f"{url}api/runs", timeout=60))["runs"]]
-    except (URLError, ConnectionError):
-        return None
-
-
-def children(pid: int) -> list[int]:
-    return [int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()]
-
-
-def test_the_page_beside_a_daemon_shows_runs_that_come_later_and_has_a_process_of_its_own_that_comes_back(
-    tmp_path: Path,
-) -> None:
-    said: list[str] = []
-    before = set(children(os.getpid()))
-    with beside(tmp_path, "127.0.0.1:0", None, said.append):
-        url = said[0].rpartition(" ")[2]
-        assert served(url) == []
-        made_run(tmp_path / "late", 3)
-        wait_for(lambda: served(url) == ["late"], "a run that begins later")
-        (page,) = set(children(os.getpid())) - before
-        os.kill(page, signal.SIGKILL)
-        wait_for(lambda: served(url) == ["late"], "the page to come back")
-    assert served(url) is None and set(children(os.getpid())) <= before
-
-
-def test_the_page_ends_with_a_daemon_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "async_rlhf", "queue", "serve", str(tmp_path / "queue"), "--address", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
-        assert daemon.stdout is not None
-        url = daemon.stdout.readline().split()[-1]
-        assert served(url) == []
-        daemon.kill()
-    wait_for(lambda: served(url) is None, "the page to end")

@@ -11,7 +11,6 @@ from made_runs import HOSTILE, broken_run, episode, made_run, records, write_lin
 from serving import Site, serving
 
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.server import save
 
 pytestmark = pytest.mark.skipif(found() is None, reason="chromium and chromedriver are not installed")
 
@@ -134,14 +133,6 @@ def test_runs_are_compared_one_is_opened_and_any_metric_of_it_is_drawn(browser: 
     browser.run("const s = document.querySelector('#other select'); s.value = 'learning_rate'; s.onchange()")
     browser.wait("document.querySelector('#other .plot canvas') !== null")
     assert browser.text("#other .legend") == "learning_rate 2.0e-4" and browser.complaints() == []
-
-
-def test_a_saved_page_shows_the_same_and_asks_for_nothing(browser: Browser, made: Path, tmp_path: Path) -> None:
-    save(made / "short", tmp_path / "page.html")
-    browser.open((tmp_path / "page.html").as_uri())
-    assert browser.text("#tiles b") == "60" and "as it was on" in browser.text("#standing")
-    assert pixels(browser) > 12 and "lee" in browser.text("#completions")
-    assert browser.ask("performance.getEntriesByType('resource').length") == 0 and browser.complaints() == []
 
 
 def test_a_browser_gives_the_token_as_a_password(browser: Browser, made: Path) -> None:

@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import HOSTILE, broken_run, made_run, records, write_lines
+from made_runs import broken_run, made_run, records, write_lines
 from serving import Site, serving
 from starlette.requests import Request
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli.commands import app
 from async_rlhf.watch import address
 from async_rlhf.watch.http import MAX_HEADER_BYTES, MAX_PATH_BYTES
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.server import _Answers, save
+from async_rlhf.watch.server import _Answers
 
 TOKEN = "0123456789abcdef-secret"
 
@@ -120,22 +118,16 @@ def test_a_token_that_others_know_or_could_guess_is_refused(tmp_path: Path, text
     assert address.read_token(file) == TOKEN
 
 
-def test_a_command_whose_page_can_be_neither_written_nor_served_begins_nothing(made: Path) -> None:
-    for words, said in (
-        (["watch", str(made), "--save", f"{made}/no/page.html"], "cannot be written"),
-        (["queue", "serve", f"{made}/queue", "--address", "0.0.0.0:0"], "there is no token"),
-    ):
-        found = CliRunner().invoke(app, words)
-        assert found.exit_code == 3 and said in found.output
-
-
 @pytest.mark.parametrize("later", ["runs/new", "runs"])
 def test_a_page_that_is_opened_before_the_first_run_fills_when_it_begins_and_forgets_it_when_it_is_removed(
     tmp_path: Path, later: str
 ) -> None:
     """later: the directory of the run that begins below, or at, the watched one."""
     time = [0.0]
-    with serving(runs := Runs(tmp_path / "runs", clock=lambda: time[0], may_be_empty=True)) as site:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no directory"):
+        Runs(tmp_path / "file")
+    with serving(runs := Runs(tmp_path / "runs", clock=lambda: time[0])) as site:
         assert json.loads(site.get("/api/runs").text) == {"one": False, "more": 0, "runs": []}
         assert [site.get(path).status for path in ("/", "/metrics", "/healthz", "/readyz")] == [200, 200, 200, 503]
         run = made_run(tmp_path / later, 2)
@@ -202,29 +194,6 @@ def test_without_the_token_nothing_is_told(made: Path) -> None:
         for path in ("/", "/api/runs", "/metrics", "/api/runs/first", "/alerts.yml"):
             assert [site.get(path, headers).status for headers in ({}, wrong, broken)] == [401, 401, 401]
             assert [site.get(path, headers).status for headers in ({"authorization": f"Bearer {TOKEN}"}, basic)] == [200, 200]
-
-
-def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path, said in ((tmp_path, "none of its directories is one"), (tmp_path / "nothing", "is no directory")):
-        with pytest.raises(ConfigError, match=said):
-            Runs(path)
-    for name in ("queue", "runs"):
-        (tmp_path / name).mkdir()
-    with pytest.raises(ConfigError, match=rf"it is a queue of runs, which are in {tmp_path}/runs"):
-        Runs(tmp_path)
-    with pytest.raises(ConfigError, match="is no directory"):
-        Runs(tmp_path / "file", may_be_empty=True)
-
-
-def test_a_saved_page_has_the_runs_inside_and_no_text_of_theirs_as_markup(made: Path, tmp_path: Path) -> None:
-    save(made, tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert HOSTILE not in text and "<img" not in text and str(made) not in text
-    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S).group(1))  # type: ignore[union-attr]
-    assert set(data["saved"]["states"]) == {"first", "second", "broken"}
-    assert data["saved"]["states"]["broken"]["completions"][0]["prompt"] == HOSTILE
-    assert "connect-src 'none'" in text
 
 
 def test_many_viewers_share_one_reading_and_one_thread_and_nothing_of_an_earlier_one_is_kept(

@@ -47,9 +47,8 @@ def check_adapters(config: Config) -> None:
     lora = config.learner.lora
     if not lora.rank or lora.targets == ("all-linear",):
         return
-    described = _json(Path(config.model) / "config.json")
-    text = described.get("text_config")
-    vocabulary = (text if isinstance(text, dict) else described).get("vocab_size")
+    described = _described(Path(config.model))
+    vocabulary = described.get("vocab_size")
     layers: dict[str, int] = {}
     of_tokens = set[str]()  # embeddings and output layers: those of all tokens that stand in no numbered layer
     for path in sorted(Path(config.model).glob("*.safetensors")):
@@ -90,9 +89,7 @@ def names_end(directory: Path) -> bool:
 
 def longest_prompt(config: Config) -> tuple[int, str]:
     """Tokens a prompt may have, and what limits them: the setting, or what the model holds beside the longest completion."""
-    described = _json(Path(config.model) / "config.json")
-    text = described.get("text_config")
-    holds = max_length(text if isinstance(text, dict) else described)
+    holds = max_length(_described(Path(config.model)))
     allowed, completion = config.generation.max_prompt_length, config.generation.longest_completion
     if holds is None or allowed + completion <= holds:
         return allowed, f"generation.max_prompt_length = {allowed}"
@@ -118,10 +115,7 @@ def no_room(config: Config, left: int, longest: int) -> ConfigError:
 
 def _check_vocabulary(directory: Path, tokenizer: dict[str, Any]) -> None:
     """No token may have an id that the model has no embedding for."""
-    config = directory / "config.json"
-    described = _json(config) if config.exists() else {}
-    text = described.get("text_config")
-    size = (text if isinstance(text, dict) else described).get("vocab_size")
+    size = _described(directory).get("vocab_size")
     inner, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary = inner.get("vocab") if isinstance(inner, dict) else None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary or ())))
@@ -141,6 +135,13 @@ def _check_architecture(directory: Path) -> None:
             f"model = {str(directory)!r} is a {names[0]}, which does not write text; give a causal language model "
             "(...ForCausalLM)"
         )
+
+
+def _described(directory: Path) -> dict[str, Any]:
+    """A model's config.json, with what is about its text on top."""
+    found = _json(directory / "config.json")
+    text = found.get("text_config")
+    return {**found, **text} if isinstance(text, dict) else found
 
 
 def _tensors(path: Path) -> dict[str, tuple[int, ...]]:

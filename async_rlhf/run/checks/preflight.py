@@ -7,6 +7,7 @@ and no process is started.
 from __future__ import annotations
 
 import codecs
+import json
 import locale
 import re
 import resource
@@ -68,7 +69,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
         _check_packages(config)
         _check_devices(config)
     environment = environment_spec(config)
-    rows = rows or load_rows(config.data, read=environment.usable if environment else None)
+    rows = rows or load_rows(config.data)
     check_tracking(config.tracking)
     check_hooks(config.hooks)
     spool = config.data.spool
@@ -139,8 +140,12 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     found = tokenizer.lengths(texts, are_chats[: len(texts)], limit)
     _check_lengths(config, texts, found, limit, setting)
     first_held_out = len(rows[0])
-    held_out = set() if environment is not None else set(map(tokenizer.normal, texts[first_held_out:]))
-    repeated = {n for n in range(first_held_out) if held_out and tokenizer.normal(texts[n]) in held_out} - found.too_long.keys()
+    if environment is None:
+        read = list(map(tokenizer.normal, texts))
+    else:  # its own columns are a part of what it asks
+        read = [json.dumps(environment.usable({**row.columns, "prompt": row.prompt}), sort_keys=True) for row in everyone]
+    held_out = set(read[first_held_out:])
+    repeated = {n for n in range(first_held_out) if read[n] in held_out} - found.too_long.keys()
     left_out = found.too_long.keys() | repeated
     kept = (
         [row for number, row in enumerate(rows[0]) if number not in left_out],
@@ -159,7 +164,7 @@ def _of_prompts(config: Config, found: PromptLengths, num_repeated: int) -> Iter
     if found.too_long:
         yield f"{len(found.too_long)} prompts are left out: they are too long (data.on_overlong = 'drop')."
     if num_repeated:
-        yield f"{num_repeated} training prompts are left out: the model reads the same as of held-out ones."
+        yield f"{num_repeated} training prompts are left out: what is read of them is read of held-out ones too."
     if found.num_unknown:
         shown = " ".join(found.unknown[:_SHOWN]) + (" ..." if len(found.unknown) > _SHOWN else "")
         yield f"{found.num_unknown} prompts have characters that the model has no token for, and does not see: {shown}"

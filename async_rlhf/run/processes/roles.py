@@ -42,7 +42,7 @@ from async_rlhf.run.processes.learner import backend_of, make_trainer, run_rank
 from async_rlhf.run.processes.tracking import run_tracker
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import environment_spec, stage_specs
+from async_rlhf.run.scoring import stage_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,8 +145,7 @@ def run_actor(
     from async_rlhf.buffers.stages import SpanFile
     from async_rlhf.buffers.transport.link import connector
 
-    environment = environment_spec(config)
-    data = RunData(run.path, config.data, environment.usable if environment else None)
+    data = RunData(run.path, config.data)
     rows = data.epoch()
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)

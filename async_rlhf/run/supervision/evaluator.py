@@ -23,12 +23,10 @@ from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher, Node
 from async_rlhf.launch.tether import PERCENT
-from async_rlhf.learner.checkpoint.evaluated import Cadence, is_evaluation, link_best
+from async_rlhf.learner.checkpoint.evaluated import is_evaluation, link_best
 from async_rlhf.learner.checkpoint.store import complete, step_of
-from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.config import Config
 from async_rlhf.run.display import Progress
-from async_rlhf.run.live import cadence
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail
@@ -63,11 +61,10 @@ def plan(
     *,
     finished: bool = False,
     given_up: Set[Due] = frozenset(),
-    due_at: Cadence | None = None,
 ) -> tuple[Due | None, Missing]:
     """What is evaluated next, and what is missing for good. records: the lines of `evaluations.jsonl`. checkpoints: steps of
     those that are whole, ascending. last_step: `max_steps`, None where it is not known. finished: no step follows. given_up:
-    what has failed in this life of the supervisor. due_at: where `every` was changed.
+    what has failed in this life of the supervisor.
 
     The initial model comes first, then the newest checkpoint that is due, then the end, unless that step was evaluated. What is
     due and older is skipped.
@@ -78,7 +75,7 @@ def plan(
     end = Due("end", newest) if config.at_end and newest and Due("step", newest) not in done else None
     known = {record["step"] for record in records} | {due.step for due in given_up}
     of_end = {newest} if finished and end else {last_step} if config.at_end else set[int | None]()
-    steps = (due_at or Cadence([(1, config.every)])).steps(newest)
+    steps = range(config.every, newest + 1, config.every) if config.every else ()
     waiting = [Due("step", step) for step in steps if step not in known | of_end]
     there = [due for due in waiting if due.step in checkpoints]
     skipped, lost = "skipped: evaluations take longer than the steps between them", "there is no checkpoint of this step"
@@ -110,7 +107,6 @@ class Evaluator:
         self._is_time = Every(_PLAN_EVERY_S, now)
         self._killed: Counter[Due] = Counter()
         self._given_up: set[Due] = set()
-        self._ledger = Ledger(run.path)
         self._lines, self._known = Tail(run.evaluations), list[dict[str, Any]]()
         self.plateau = ""
         """Why no further step is wanted; empty while one is."""
@@ -145,11 +141,6 @@ class Evaluator:
 
     def _begin(self, *, finished: bool) -> None:
         checkpoints = [step_of(path) for path in complete(self._run.path / "checkpoints")]
-        try:
-            due_at = cadence(self._ledger, self._config)  # read after the checkpoints: what held for them stands in it
-        except DamagedError as error:
-            self._progress.event(str(error))
-            return
         due, missing = plan(
             self._config.evaluation,
             self._records(),
@@ -157,7 +148,6 @@ class Evaluator:
             self._config.max_steps,
             finished=finished,
             given_up=self._given_up,
-            due_at=due_at,
         )
         for each, reason in missing:
             self._miss(each, reason)

@@ -1,5 +1,5 @@
 "use strict";
-// What is open, asked for every two seconds or taken from the data that the page was saved with.
+// What is open, asked for every two seconds.
 
 const PERIOD_MS = 2000;
 let view = null,
@@ -32,14 +32,11 @@ async function poll() {
   }
   busy = true;
   try {
-    const found = await listing();
+    const found = await ask("api/runs");
     show(found);
     await view.refresh(found);
-    const when = DATA.saved
-      ? `as it was on ${new Date(DATA.saved.time * 1000).toLocaleString("en-GB")}`
-      : `read at ${new Date().toLocaleTimeString("en-GB")}`;
     stand(
-      when,
+      `read at ${new Date().toLocaleTimeString("en-GB")}`,
       found.runs.find(({ name }) => name === view.name),
     );
     document.body.dataset.ready = "yes";
@@ -57,7 +54,6 @@ async function poll() {
 window.addEventListener("hashchange", () => void poll());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => void poll());
 void poll();
-if (!DATA.saved)
-  setInterval(() => {
-    if (!document.hidden) void poll();
-  }, PERIOD_MS);
+setInterval(() => {
+  if (!document.hidden) void poll();
+}, PERIOD_MS);

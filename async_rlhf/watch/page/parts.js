@@ -22,14 +22,11 @@ function el(tag, about = {}, ...children) {
 const card = (title, ...children) => el("section", { class: "card" }, el("h2", {}, title), ...children);
 
 async function ask(path) {
-  if (DATA.saved) return null;
   const answer = await fetch(ROOT + path, { signal: AbortSignal.timeout(15000) });
   if (!answer.ok)
     throw new Error(answer.status === 404 ? "this run is no longer there" : `the server answers ${answer.status}`);
   return answer.json();
 }
-
-const listing = async () => (DATA.saved ? DATA.saved.runs : ask("api/runs"));
 
 class Curves {
   // What is known of the curves of a run; the server tells what has changed.

@@ -41,13 +41,13 @@ class RunView {
 
   async refresh() {
     const query = `?step=${this.known.last}&layout=${this.known.layout}`;
-    const state = DATA.saved ? DATA.saved.states[this.name] : await ask(`api/runs/${encodeURIComponent(this.name)}${query}`);
+    const state = await ask(`api/runs/${encodeURIComponent(this.name)}${query}`);
     this.state = state;
     this.known.take(state.history);
     this.draw();
     if (state.seen !== this.seen) {
       this.seen = state.seen;
-      this.drawCompletions(state.completions ?? (await ask(`api/runs/${encodeURIComponent(this.name)}/completions`)));
+      this.drawCompletions(await ask(`api/runs/${encodeURIComponent(this.name)}/completions`));
     }
     if (this.choice.value) await this.drawOther();
   }
@@ -83,7 +83,7 @@ class RunView {
       );
       this.choice.value = chosen;
     }
-    $("other").hidden = !metrics.length || !!DATA.saved;
+    $("other").hidden = !metrics.length;
   }
 
   lines(panel, summary) {

@@ -77,9 +77,7 @@ class ListView {
       names.map(async (name) => {
         if (!this.known.has(name)) this.known.set(name, new Curves());
         const curves = this.known.get(name);
-        const state = DATA.saved
-          ? DATA.saved.states[name]
-          : await ask(`api/runs/${encodeURIComponent(name)}?step=${curves.last}&layout=${curves.layout}`);
+        const state = await ask(`api/runs/${encodeURIComponent(name)}?step=${curves.last}&layout=${curves.layout}`);
         curves.take(state.history);
         evaluations[name] = evaluationCurve(state.summary.evaluations);
       }),

@@ -1,0 +1,147 @@
+"""docs/rewards.md and docs/environments.md do what they say: their files are written, commands run, configurations checked."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rlhf.actors.rewards import BUILTINS
+from async_rlhf.cli.commands import app
+from async_rlhf.run.checks.preflight import preflight
+from async_rlhf.run.config import load
+from tests.conftest import QUICK, REPOSITORY
+from tests.documents import Page
+
+REWARDS, ENVIRONMENTS = Page("rewards.md"), Page("environments.md")
+FIRST, *OTHERS = ENVIRONMENTS.commands()
+DATA = {"source": "data.jsonl", "options": {}, "held_out": 0}
+PLAYED: dict[str, Any] = {"environment": "double.py:double", "rewards.functions": [], "data": DATA}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for page in (REWARDS, ENVIRONMENTS):  # in which `data.jsonl` is the environments'
+        page.write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shell(line: str, folder: Path) -> str:
+    """What a line prints."""
+    line = line.replace("async-rlhf ", f"{sys.executable} -m async_rlhf ")
+    variables = {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(line, shell=True, cwd=folder, env=variables, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("line", [each for each in REWARDS.commands() if " try reward " in each])
+def test_a_command_about_rewards_scores_everything(folder: Path, line: str) -> None:
+    REWARDS.write_files(folder)
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert result.exit_code == 0 and " 0 failed" in result.output, result.output
+
+
+@pytest.mark.parametrize("line", [FIRST, *(pytest.param(line, marks=pytest.mark.rest) for line in OTHERS)])
+def test_a_command_about_environments_plays_every_episode(folder: Path, line: str) -> None:
+    played = shell(line, folder)
+    assert "2 episodes: 2 " in played and "failed" not in played
+
+
+@pytest.mark.parametrize("code", REWARDS.of("python"))
+def test_a_program_runs(folder: Path, code: str) -> None:
+    REWARDS.write_files(folder)
+    shell(shlex.join([sys.executable, "-c", code]), folder)
+
+
+@pytest.mark.parametrize(
+    ("own", "text"), [*(({}, each) for each in REWARDS.of("toml")), *((PLAYED, each) for each in ENVIRONMENTS.of("toml"))]
+)
+def test_a_configuration_passes_the_check_before_a_run(folder: Path, own: dict[str, Any], text: str) -> None:
+    if not own:
+        REWARDS.write_files(folder)
+    given = {f"{section}.{key}": value for section, values in tomllib.loads(text).items() for key, value in values.items()}
+    assert preflight(load(QUICK, {**own, **given})).num_prompts > 0
+
+
+def test_the_table_of_built_in_rewards_is_complete() -> None:
+    assert {name for name in BUILTINS if f"| `{name}`" in REWARDS.text} == set(BUILTINS)
+
+
+PRICE = '<tool_call>{"name": "price", "arguments": {"item": "tea"}}</tool_call>'
+LAKE = {"prompt": "Cross the lake."}
+GSM8K = {
+    "prompt": [{"role": "user", "content": "2 + 3?"}],
+    "env_class": "gsm8k_multi_turn",
+    "reward_spec": {"ground_truth": "5"},
+    "extra_info": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "row", "turns", "read", "score"),
+    [
+        ("guess.py:guess", {"answer": 7}, ["3", "none", "9", "so: 7"], {1: "Higher.", 2: "no number.", 3: "Lower."}, 1.0),
+        ("interview.py:interview", {"answer": ""}, ["a", "b", "c."], {1: "Why?", 2: "Say it in one sentence."}, None),
+        ("shop.py:shop", {"answer": "3"}, [PRICE, "it is 3"], {1: "'role': 'tool', 'name': 'price', 'content': '3'"}, 1.0),
+        ("shop.py:shop", {"answer": "3"}, [PRICE[:-20]], {}, 0.0),
+        (
+            "lake.py:lake", LAKE, ["down", "swim", "down", "right", "right", "down", "right"],
+            {0: "Cross the lake.", 2: "left, down, right or up?", 4: "(Right)"}, 1.0,
+        ),
+        ("lake.py:lake", LAKE, ["right", "down"], {}, 0.0),
+        # its own: 0.2 over the most turns, 20 here, for the form; 1 for the answer
+        ("skyrl_game.py:skyrl", GSM8K, ["hm", "#### 4", "#### 5"], {1: "tentative numeric answer"}, 0.2 / 20 + 1),
+    ],
+)  # fmt: skip
+def test_an_environment_is_played_turn_by_turn(
+    folder: Path, target: str, row: dict[str, Any], turns: list[str], read: dict[int, str], score: float | None
+) -> None:
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "Begin.", **row}))
+    arguments = ["try", "environment", target, "--data", "one.jsonl", "--json"]
+    result = CliRunner().invoke(app, arguments, input="\n".join(turns))
+    assert result.exit_code == 0, result.output
+    trial = json.loads(result.stdout)
+    shown = [str(part["content"]) for part in trial["parts"]][::2]
+    assert all(text in shown[number] for number, text in read.items()), shown
+    assert (trial["score"] and trial["score"]["value"]) == pytest.approx(score)
+
+
+def test_what_a_model_reads_and_writes_is_shown_with_its_special_tokens(folder: Path) -> None:
+    arguments = ["try", "environment", "double.py:double", "--data", "data.jsonl", "--model", "tiny-speller", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    trials = sorted(map(json.loads, result.stdout.splitlines()), key=lambda trial: trial["row"])
+    (first, *others) = [part for trial in trials for part in trial["parts"]]
+    assert first["shown"] == first["content"] == "twice 4 is"
+    assert any(part["shown"] == part["content"] + "<eos>" for part in others)
+
+
+def test_what_is_left_and_what_fails_is_said(folder: Path) -> None:
+    (folder / "bad.py").write_text("def bad(prompt):\n    yield prompt\n    raise KeyError('hm')\n")
+    result = CliRunner().invoke(app, ["try", "environment", "bad.py:bad", "--data", "data.jsonl"], input="one\n")
+    assert result.exit_code == 6
+    assert "failed: KeyError: 'hm'" in result.output and "ended (left) without a score" in result.output
+
+
+def test_a_served_environment_is_played_by_another_process_and_ends_with_a_signal(folder: Path) -> None:
+    """The commands of the section about other machines."""
+    served, played = (block.strip() for block in ENVIRONMENTS.of("sh"))
+    command = [sys.executable, "-m", "async_rlhf", *shlex.split(served)[1:-1], "tcp://127.0.0.1:*"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[-1]
+            assert "2 episodes: 2 scored" in shell(played.replace("tcp://127.0.0.1:5600", address), folder)
+        finally:
+            server.terminate()
+        assert "4 requested, 4 answered, 0 refused" in server.stdout.read()
+    assert server.returncode == 0
