@@ -12,7 +12,7 @@ import pytest
 
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import RewardError
-from tests.conftest import QUICK
+from tests.conftest import QUICK, SMALL
 
 SCRIPT = """
 import json
