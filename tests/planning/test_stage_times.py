@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rlhf.experiments.planning import validation
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts, read
 from async_rlhf.experiments.planning.model.schedules import AROUND, Stage, StageTime, step_time
 from async_rlhf.experiments.planning.model.stages import (
@@ -28,6 +30,7 @@ from async_rlhf.experiments.planning.model.stages import (
     training_s,
     weights_read_bytes,
 )
+from async_rlhf.experiments.planning.validation.__main__ import Figure, figures, table
 from tests.planning.specs import LLAMA_1B
 
 DENSE = read(LLAMA_1B)
@@ -298,3 +301,11 @@ def test_more_staleness_is_never_slower_ends_at_the_slowest_lane_and_what_bounds
 def test_a_batch_that_is_generated_whole_keeps_its_devices_until_its_last_row() -> None:
     times: Times = {"generate": StageTime(10, 100), "train": StageTime(10, 10)}
     assert stepped(times, 1).seconds == 100 and stepped(times, 10, ahead=True).seconds == 10
+
+
+@pytest.mark.parametrize("figure", figures(), ids=lambda figure: figure.name)
+def test_stages_give_the_figures_of_other_systems_as_in_the_tables(figure: Figure) -> None:
+    assert figure.now == pytest.approx(figure.predicted, rel=1e-4)
+    row, results = figure.name.partition(":")[0], (Path(validation.__file__).parent / "README.md").read_text()
+    assert [line for line in results.splitlines() if line.startswith(f"| {row} |") and f"{figure.predicted:.3g}" in line]
+    assert f"| {figure.name} | {figure.published:.3g} | {figure.predicted:.3g} | {figure.now:.3g} |" in table()
