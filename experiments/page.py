@@ -1,5 +1,5 @@
-"""Pages for people: Markdown, tables of it in the made places of documents, numbers with their intervals, rows as CSV, and HTML
-that holds its pictures and asks nothing of the outside.
+"""Pages for people: Markdown with its tables, numbers with their intervals, rows as CSV, and HTML that holds its pictures and
+asks nothing of the outside.
 
 HTML is made of the Markdown that reports use: headings, paragraphs, lists, tables, code, emphasis, and images that are given.
 Everything else, HTML and links too, stays text. Called by every report.
@@ -17,12 +17,10 @@ from typing import Any, Literal, TypeVar
 
 from markdown_it import MarkdownIt
 
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.statistics import Mean
 
 T = TypeVar("T")
 
-_END = "<!-- end -->"
 _RULES = ("heading", "list", "table", "code", "backticks", "emphasis", "escape", "image")
 # No script, no style, font or picture from elsewhere: the browser holds the page to it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -136,21 +134,6 @@ def save_picture(figure: Any, directory: Path, name: str, **png: Any) -> str:
     drawn = svg(figure, name)
     (directory / f"{name}.svg").write_text(drawn, encoding="utf-8")
     return drawn
-
-
-def filled(text: str, parts: Mapping[str, str]) -> str:
-    """A document with each part, by name, in its place between `<!-- bench: NAME -->` and `<!-- end -->`.
-
-    Raises ConfigError where a marker is missing.
-    """
-    for name, part in parts.items():
-        begin = f"<!-- bench: {name} -->\n"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(_END)
-        if not (found and closed):
-            raise ConfigError(f"the document has no {begin.strip()} ... {_END}")
-        text = f"{before}{begin}\n{part}\n\n{_END}{after}"
-    return text
 
 
 def plain(text: str) -> str:
