@@ -1,7 +1,7 @@
 """The picture of a sweep: learning over steps and over seconds, the outcome, and the staleness that was really there.
 
 Where two keys are swept, learning has a column for each value of the first and a colour for each value of the second.
-Needs matplotlib (the extra `experiments`). Called by `report`; `trade_offs` draws what else was measured.
+Needs matplotlib (the extra `experiments`). Called by `report`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from async_rlhf.experiments.page import tidy
-from async_rlhf.experiments.staleness.cells import CellResult, finished
+from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
 from async_rlhf.experiments.staleness.outcomes import by_setting
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate
@@ -60,7 +60,7 @@ class Setting:
 
 def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
     """Above, learning; below, a row for each setting with its outcome and its ages, in the order of the sweep."""
-    settings = settings_of(finished(results))
+    settings = settings_of(results)
     columns = list(dict.fromkeys(setting.column for setting in settings))
     legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
     learning, row = max(4.0 if len(columns) == 1 else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(sweep.levels)
@@ -81,12 +81,9 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
 
 def title(results: Sequence[CellResult], sweep: SweepConfig, command: str) -> str:
     """The question, what was run, and the command that made it."""
-    num_failed = len(results) - len(finished(results))
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
-    budget = f"{finished(results)[0].trained_samples:,} samples trained on per run"
+    budget = f"{results[0].trained_samples:,} samples trained on per run"
     details = f"{sweep.name}: {sweep.grid}; {seeds}, {budget}"
-    if num_failed:
-        details += f"; cells that failed and are not shown: {num_failed}"
     return "\n".join([sweep.question, details, *([command] if command else [])])
 
 

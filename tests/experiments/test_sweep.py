@@ -75,7 +75,7 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
 
 
 @pytest.mark.rest
-def test_cells_run_at_once_and_one_that_fails_is_kept_beside_the_others(tmp_path: Path, sweep: Callable[..., Path]) -> None:
+def test_cells_run_at_once_and_one_that_fails_is_named_beside_the_others(tmp_path: Path, sweep: Callable[..., Path]) -> None:
     path, said = sweep([0], max_steps=2), list[str]()
     (tmp_path / "judge.py").write_text("def good(completion):\n    return 0.5\n\ndef bad(completion):\n    return 1 / 0\n")
     judge = f'[sweep.axes.judge]\ngood = {{ rewards.functions = ["{tmp_path}/judge.py:good"] }}\n'
@@ -85,7 +85,9 @@ def test_cells_run_at_once_and_one_that_fails_is_kept_beside_the_others(tmp_path
     with pytest.raises(AsyncRLHFError, match=r"1 of 2 cells failed, .* judge = bad, .*ZeroDivisionError"):
         run_sweep(path, (), said.append, jobs=2)
     rows = {row["judge"]: row for row in table(tmp_path / "sweeps" / "tiny")}
-    assert rows["good"]["steps"] == "2" and not rows["good"]["failure"] and set(rows) == {"good"}
+    assert rows["good"]["steps"] == "2" and set(rows) == {"good"}
+    page = (tmp_path / "sweeps" / "tiny" / "report.md").read_text()
+    assert "**1 of 2 cells have no result: judge = bad, queue.max_staleness = 0, seed = 3.**" in page
     with pytest.raises(ConfigError, match="--only 'judge=god': the sweep has no such value; choose among good, bad"):
         run_sweep(path, (), said.append, only=["judge=god"])
 

@@ -8,26 +8,20 @@ from dataclasses import replace
 import pytest
 
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, kept
-from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import (
     BLOCK,
-    Point,
     Reached,
     area,
     at_equal_kl,
     at_equal_time,
     compared,
     contrasts,
-    fall,
     log_seconds,
-    off_one_curve,
-    path,
     reached,
     scores_apart,
     target,
 )
 from async_rlhf.experiments.staleness.plot import settings_of
-from async_rlhf.experiments.staleness.trade_offs import picture
 from async_rlhf.experiments.statistics import holm, paired
 from tests.conftest import REPOSITORY
 
@@ -119,21 +113,6 @@ def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_ha
     assert longer.mean == pytest.approx(math.log(2))
 
 
-def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
-    """Ten steps of 128 completions: two of them are a point."""
-    curves = [(0.0, 0.2, 0.9, 0.9, 0.0, 0.0, 0.5, 0.7, 0.6, 0.6), (0.0, 0.2, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.5, 0.7)]
-    kls = (None, 0.1, *(0.2,) * 8)
-    cells = [
-        replace(result, seed=seed, curves={"rewards/gold/mean": curve, "kl/reference": kls})
-        for seed, curve in enumerate(curves)
-    ]
-    assert path(cells[0], "gold")[0] == Point(2, 0.1, 0.1)
-    found = fall(cells, "gold")
-    assert found is not None and found[0] == 4
-    assert found[1].mean == pytest.approx(0.6 - 0.7)
-    assert fall(cells, "another") is None
-
-
 def test_scores_that_tell_no_run_from_another_are_not_looked_at_on_their_own(result: CellResult) -> None:
     def cells(*golds: float) -> list[CellResult]:
         return [judged(result, {"gold": gold, "proxy": 0.1 * seed, "wait": 0.0}) for seed, gold in enumerate(golds)]
@@ -156,65 +135,6 @@ def test_scores_are_compared_at_the_divergence_that_all_runs_of_a_seed_reach(res
     number = at_equal_kl([far, near], "loss.kind", "gold")
     assert [number(far), number(near)] == pytest.approx([1.5, 1.0]), "at 3 nats, between two points of the first"
     assert at_equal_kl([replace(far, curves={}), near], "loss.kind", "gold")(near) is None, "one run has no divergence"
-
-
-def test_settings_lie_on_one_curve_of_score_over_divergence_or_so_far_from_it(result: CellResult) -> None:
-    def run(kind: str, age: int, scores: tuple[float, ...], kls: tuple[float, ...]) -> CellResult:
-        curves = {"rewards/gold/mean": scores, "kl/reference": kls}
-        setting = (("loss.kind", kind), ("queue.max_staleness", age))
-        return replace(result, setting=setting, steps=3, trained_samples=3 * BLOCK, curves=curves)
-
-    together = [run("a", 0, (0.0, 1.0, 4.0), (0.0, 1.0, 4.0)), run("a", 4, (0.0, 2.0, 3.0), (0.0, 2.0, 3.0))]
-    apart = [run("b", 0, (0.0, 1.0, 2.0), (0.0, 1.0, 2.0)), run("b", 4, (0.0, 0.0, 0.0), (0.0, 1.5, 2.5))]
-    falling = run("c", 0, (2.0, 1.0, 0.0), (0.0, 1.0, 2.0))
-    found = off_one_curve([*together, *apart, falling], "queue.max_staleness", "gold")
-    # 0, 0, 1, 0, 2, 0 in the order of their divergence: the best rising curve is 0, 0, 1/2, 1/2, 1, 1
-    assert found == pytest.approx({"loss.kind = a": 0.0, "loss.kind = b": math.sqrt(2.5 / 6)})
-
-
-def titles(results: list[CellResult], sweep: SweepConfig) -> list[str]:
-    """The first lines of the panels' titles."""
-    return [axes.get_title().partition("\n")[0] for axes in picture(results, sweep).axes]
-
-
-def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: CellResult) -> None:
-    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": ["a", "b"]})
-    results = [
-        result,
-        other(result, "b", curves={**result.curves, "kl/reference": (0.5,) * 10, "completions/mean_length": (5.0,) * 10}),
-    ]
-    whole = [
-        "Training reward over samples", "Training reward over tokens", "Training reward over seconds",
-        "Completion length over samples", "Effective and clipped tokens by staleness",
-        "Held-out reward over KL to the sampling policy", "Training reward over KL to the reference",
-    ]  # fmt: skip
-    assert titles(results, sweep) == whole, "no run reached the target"
-    results[0] = replace(result, reward_last_quarter=0.8)
-    assert titles(results, sweep) == [*whole, "Samples to the target of 0.730", "Seconds to the target of 0.730"]
-    bare = [replace(each, curves={}, kl_behaviour_mean=None, is_ess_mean=None) for each in results]
-    assert titles(bare, sweep)[:2] == [whole[0], whole[2]] and len(titles(bare, sweep)) == 4
-
-
-def test_as_many_settings_of_one_colour_as_an_experiment_has_corrections_are_told_apart_without_it(result: CellResult) -> None:
-    kinds, ages = list("abcdef"), [0, 4]
-    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": kinds, "queue.max_staleness": ages})
-    kl = {**result.curves, "kl/reference": (0.5,) * 10}
-    results = [
-        replace(result, setting=(("loss.kind", kind), ("queue.max_staleness", age)), curves=kl)
-        for kind in kinds
-        for age in ages
-    ]
-    figure = picture(results, sweep)
-    entries = figure.legends[0].legend_handles
-    assert len({(line.get_color(), str(line._unscaled_dash_pattern)) for line in entries}) == 12
-    assert len({(line.get_color(), line.get_marker()) for line in entries}) == 12
-    assert len({line.get_color() for line in entries}) == 2
-    assert figure.legends[0].get_texts()[0].get_text() == "loss.kind = a\nqueue.max_staleness = 0"
-    of_reference = [axes for axes in figure.axes if "over KL to the reference" in axes.get_title()]
-    assert [axes.get_title().partition("\n")[2].partition(";")[0] for axes in of_reference] == [
-        f"loss.kind = {k}" for k in kinds
-    ]
-    assert [len(axes.get_lines()) for axes in of_reference] == [2] * 6
 
 
 def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:
