@@ -1,4 +1,4 @@
-"""What was measured, as rows and as a page whose sentences are worded by intervals. `picture` draws the rows.
+"""What was measured, as rows and as a page whose sentences are worded by intervals.
 
 Of three runs or more, which differ in nothing but their seed, means are shown with 95 % intervals over seeds: what one batch
 says and another would not is in them. One run has values, and no interval.
@@ -171,7 +171,7 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def command(rows: Sequence[Row]) -> str:
+def _command(rows: Sequence[Row]) -> str:
     """What makes these rows, of runs that are not named here."""
     steps = " ".join(f"--step {step}" for step in dict.fromkeys(row.step for row in rows))
     runs = "RUN" if rows[0].runs == 1 else f"RUN-1 ... RUN-{rows[0].runs}"
@@ -179,12 +179,11 @@ def command(rows: Sequence[Row]) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The page; the picture lies beside it. rows: of `over_seeds`."""
+    """The page. rows: of `over_seeds`."""
     warning, runs = shortfall(rows[0].completions), rows[0].runs
     parts = [
-        f"{_TITLE}\n\n    {command(rows)}\n\n{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
+        f"{_TITLE}\n\n    {_command(rows)}\n\n{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
         *([f"**Warning: {warning}.**"] if warning else []),
-        "![Cosine, norm ratio and share of every correction, by step and by mean staleness](picture.png)",
         *(_section([row for row in rows if row.step == step]) for step in dict.fromkeys(row.step for row in rows)),
         "## What is shown",
         "\n".join(f"- {sentence}" for sentence in sentences(rows)),
