@@ -1,11 +1,9 @@
-"""`python -m async_rlhf.experiments.counterfactual RUN_DIR... [--step N] [--completions N] [--corrections FILE] [--out D]`, or
-`... RESULTS.csv` for the page of rows that were kept.
-"""
+"""`python -m async_rlhf.experiments.counterfactual RUN_DIR... [--step N] [--completions N] [--corrections FILE] [--out D]`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +24,6 @@ from async_rlhf.experiments.counterfactual.page import (
     FRESH,
     Row,
     over_seeds,
-    read_rows,
     render,
     rows_of,
     shortfall,
@@ -70,9 +67,6 @@ def main(
     Leaves results.csv and report.md.
     """
     with errors():
-        if [each.suffix for each in run_dirs] == [".csv"]:
-            _write_page(read_rows(run_dirs[0]), out or run_dirs[0].parent)
-            return
         runs = several(run_dirs, step or [])
         config = runs[0][1]
         losses = corrections(chosen, config.loss)
@@ -87,12 +81,8 @@ def main(
             for moment in moments:
                 rows += compare(run, own, moment, losses, num_batches, show)
                 write_rows(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
-        _write_page(rows, directory)
-
-
-def _write_page(rows: Sequence[Row], directory: Path) -> None:
-    (directory / "report.md").write_text(render(over_seeds(rows)))
-    typer.echo(str(directory / "report.md"))
+        (directory / "report.md").write_text(render(over_seeds(rows)))
+        typer.echo(str(directory / "report.md"))
 
 
 def _shown() -> Report:

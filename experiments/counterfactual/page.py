@@ -6,7 +6,6 @@ says and another would not is in them. One run has values, and no interval.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.measures import Measures, Reference, ceiling
 from async_rlhf.experiments.counterfactual.recorded import Moment
 from async_rlhf.experiments.page import raw_table, write_csv
@@ -148,27 +146,6 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
         numbers = {key: value for key, value in values.items() if isinstance(value, float)}
         found.append(values | {key: None if math.isnan(value) else float(f"{value:.6g}") for key, value in numbers.items()})
     write_csv(found, path)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """What `write_rows` wrote; other columns are passed over. Raises ConfigError for anything else."""
-
-    def number(text: str) -> float:
-        return float(text) if text else math.nan
-
-    rows = []
-    try:
-        for line in csv.DictReader(path.read_text().splitlines()):
-            values: dict[str, Any] = {name: line[name] for name in _KEPT}
-            values |= {name: int(line[name]) for name in ("seed", "step", "oldest", "groups", "completions")}
-            values |= {name: number(line[name]) for name in ("staleness", "halves", "ceiling")}
-            values |= {
-                name: Interval(*(number(line[name + end]) for end in ("", "_low", "_high"))) for name in Measures._fields
-            }
-            rows.append(Row(**{**values, "fresh_below": number(line["fresh_below"]) if line["fresh_below"] else None}))
-    except (OSError, KeyError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} holds no rows of this experiment: {error!r}") from error
-    return rows
 
 
 def _command(rows: Sequence[Row]) -> str:

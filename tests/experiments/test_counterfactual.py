@@ -25,16 +25,14 @@ from async_rlhf.experiments.counterfactual.page import (
     Interval,
     Row,
     over_seeds,
-    read_rows,
     render,
     sentences,
-    write_rows,
 )
 from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections, plain, recorded, several
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import QUICK, REPOSITORY, SMALL
+from tests.conftest import QUICK, SMALL
 from tests.experiments.written import ended_run
 
 PARAMETERS, BATCHES = 800, 32
@@ -139,16 +137,6 @@ def test_the_command_leaves_rows_and_a_page_and_says_when_the_reference_is_small
     for measure in ("cosine", "norm_ratio"):
         found = [float(row[measure]) for row in rows[1:]]
         assert max(found) - min(found) < 1e-4, measure
-
-
-def test_the_published_page_is_made_again_from_the_kept_rows(tmp_path: Path) -> None:
-    kept = REPOSITORY / "experiments" / "counterfactual" / "results"
-    done = CliRunner().invoke(app, [str(kept / "results.csv"), "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "report.md").read_text() == (kept / "report.md").read_text()
-    rows = read_rows(kept / "results.csv")
-    write_rows(rows, tmp_path / "again.csv")
-    assert read_rows(tmp_path / "again.csv") == rows
 
 
 def rows_at(seed: int, shares: tuple[float, ...], cosines: tuple[float, ...], staleness: float = 7.5) -> list[Row]:
