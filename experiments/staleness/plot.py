@@ -27,26 +27,20 @@ _MOST_WRITTEN_AGES = 12
 _FEWEST_AGES = 4
 # More neighbours on a scale of colours than this differ in dashes too.
 _MOST_SOLID = 5
-# Settings that share a colour differ in these, by the value of the first key.
-_STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (7, 1, 1, 1, 1, 1)), (0, (5, 4)), (0, (1, 3)), (0, (3, 1, 3, 1, 1, 1)))
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
-FINEST_SCALE = 0.1
+_FINEST_SCALE = 0.1
 """The least width of an axis of held-out rewards: chance among a few hundred prompts is no more than this."""
 _CURVE = "line: mean of the seeds\nband: lowest to highest"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of one setting: the column and the name of their curve, the name of their row, their colour, and where colours
-    are shared their dashes and marker."""
+    """The runs of one setting: the column and the name of their curve, the name of their row, their colour."""
 
     cells: list[CellResult]
     column: str
     curve: str
     row: str
     colour: Any
-    style: Any
-    marker: str
 
     @property
     def points(self) -> list[tuple[int, float, list[float]]]:
@@ -75,11 +69,11 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
     outcome.set_yticks(range(len(settings)), [setting.row for setting in settings])
     for axes in figure.axes:
         axes.title.set_fontsize("medium")
-    figure.suptitle(title(results, sweep, command), wrap=True)
+    figure.suptitle(_title(results, sweep, command), wrap=True)
     return figure
 
 
-def title(results: Sequence[CellResult], sweep: SweepConfig, command: str) -> str:
+def _title(results: Sequence[CellResult], sweep: SweepConfig, command: str) -> str:
     """The question, what was run, and the command that made it."""
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
     budget = f"{results[0].trained_samples:,} samples trained on per run"
@@ -99,16 +93,10 @@ def settings_of(results: Sequence[CellResult]) -> list[Setting]:
     values = {curves[label]: cells[0].setting[varied[-1]][1] if len(varied) <= 2 else label for label, cells in groups.items()}
     colours = dict(zip(values, _colours(list(values.values())), strict=True))
     columns = {label: shown([cells[0].setting[varied[0]]]) if by_column else "" for label, cells in groups.items()}
-    order = list(dict.fromkeys(columns.values()))
-    settings = []
-    for number, (label, cells) in enumerate(groups.items()):
-        place = order.index(columns[label])
-        style, marker = _STYLES[place % len(_STYLES)], _MARKERS[place % len(_MARKERS)]
-        if not by_column and number % 2 and len(groups) > _MOST_SOLID:
-            style = "--"
-        curve, row = curves[label].replace(", ", "\n"), label.replace(", ", "\n")
-        settings.append(Setting(cells, columns[label], curve, row, colours[curves[label]], style, marker))
-    return settings
+    return [
+        Setting(cells, columns[label], curves[label].replace(", ", "\n"), label.replace(", ", "\n"), colours[curves[label]])
+        for label, cells in groups.items()
+    ]
 
 
 def _colours(values: Sequence[Any]) -> list[Any]:
@@ -177,7 +165,7 @@ def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
         xlabel="mean reward, greedy",
     )
     low, high = axes.get_xlim()
-    margin = max(0.0, (FINEST_SCALE - (high - low)) / 2)
+    margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
     axes.set_xlim(low - margin, high + margin)
     tidy(axes, grid="x")
 

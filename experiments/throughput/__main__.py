@@ -148,7 +148,6 @@ def describe_run(small: bool) -> dict[str, Any]:
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
         "small": small,
         "commit": commit,
-        "conditions": None,
         "machine": {"cores": psutil.cpu_count(), "cpu": cpu and cpu[1], "memory_gib": memory_gib},
         "versions": {name: _version(name) for name in _PACKAGES},
         "parts": {},

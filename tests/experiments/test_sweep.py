@@ -15,8 +15,7 @@ import pytest
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.reports.command import report
-from async_rlhf.experiments.staleness.progress import CellProgress, Pace
-from async_rlhf.experiments.staleness.sweep import run_sweep
+from async_rlhf.experiments.staleness.sweep import CellProgress, Pace, run_sweep
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
 from tests.experiments.written import write_sweep
@@ -138,7 +137,7 @@ def test_a_sweep_takes_what_is_left_of_a_cell_and_whole_cells_for_those_that_wai
 
 def test_a_sweep_prints_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     said, clock = list[str](), iter([0.0, 2.0, 4.0, 20.0])
-    monkeypatch.setattr("async_rlhf.experiments.staleness.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("async_rlhf.experiments.staleness.sweep.time.monotonic", lambda: next(clock))
     progress = CellProgress(HEAD, 30, Pace(waiting=1), said.append)
     for step in (1, 2, 3, 11):
         progress.step({"step": step}, 100)

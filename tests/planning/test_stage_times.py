@@ -102,13 +102,6 @@ def test_more_replicas_never_make_inference_slower_and_at_best_divide_it(
     assert inference_s(wider, rows * data * times, tokens) == pytest.approx(inference_s(place, rows * data, tokens))
 
 
-@given(st.sampled_from([DENSE, EXPERTS]), rows, tokens)
-def test_with_links_that_take_no_time_a_tensor_group_divides_each_stage(costs: ModelCosts, rows: int, tokens: int) -> None:
-    one, four = (place(costs, FAST_LINKS, tensor=tensor) for tensor in (1, 4))
-    for stage in STAGES:
-        assert stage(four, rows, tokens) == pytest.approx(stage(one, rows, tokens) / 4)
-
-
 @pytest.mark.parametrize("device", catalogue().values(), ids=catalogue())
 def test_few_rows_wait_for_the_weights_and_many_for_their_arithmetic(device: Device) -> None:
     at, ratio = place(device=device), device.peak_flops / device.memory_bytes_per_s
@@ -157,13 +150,6 @@ def test_training_by_hand() -> None:
     # 1F1B with p stages and m micro-batches: (m + p - 1) / m of the work of a stage.
     piped = training_s(place(device=FAST_LINKS, pipeline=4), 4, 100, micro_batches=4)
     assert piped == pytest.approx(3 * forward / 4 * 7 / 4 + OPTIMIZER_S / 4)
-
-
-def test_four_all_reduces_a_layer_are_the_price_of_a_tensor_group_in_training() -> None:
-    pair, fast = (place(device=each, tensor=2) for each in (ROUND, FAST_LINKS))
-    size = 2 * 4 * 100 * 2048
-    assert trained_s(pair, 4, 100) - trained_s(fast, 4, 100) == pytest.approx(4 * 16 * size / 1e9)
-    assert inference_s(pair, 4, 100) - inference_s(fast, 4, 100) == pytest.approx(2 * 16 * size / 1e9)
 
 
 def test_groups_that_share_the_positions_of_long_rows_divide_the_work_and_hide_their_ring_behind_attention() -> None:
