@@ -94,17 +94,16 @@ def area(result: CellResult) -> float | None:
 def target(results: Sequence[CellResult]) -> Target | None:
     """TARGET_SHARE of what the reference setting learned. None where it learned nothing, or has no rewards."""
     (label, cells), *_ = by_setting(results).items()
-    start, end = estimate(smoothed(cell)[0] for cell in cells), estimate(cell.reward_last_quarter for cell in cells)
+    start, end = estimate(_smoothed(cell)[0] for cell in cells), estimate(cell.reward_last_quarter for cell in cells)
     if start is None or end is None or end.mean <= start.mean:
         return None
     return Target(start.mean + TARGET_SHARE * (end.mean - start.mean), start.mean, end.mean, label)
 
 
-def smoothed(result: CellResult, name: str = "") -> list[float | None]:
-    """Of each step the mean of it and those before it, SMOOTHED completions together; at the start what there is. name: of a
-    curve; the reward's is empty."""
-    together, values = _together(result, SMOOTHED), result.curves.get(name, ()) if name else result.rewards
-    return [mean(values[max(0, step - together) : step]) for step in range(1, len(values) + 1)]
+def _smoothed(result: CellResult) -> list[float | None]:
+    """Of each step the mean reward of it and those before it, SMOOTHED completions together; at the start what there is."""
+    together, rewards = _together(result, SMOOTHED), result.rewards
+    return [mean(rewards[max(0, step - together) : step]) for step in range(1, len(rewards) + 1)]
 
 
 def _together(result: CellResult, completions: int) -> int:
@@ -115,7 +114,7 @@ def _together(result: CellResult, completions: int) -> int:
 def reached(result: CellResult, value: float) -> Reached | None:
     """When the mean reward of SMOOTHED completions was `value` or above for the first time; None where it never was."""
     fewest = min(_together(result, SMOOTHED), result.steps)
-    for i, reward in enumerate(smoothed(result)):
+    for i, reward in enumerate(_smoothed(result)):
         if i + 1 >= fewest and reward is not None and reward >= value:
             tokens = result.tokens
             return Reached(i + 1, result.samples[i], None if tokens is None else tokens[i], result.seconds[i])
@@ -155,7 +154,7 @@ def at_equal_time(results: Sequence[CellResult], axis: str) -> Number:
 
     def number(result: CellResult) -> float | None:
         done = sum(second <= first[_group(result, axis)] for second in result.seconds)
-        return smoothed(result)[done - 1] if done else None
+        return _smoothed(result)[done - 1] if done else None
 
     return number
 

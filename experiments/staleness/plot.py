@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from async_rlhf.experiments.page import tidy
 from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
 from async_rlhf.experiments.staleness.outcomes import by_setting
@@ -125,7 +124,7 @@ def _draw_learning(figure: Any, settings: Sequence[Setting], columns: Sequence[s
             over_seconds.set_title("Training reward over time")
     for axes in panels.flat:
         axes.set_xlim(left=0)
-        tidy(axes)
+        _tidy(axes)
     for axes in panels[:, 0]:
         axes.set_ylabel("mean reward of the batch")
     names: dict[str, Any] = {}
@@ -167,7 +166,7 @@ def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
     low, high = axes.get_xlim()
     margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
     axes.set_xlim(low - margin, high + margin)
-    tidy(axes, grid="x")
+    _tidy(axes, grid="x")
 
 
 def _draw_ages(axes: Any, settings: Sequence[Setting]) -> None:
@@ -195,3 +194,10 @@ def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:
         for age, count in cell.staleness_tokens:
             counts[age] += count
     return [count / total for count in counts]
+
+
+def _tidy(axes: Any, grid: Any = "y") -> None:
+    """Two spines, and pale lines behind the data. grid: of which axis."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color="0.9")
+    axes.set_axisbelow(True)
