@@ -2,7 +2,7 @@
 shows.
 
 Pure. The first setting of a sweep is the reference of `compared`; `contrasts` compares settings that differ in one key.
-Called by `measures`.
+Called by `measures` and `trade_offs`.
 """
 
 from __future__ import annotations
@@ -94,16 +94,17 @@ def area(result: CellResult) -> float | None:
 def target(results: Sequence[CellResult]) -> Target | None:
     """TARGET_SHARE of what the reference setting learned. None where it learned nothing, or has no rewards."""
     (label, cells), *_ = by_setting(results).items()
-    start, end = estimate(_smoothed(cell)[0] for cell in cells), estimate(cell.reward_last_quarter for cell in cells)
+    start, end = estimate(smoothed(cell)[0] for cell in cells), estimate(cell.reward_last_quarter for cell in cells)
     if start is None or end is None or end.mean <= start.mean:
         return None
     return Target(start.mean + TARGET_SHARE * (end.mean - start.mean), start.mean, end.mean, label)
 
 
-def _smoothed(result: CellResult) -> list[float | None]:
-    """Of each step the mean reward of it and those before it, SMOOTHED completions together; at the start what there is."""
-    together, rewards = _together(result, SMOOTHED), result.rewards
-    return [mean(rewards[max(0, step - together) : step]) for step in range(1, len(rewards) + 1)]
+def smoothed(result: CellResult, name: str = "") -> list[float | None]:
+    """Of each step the mean of it and those before it, SMOOTHED completions together; at the start what there is. name: of a
+    curve; the reward's is empty."""
+    together, values = _together(result, SMOOTHED), result.curves.get(name, ()) if name else result.rewards
+    return [mean(values[max(0, step - together) : step]) for step in range(1, len(values) + 1)]
 
 
 def _together(result: CellResult, completions: int) -> int:
@@ -114,7 +115,7 @@ def _together(result: CellResult, completions: int) -> int:
 def reached(result: CellResult, value: float) -> Reached | None:
     """When the mean reward of SMOOTHED completions was `value` or above for the first time; None where it never was."""
     fewest = min(_together(result, SMOOTHED), result.steps)
-    for i, reward in enumerate(_smoothed(result)):
+    for i, reward in enumerate(smoothed(result)):
         if i + 1 >= fewest and reward is not None and reward >= value:
             tokens = result.tokens
             return Reached(i + 1, result.samples[i], None if tokens is None else tokens[i], result.seconds[i])
@@ -154,7 +155,7 @@ def at_equal_time(results: Sequence[CellResult], axis: str) -> Number:
 
     def number(result: CellResult) -> float | None:
         done = sum(second <= first[_group(result, axis)] for second in result.seconds)
-        return _smoothed(result)[done - 1] if done else None
+        return smoothed(result)[done - 1] if done else None
 
     return number
 
@@ -164,7 +165,7 @@ def at_equal_kl(results: Sequence[CellResult], axis: str, name: str) -> Number:
     this axis."""
 
     def points(result: CellResult) -> tuple[Array, Array]:
-        known = _path(result, name)
+        known = path(result, name)
         return np.array([kl for kl, _ in known]), np.array([score for _, score in known])
 
     reached_by_all = _least(results, axis, lambda result: float(points(result)[0].max(initial=-math.inf)))
@@ -190,7 +191,7 @@ def _group(result: CellResult, axis: str) -> Any:
     return result.seed, tuple(pair for pair in result.setting if pair[0] != axis)
 
 
-def _path(cell: CellResult, name: str) -> list[tuple[float, float]]:
+def path(cell: CellResult, name: str) -> list[tuple[float, float]]:
     """Along training, by the weights that sampled: divergence from the reference in nats a token, and one score, of the reward
     where `name` is empty; means of steps together until they have BLOCK completions, where both were measured."""
     scores = cell.curves.get(SCORE.format(name), ()) if name else cell.rewards

@@ -1,7 +1,7 @@
 """The picture of a sweep: learning over steps and over seconds, the outcome, and the staleness that was really there.
 
 Where two keys are swept, learning has a column for each value of the first and a colour for each value of the second.
-Needs matplotlib (the extra `experiments`). Called by `report`.
+Needs matplotlib (the extra `experiments`). Called by `report`; `trade_offs` draws what else was measured.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ _MOST_WRITTEN_AGES = 12
 _FEWEST_AGES = 4
 # More neighbours on a scale of colours than this differ in dashes too.
 _MOST_SOLID = 5
+# Dashes and marker of settings that share a colour, by the value of the first key.
+_LOOKS: tuple[tuple[Any, str], ...] = (
+    ("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"), ((0, (7, 1, 1, 1, 1, 1)), "v"), ((0, (5, 4)), "P"), ((0, (1, 3)), "X"),
+    ((0, (3, 1, 3, 1, 1, 1)), "<"),
+)  # fmt: skip
 _FINEST_SCALE = 0.1
 """The least width of an axis of held-out rewards: chance among a few hundred prompts is no more than this."""
 _CURVE = "line: mean of the seeds\nband: lowest to highest"
@@ -33,13 +38,15 @@ _CURVE = "line: mean of the seeds\nband: lowest to highest"
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of one setting: the column and the name of their curve, the name of their row, their colour."""
+    """The runs of one setting: the column and the name of their curve, the name of their row, their colour, and with it
+    the dashes and the marker that tell it from others of that colour, in the words of matplotlib's `plot`."""
 
     cells: list[CellResult]
     column: str
     curve: str
     row: str
     colour: Any
+    look: dict[str, Any]
 
     @property
     def points(self) -> list[tuple[int, float, list[float]]]:
@@ -68,11 +75,11 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
     outcome.set_yticks(range(len(settings)), [setting.row for setting in settings])
     for axes in figure.axes:
         axes.title.set_fontsize("medium")
-    figure.suptitle(_title(results, sweep, command), wrap=True)
+    figure.suptitle(title(results, sweep, command), wrap=True)
     return figure
 
 
-def _title(results: Sequence[CellResult], sweep: SweepConfig, command: str) -> str:
+def title(results: Sequence[CellResult], sweep: SweepConfig, command: str) -> str:
     """The question, what was run, and the command that made it."""
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
     budget = f"{results[0].trained_samples:,} samples trained on per run"
@@ -92,10 +99,16 @@ def settings_of(results: Sequence[CellResult]) -> list[Setting]:
     values = {curves[label]: cells[0].setting[varied[-1]][1] if len(varied) <= 2 else label for label, cells in groups.items()}
     colours = dict(zip(values, _colours(list(values.values())), strict=True))
     columns = {label: shown([cells[0].setting[varied[0]]]) if by_column else "" for label, cells in groups.items()}
-    return [
-        Setting(cells, columns[label], curves[label].replace(", ", "\n"), label.replace(", ", "\n"), colours[curves[label]])
-        for label, cells in groups.items()
-    ]
+    order = list(dict.fromkeys(columns.values()))
+    settings = []
+    for number, (label, cells) in enumerate(groups.items()):
+        style, marker = _LOOKS[order.index(columns[label]) % len(_LOOKS)]
+        if not by_column and number % 2 and len(groups) > _MOST_SOLID:
+            style = "--"
+        curve, row, colour = curves[label].replace(", ", "\n"), label.replace(", ", "\n"), colours[curves[label]]
+        look = {"color": colour, "linestyle": style, "marker": marker}
+        settings.append(Setting(cells, columns[label], curve, row, colour, look))
+    return settings
 
 
 def _colours(values: Sequence[Any]) -> list[Any]:
@@ -124,7 +137,7 @@ def _draw_learning(figure: Any, settings: Sequence[Setting], columns: Sequence[s
             over_seconds.set_title("Training reward over time")
     for axes in panels.flat:
         axes.set_xlim(left=0)
-        _tidy(axes)
+        tidy(axes)
     for axes in panels[:, 0]:
         axes.set_ylabel("mean reward of the batch")
     names: dict[str, Any] = {}
@@ -163,10 +176,8 @@ def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
         title=f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\n{marks}",
         xlabel="mean reward, greedy",
     )
-    low, high = axes.get_xlim()
-    margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
-    axes.set_xlim(low - margin, high + margin)
-    _tidy(axes, grid="x")
+    widen(axes, "x")
+    tidy(axes, grid="x")
 
 
 def _draw_ages(axes: Any, settings: Sequence[Setting]) -> None:
@@ -196,8 +207,15 @@ def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:
     return [count / total for count in counts]
 
 
-def _tidy(axes: Any, grid: Any = "y") -> None:
+def tidy(axes: Any, grid: Any = "y") -> None:
     """Two spines, and pale lines behind the data. grid: of which axis."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="0.9")
     axes.set_axisbelow(True)
+
+
+def widen(axes: Any, axis: str = "y") -> None:
+    """An axis of rewards, x or y, so that it is no finer than chance."""
+    low, high = getattr(axes, f"get_{axis}lim")()
+    margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
+    getattr(axes, f"set_{axis}lim")(low - margin, high + margin)

@@ -1,4 +1,4 @@
-"""What a sweep found, for people: results.csv, a picture, and one page as Markdown and as HTML with the picture inside.
+"""What a sweep found, for people: results.csv, two pictures, and one page as Markdown and as HTML with the pictures inside.
 
 From an archive alone. Formats numbers, never computes one; the tables below the result are those of `measures`. Called by
 `sweep` and by `async-rlhf report`.
@@ -34,11 +34,13 @@ def write(archive: Archive, directory: Path, say: Callable[[str], None]) -> list
 
     def draw() -> dict[str, Any]:
         from async_rlhf.experiments.staleness.plot import picture
+        from async_rlhf.experiments.staleness.trade_offs import picture as trade_offs
 
-        return {"results": picture(archive.results, archive.sweep, archive.command)}
+        given = archive.results, archive.sweep, archive.command
+        return {"results": picture(*given), "trade_offs": trade_offs(*given)}
 
     def page(drawn: Mapping[str, str]) -> str:
-        return render(archive, drawn.get("results"))
+        return render(archive, drawn.get("results"), drawn.get("trade_offs"))
 
     return [directory / "results.csv", *write_page(directory, page, draw, say)]
 
@@ -62,8 +64,8 @@ def row(result: CellResult) -> dict[str, Any]:
     return {key: round(value, 6) + 0.0 if isinstance(value, float) else value for key, value in numbers.items()}
 
 
-def render(archive: Archive, picture: str | None) -> str:
-    """The page. picture: a file beside it."""
+def render(archive: Archive, picture: str | None, trade_offs: str | None = None) -> str:
+    """The page. `picture` and `trade_offs` are files beside it."""
     sweep, results, missing = archive.sweep, archive.results, archive.missing
     first = results[0]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
@@ -82,6 +84,11 @@ def render(archive: Archive, picture: str | None) -> str:
         _start(results),
         *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
         *measures.sections(results, archive.alone),
+        *(
+            [f"![Reward over samples and tokens, corrections, divergences and the cost of a target]({trade_offs})"]
+            if trade_offs
+            else []
+        ),
         "## Checks",
         listed(checks(results)),
         "## What may be concluded, and what not",

@@ -75,16 +75,19 @@ def test_a_sweep_is_reported_from_its_directory_wherever_that_was_moved(sweep: P
     moved = tmp_path / "elsewhere"
     shutil.move(sweep, moved)
     written = report(moved, [].append)
-    assert {path.name for path in written} == {"results.csv", "results.png", "results.svg", "report.md", "report.html"}
+    assert {path.name for path in written} == {
+        "results.csv", "results.png", "results.svg", "trade_offs.png", "trade_offs.svg", "report.md", "report.html",
+    }  # fmt: skip
     page = (moved / "report.md").read_text()
     assert f"    {COMMAND}\n" in page and "Base: `b.toml`, with `max_steps = 12`." in page
     first, second, *_ = re.findall(r"(?m)^\| queue.max_staleness = (\d) \|", page)
     assert (first, second) == ("1", "0"), "in the order of the sweep"
     assert "have no result" not in page
-    assert (moved / "report.html").read_text().count("<svg ") == 1
-    drawn = (moved / "results.svg").read_text()
-    for words in (COMMAND, "3 seeds", "1,536 samples trained on per run"):
-        assert words in drawn, "a figure says of what it is"
+    assert (moved / "report.html").read_text().count("<svg ") == 2
+    for name in ("results", "trade_offs"):
+        drawn = (moved / f"{name}.svg").read_text()
+        for words in (COMMAND, "3 seeds", "1,536 samples trained on per run"):
+            assert words in drawn, "a figure says of what it is"
 
 
 def page_of(directory: Path) -> str:
@@ -97,7 +100,7 @@ PUBLISHED = [path.parent for path in sorted((REPOSITORY / "experiments").rglob("
 @pytest.mark.parametrize("directory", PUBLISHED, ids=lambda path: path.name)
 def test_a_published_page_and_its_table_are_what_the_kept_results_give(directory: Path, tmp_path: Path) -> None:
     archive = read_sweep(directory)
-    assert render(archive, "results.png") == (directory / "report.md").read_text()
+    assert render(archive, "results.png", "trade_offs.png") == (directory / "report.md").read_text()
     write_csv([row(result) for result in archive.results], tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == (directory / "results.csv").read_text()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, kept
+from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import (
     BLOCK,
     Reached,
@@ -22,6 +23,7 @@ from async_rlhf.experiments.staleness.outcomes import (
     target,
 )
 from async_rlhf.experiments.staleness.plot import settings_of
+from async_rlhf.experiments.staleness.trade_offs import picture
 from async_rlhf.experiments.statistics import holm, paired
 from tests.conftest import REPOSITORY
 
@@ -135,6 +137,51 @@ def test_scores_are_compared_at_the_divergence_that_all_runs_of_a_seed_reach(res
     number = at_equal_kl([far, near], "loss.kind", "gold")
     assert [number(far), number(near)] == pytest.approx([1.5, 1.0]), "at 3 nats, between two points of the first"
     assert at_equal_kl([replace(far, curves={}), near], "loss.kind", "gold")(near) is None, "one run has no divergence"
+
+
+def titles(results: list[CellResult], sweep: SweepConfig) -> list[str]:
+    """The first lines of the panels' titles."""
+    return [axes.get_title().partition("\n")[0] for axes in picture(results, sweep).axes]
+
+
+def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: CellResult) -> None:
+    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": ["a", "b"]})
+    results = [
+        result,
+        other(result, "b", curves={**result.curves, "kl/reference": (0.5,) * 10, "completions/mean_length": (5.0,) * 10}),
+    ]
+    whole = [
+        "Training reward over samples", "Training reward over tokens", "Training reward over seconds",
+        "Completion length over samples", "Effective and clipped tokens by staleness",
+        "Held-out reward over KL to the sampling policy", "Training reward over KL to the reference",
+    ]  # fmt: skip
+    assert titles(results, sweep) == whole, "no run reached the target"
+    results[0] = replace(result, reward_last_quarter=0.8)
+    assert titles(results, sweep) == [*whole, "Samples to the target of 0.730", "Seconds to the target of 0.730"]
+    bare = [replace(each, curves={}, kl_behaviour_mean=None, is_ess_mean=None) for each in results]
+    assert titles(bare, sweep)[:2] == [whole[0], whole[2]] and len(titles(bare, sweep)) == 4
+
+
+def test_as_many_settings_of_one_colour_as_an_experiment_has_corrections_are_told_apart_without_it(result: CellResult) -> None:
+    kinds, ages = list("abcdef"), [0, 4]
+    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": kinds, "queue.max_staleness": ages})
+    kl = {**result.curves, "kl/reference": (0.5,) * 10}
+    results = [
+        replace(result, setting=(("loss.kind", kind), ("queue.max_staleness", age)), curves=kl)
+        for kind in kinds
+        for age in ages
+    ]
+    figure = picture(results, sweep)
+    entries = figure.legends[0].legend_handles
+    assert len({(line.get_color(), str(line._unscaled_dash_pattern)) for line in entries}) == 12
+    assert len({(line.get_color(), line.get_marker()) for line in entries}) == 12
+    assert len({line.get_color() for line in entries}) == 2
+    assert figure.legends[0].get_texts()[0].get_text() == "loss.kind = a\nqueue.max_staleness = 0"
+    of_reference = [axes for axes in figure.axes if "over KL to the reference" in axes.get_title()]
+    assert [axes.get_title().partition("\n")[2].partition(";")[0] for axes in of_reference] == [
+        f"loss.kind = {k}" for k in kinds
+    ]
+    assert [len(axes.get_lines()) for axes in of_reference] == [2] * 6
 
 
 def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:
