@@ -37,6 +37,9 @@ PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner":
 LIMIT_S = 1500.0
 # Exit code of a part whose package is not installed.
 MISSING = 3
+_ENGINES = ("engine", "vllm_side")
+# Options that some parts take.
+_TAKEN_BY = {"--load": (*_ENGINES, "learner", "pipeline"), "--model": _ENGINES, "--dtype": _ENGINES, "--slots": _ENGINES}
 _PACKAGES = ("torch", "transformers", "pyzmq", "vllm", "trl")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -48,25 +51,29 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row.")] = False,
     turns: Annotated[int | None, typer.Option(min=1, help="Timed turns of each side, instead of each part's own.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Small loads, one turn: that it works, not how fast.")] = False,
-    load: Annotated[str, typer.Option(help="Only loads with this in their name.")] = "",
+    load: Annotated[str, typer.Option(help="Of engines, learner, pipeline: only loads with this in their name.")] = "",
     model: Annotated[Path | None, typer.Option(help="Of engines: a directory or GGUF file, instead of a tiny model.")] = None,
-    dtype: Annotated[DType, typer.Option(help="Of engines: type of weights and activations.")] = "float32",
+    dtype: Annotated[DType | None, typer.Option(help="Of engines: type of weights and activations; float32.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Of engines: sequences decoded together.")] = None,
     output: Annotated[Path | None, typer.Option(help="Results file of several parts, instead of runs/bench/DATE.json.")] = None,
 ) -> None:
     """Measure ratios side by side: engine, queue, learner, weights and the whole, each beside what it replaces."""
     if unknown := set(parts or ()) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if parts and len(parts) == 1:
-        measure_here(parts[0], load_part(parts[0]), Bench(turns, small, load, model, dtype, slots), as_json)
-        return
     given = {"--turns": turns, "--load": load, "--model": model, "--dtype": dtype, "--slots": slots}
-    options = ["--json", *(["--small"] if small else [])]
-    options += [word for name, value in given.items() if value for word in (name, str(value))]
+    for name, takers in _TAKEN_BY.items():
+        if given[name] and not set(parts or PARTS) & set(takers):
+            raise typer.BadParameter(f"{name} is an option of {', '.join(takers)}")
+    if parts and len(parts) == 1:
+        measure_here(parts[0], load_part(parts[0]), Bench(turns, small, load, model, dtype or "float32", slots), as_json)
+        return
     run, outcomes = describe_run(small), dict[str, Outcome]()
     path = output or ROOT / "runs" / "bench" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     for part in parts or PARTS:
-        found = outcomes[part] = measure(part, options, quiet=not small)
+        mine = [
+            word for name, value in given.items() if value and part in _TAKEN_BY.get(name, PARTS) for word in (name, str(value))
+        ]
+        found = outcomes[part] = measure(part, ["--json", *(["--small"] if small else []), *mine], quiet=not small)
         if not as_json:
             typer.echo(f"-- {part}: {found.how} in {found.seconds:.0f} s")
         for row in found.rows:

@@ -81,16 +81,20 @@ def test_a_part_without_its_package_keeps_its_rows_and_ends_with_the_code_for_it
         raise MissingError("vLLM is not installed")
 
     monkeypatch.setattr(bench, "load_part", lambda name: part)
-    done = CliRunner().invoke(bench.app, ["queue", "--slots", "7", "--turns", "2", "--json"])
+    done = CliRunner().invoke(bench.app, ["engine", "--slots", "7", "--turns", "2", "--json"])
     row = json.loads(done.stdout)
-    assert (row["part"], row["sides"], row["turns"]) == ("queue", {"bytes": 7}, 2)
-    assert done.exit_code == bench.MISSING and "queue: vLLM is not installed" in done.output
+    assert (row["part"], row["sides"], row["turns"]) == ("engine", {"bytes": 7}, 2)
+    assert done.exit_code == bench.MISSING and "engine: vLLM is not installed" in done.output
 
 
 def test_every_part_is_there_and_another_is_refused_by_name() -> None:
     assert all(callable(bench.load_part(part)) for part in bench.PARTS)
-    refused = CliRunner().invoke(bench.app, ["speed"])
-    assert refused.exit_code == 2 and "there are engine, vllm_side" in " ".join(refused.output.split())
+    for words, message in (
+        (["speed"], "there are engine, vllm_side"),
+        (["queue", "--load", "64"], "--load is an option of engine,"),
+    ):
+        refused = CliRunner().invoke(bench.app, words)
+        assert refused.exit_code == 2 and message in " ".join(refused.output.split())
 
 
 def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
@@ -98,12 +102,13 @@ def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
 ) -> None:
     def measure(part: str, options: list[str], quiet: bool) -> bench.Outcome:
         how = {"queue": "failed (1)", "vllm_side": "missing a package"}.get(part, "measured")
-        assert options == ["--json", "--small", "--turns", "2", "--dtype", "float32"]
+        own = ["--slots", "4"] if part in ("engine", "vllm_side") else []
+        assert options == ["--json", "--small", "--turns", "2", *own]
         rows = (Row.of("load", {"a": [1.0], "b": [2.0]}, "s"),) if how == "measured" else ()
         return bench.Outcome(how, rows, 1.0)
 
     monkeypatch.setattr(bench, "measure", measure)
-    done = CliRunner().invoke(bench.app, ["--output", str(tmp_path / "all.json"), "--small", "--turns", "2"])
+    done = CliRunner().invoke(bench.app, ["--output", str(tmp_path / "all.json"), "--small", "--turns", "2", "--slots", "4"])
     assert done.exit_code == 1
     assert "not measured: vllm_side (missing a package), queue (failed (1))" in done.output
     written = json.loads((tmp_path / "all.json").read_text())
