@@ -49,7 +49,8 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
         ("1", "3", "2", "32"),
     ]
     assert all(row["held_out_reward_end"] and row["held_out_accuracy_end"] for row in rows)
-    assert (directory / "results.png").read_bytes().startswith(PNG)
+    for name in ("results", "trade_offs"):
+        assert (directory / f"{name}.png").read_bytes().startswith(PNG)
     page = (directory / "report.md").read_text()
     assert f"    async-rlhf sweep {path} --set max_steps=2\n" in page
     assert "**FAILS**" not in page and "bound 0 is staleness 0 for every token (1 of 1 cell)" in page
