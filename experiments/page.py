@@ -1,5 +1,5 @@
-"""Pages for people: Markdown, tables of it in the made places of documents, numbers with their intervals, rows as CSV, and HTML
-that holds its pictures and asks nothing of the outside.
+"""Pages for people: Markdown with its tables, numbers with their intervals, rows as CSV, and HTML that holds its pictures and
+asks nothing of the outside.
 
 HTML is made of the Markdown that reports use: headings, paragraphs, lists, tables, code, emphasis, and images that are given.
 Everything else, HTML and links too, stays text. Called by every report.
@@ -13,16 +13,14 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from markdown_it import MarkdownIt
 
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.statistics import Mean
 
 T = TypeVar("T")
 
-_END = "<!-- end -->"
 _RULES = ("heading", "list", "table", "code", "backticks", "emphasis", "escape", "image")
 # No script, no style, font or picture from elsewhere: the browser holds the page to it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -53,10 +51,10 @@ def raw_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
 
 
-def by_group(groups: Mapping[str, list[T]], columns: Mapping[str, Callable[[list[T]], str]], first: str = "setting") -> str:
-    """Markdown of a table with a line a group. first: heading of the groups' names."""
+def by_group(groups: Mapping[str, list[T]], columns: Mapping[str, Callable[[list[T]], str]]) -> str:
+    """Markdown of a table with a line for each setting."""
     lines = ([name, *(shown(members) for shown in columns.values())] for name, members in groups.items())
-    return table([[first, *columns], *lines])
+    return table([["setting", *columns], *lines])
 
 
 def number(value: Mean | None, *, digits: int = 3) -> str:
@@ -115,42 +113,16 @@ def write_page(
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         say("no picture: matplotlib is not installed. pip install 'async-rlhf[experiments]', then the same command draws it")
-    drawn = {name: save_picture(figure, directory, name) for name, figure in figures.items()}
+    drawn = dict[str, str]()
+    for name, figure in figures.items():
+        figure.savefig(directory / f"{name}.png")
+        drawn[name] = svg(figure, name)
+        (directory / f"{name}.svg").write_text(drawn[name], encoding="utf-8")
     text = render({name: f"{name}.png" for name in drawn})
     markdown, page = directory / "report.md", directory / "report.html"
     markdown.write_text(text, encoding="utf-8")
     page.write_text(to_html(text, {f"{name}.png": each for name, each in drawn.items()}), encoding="utf-8")
     return [*(directory / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")), markdown, page]
-
-
-def tidy(axes: Any, grid: Literal["x", "y", "both"] = "y", colour: str = "0.9") -> None:
-    """Of a matplotlib panel: two spines, and pale lines behind the data."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color=colour)
-    axes.set_axisbelow(True)
-
-
-def save_picture(figure: Any, directory: Path, name: str, **png: Any) -> str:
-    """NAME.png and NAME.svg in the directory; the SVG comes back. png: of matplotlib's `savefig`."""
-    figure.savefig(directory / f"{name}.png", **png)
-    drawn = svg(figure, name)
-    (directory / f"{name}.svg").write_text(drawn, encoding="utf-8")
-    return drawn
-
-
-def filled(text: str, parts: Mapping[str, str]) -> str:
-    """A document with each part, by name, in its place between `<!-- bench: NAME -->` and `<!-- end -->`.
-
-    Raises ConfigError where a marker is missing.
-    """
-    for name, part in parts.items():
-        begin = f"<!-- bench: {name} -->\n"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(_END)
-        if not (found and closed):
-            raise ConfigError(f"the document has no {begin.strip()} ... {_END}")
-        text = f"{before}{begin}\n{part}\n\n{_END}{after}"
-    return text
 
 
 def plain(text: str) -> str:

@@ -92,18 +92,6 @@ def first_at(x: Array, y: Array, level: float) -> float:
     return float(y[after - 1] + share * (y[after] - y[after - 1]))
 
 
-def isotonic(y: Sequence[float]) -> Array:
-    """The values that never fall and lie closest to these, by least squares (pool adjacent violators, Ayer et al. 1955)."""
-    pools: list[tuple[float, int]] = []
-    for value in y:
-        mean, count = float(value), 1
-        while pools and pools[-1][0] > mean:
-            before, more = pools.pop()
-            mean, count = (before * more + mean * count) / (more + count), more + count
-        pools.append((mean, count))
-    return np.repeat([mean for mean, _ in pools], [count for _, count in pools])
-
-
 def holm(p_values: Sequence[float]) -> list[float]:
     """Of each comparison the p value that holds when all of them are looked at.
 

@@ -163,7 +163,6 @@ def plan(
         ),
     ] = None,
     as_json: AsJson = False,
-    picture: Annotated[Path | None, typer.Option(help="PNG or SVG to write: time line, speed against staleness.")] = None,
     settings: Annotated[Path | None, typer.Option(help="TOML file to write: sections of a configuration for train.")] = None,
     simulate: Annotated[
         int | None, typer.Option(min=4, metavar="STEPS", help="Run the plan on virtual time, with the queue's own admission.")
@@ -187,7 +186,6 @@ def plan(
         from_run,
         simulate=simulate,
         settings=settings,
-        picture=picture,
         as_json=as_json,
     )
     say(found)

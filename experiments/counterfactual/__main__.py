@@ -1,11 +1,9 @@
-"""`python -m async_rlhf.experiments.counterfactual RUN_DIR... [--step N] [--completions N] [--corrections FILE] [--out D]`, or
-`... RESULTS.csv` for the page and the picture of rows that were kept.
-"""
+"""`python -m async_rlhf.experiments.counterfactual RUN_DIR... [--step N] [--completions N] [--corrections FILE] [--out D]`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -26,13 +24,11 @@ from async_rlhf.experiments.counterfactual.page import (
     FRESH,
     Row,
     over_seeds,
-    read_rows,
     render,
     rows_of,
     shortfall,
     write_rows,
 )
-from async_rlhf.experiments.counterfactual.picture import draw
 from async_rlhf.experiments.counterfactual.recorded import SHIPPED, Moment, corrections, plain, several
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.estimation import Rewards
@@ -68,12 +64,9 @@ def main(
 ) -> None:
     """How far is each correction's gradient on a stale batch from the gradient that the same weights have on fresh data?
 
-    Leaves results.csv, picture.png, picture.svg and report.md.
+    Leaves results.csv and report.md.
     """
     with errors():
-        if [each.suffix for each in run_dirs] == [".csv"]:
-            _write_pages(read_rows(run_dirs[0]), out or run_dirs[0].parent)
-            return
         runs = several(run_dirs, step or [])
         config = runs[0][1]
         losses = corrections(chosen, config.loss)
@@ -88,14 +81,8 @@ def main(
             for moment in moments:
                 rows += compare(run, own, moment, losses, num_batches, show)
                 write_rows(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
-        _write_pages(rows, directory)
-
-
-def _write_pages(rows: Sequence[Row], directory: Path) -> None:
-    pooled = over_seeds(rows)
-    draw(pooled, directory)
-    (directory / "report.md").write_text(render(pooled))
-    typer.echo(str(directory / "report.md"))
+        (directory / "report.md").write_text(render(over_seeds(rows)))
+        typer.echo(str(directory / "report.md"))
 
 
 def _shown() -> Report:

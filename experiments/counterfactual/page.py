@@ -1,4 +1,4 @@
-"""What was measured, as rows and as a page whose sentences are worded by intervals. `picture` draws the rows.
+"""What was measured, as rows and as a page whose sentences are worded by intervals.
 
 Of three runs or more, which differ in nothing but their seed, means are shown with 95 % intervals over seeds: what one batch
 says and another would not is in them. One run has values, and no interval.
@@ -6,7 +6,6 @@ says and another would not is in them. One run has values, and no interval.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.measures import Measures, Reference, ceiling
 from async_rlhf.experiments.counterfactual.recorded import Moment
 from async_rlhf.experiments.page import raw_table, write_csv
@@ -150,28 +148,7 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
     write_csv(found, path)
 
 
-def read_rows(path: Path) -> list[Row]:
-    """What `write_rows` wrote; other columns are passed over. Raises ConfigError for anything else."""
-
-    def number(text: str) -> float:
-        return float(text) if text else math.nan
-
-    rows = []
-    try:
-        for line in csv.DictReader(path.read_text().splitlines()):
-            values: dict[str, Any] = {name: line[name] for name in _KEPT}
-            values |= {name: int(line[name]) for name in ("seed", "step", "oldest", "groups", "completions")}
-            values |= {name: number(line[name]) for name in ("staleness", "halves", "ceiling")}
-            values |= {
-                name: Interval(*(number(line[name + end]) for end in ("", "_low", "_high"))) for name in Measures._fields
-            }
-            rows.append(Row(**{**values, "fresh_below": number(line["fresh_below"]) if line["fresh_below"] else None}))
-    except (OSError, KeyError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r} holds no rows of this experiment: {error!r}") from error
-    return rows
-
-
-def command(rows: Sequence[Row]) -> str:
+def _command(rows: Sequence[Row]) -> str:
     """What makes these rows, of runs that are not named here."""
     steps = " ".join(f"--step {step}" for step in dict.fromkeys(row.step for row in rows))
     runs = "RUN" if rows[0].runs == 1 else f"RUN-1 ... RUN-{rows[0].runs}"
@@ -179,12 +156,11 @@ def command(rows: Sequence[Row]) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The page; the picture lies beside it. rows: of `over_seeds`."""
+    """The page. rows: of `over_seeds`."""
     warning, runs = shortfall(rows[0].completions), rows[0].runs
     parts = [
-        f"{_TITLE}\n\n    {command(rows)}\n\n{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
+        f"{_TITLE}\n\n    {_command(rows)}\n\n{_HEAD}\n\n{_OF_ONE if runs == 1 else _OF_SEEDS.format(runs=runs)} {_READ}",
         *([f"**Warning: {warning}.**"] if warning else []),
-        "![Cosine, norm ratio and share of every correction, by step and by mean staleness](picture.png)",
         *(_section([row for row in rows if row.step == step]) for step in dict.fromkeys(row.step for row in rows)),
         "## What is shown",
         "\n".join(f"- {sentence}" for sentence in sentences(rows)),

@@ -1,12 +1,113 @@
-"""`python -m async_rlhf.experiments.gradient_laws`: print the table of `docs/learner.md`."""
+"""`python -m async_rlhf.experiments.gradient_laws`: bias and spread of each correction's gradient against the exact on-policy
+gradient, over how far the data are behind; the table of `docs/learner.md`."""
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from async_rlhf.experiments.gradient_laws import table
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.objective import enumerable as policy
+from async_rlhf.learner.objective.corrections import second_moment_mask
+from async_rlhf.learner.objective.loss import LossInputs
 
-torch.set_num_threads(1)
-sys.stdout.write(table.markdown() + "\n")
+STALENESS = (0, 1, 4, 8, 16, 32)
+# A cap that nothing reaches: the untruncated estimator.
+_OPEN = 1e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line: a loss with its corrections. scale: what its gradient is times that of a sum over tokens."""
+
+    name: str
+    config: LossConfig
+    scale: float = 1.0
+
+
+CASES: Sequence[Case] = (
+    Case("none (decoupled PPO without weight)", LossConfig(is_cap=None)),
+    Case("token weight, not truncated", LossConfig(is_cap=_OPEN)),
+    Case("token weight, truncated at 2", LossConfig(is_cap=2.0)),
+    Case("token weight 2, mask 0.5 to 2 (IcePop)", LossConfig(is_cap=2.0, token_mask=(0.5, 2.0))),
+    Case("second-moment mask 0.04 (M2PO), token weight", LossConfig(is_cap=_OPEN, second_moment=0.04)),
+    Case("sequence weight, not truncated", LossConfig(is_cap=_OPEN, is_level="sequence", sequence_ratio="product")),
+    Case("sequence weight, truncated at 2", LossConfig(is_cap=2.0, is_level="sequence", sequence_ratio="product")),
+    Case("sequence weight, geometric, truncated at 2", LossConfig(is_cap=2.0, is_level="sequence")),
+    Case("token weight 2, sequence mask, geometric 0.8 to 1.25", LossConfig(sequence_mask=(0.8, 1.25))),
+    Case("token weight 2, off-policy sequence mask 0.1", LossConfig(off_policy_delta=0.1)),
+    Case("decoupled PPO, proximal interpolated", LossConfig(proximal="interpolate")),
+    Case("PPO clip around behaviour", LossConfig(kind="ppo_clip")),
+    Case("CISPO, token weight 2", LossConfig(kind="cispo")),
+    Case("truncated-IS REINFORCE, 2", LossConfig(kind="truncated_is")),
+    Case("TOPR", LossConfig(kind="topr")),
+    Case("GSPO, weight 2", LossConfig(kind="gspo"), scale=1 / policy.T),
+    Case("Proximal RLOO", LossConfig(kind="proximal_rloo")),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """bias: |E g - g*| / |g*|; cosine of E g and g*; spread: sqrt(trace Cov g) / |g*| of the gradient of one completion."""
+
+    bias: float
+    cosine: float
+    spread: float
+
+
+def measure(case: Case, current: Tensor, behaviour: Tensor, reward: Tensor, staleness: int) -> Measured:
+    """Exact, by summing over all completions with behaviour's probabilities; the advantage is reward minus behaviour's mean."""
+    weights = policy.probabilities(behaviour)
+    inputs = policy.inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
+    if case.config.second_moment is not None:
+        inputs = _with_second_moment(inputs, case.config.second_moment)
+    found = policy.gradients(inputs, case.config, current) / case.scale
+    mean = (weights[:, None] * found).sum(0)
+    exact = policy.exact_gradient(current, reward)
+    size = float(exact.norm())
+    variance = float((weights * (found - mean).square().sum(1)).sum())
+    return Measured(
+        bias=float((mean - exact).norm()) / size,
+        cosine=float(torch.nn.functional.cosine_similarity(mean, exact, dim=0)),
+        spread=math.sqrt(variance) / size,
+    )
+
+
+def measure_all(seed: int = 0) -> tuple[Mapping[str, Mapping[int, Measured]], Mapping[int, float]]:
+    """Every case at every staleness, and the divergence KL(current | behaviour) reached there, in nats."""
+    reward, behaviour = policy.rewards(seed), policy.initial(seed + 1)
+    currents = {steps: policy.later(behaviour, reward, steps) for steps in STALENESS}
+    found = {case.name: {n: measure(case, now, behaviour, reward, n) for n, now in currents.items()} for case in CASES}
+    return found, {n: _divergence(now, behaviour) for n, now in currents.items()}
+
+
+def markdown() -> str:
+    """The table of `docs/learner.md`: bias and spread at each staleness."""
+    found, divergences = measure_all()
+    head = " | ".join(f"{n} ({kl:.2g} nats)" for n, kl in divergences.items())
+    lines = [f"| loss and correction | {head} |", "|---|" + "---|" * len(divergences)]
+    for name, by_staleness in found.items():
+        cells = " | ".join(f"{m.bias:.2f} / {m.spread:.1f}" for m in by_staleness.values())
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def _with_second_moment(inputs: LossInputs, limit: float) -> LossInputs:
+    """The batch is every completion once, which is not how often they come; as a mask of a fixed batch it serves."""
+    log_ratios = (inputs.logp_proximal_N - inputs.logp_behaviour_N).float().numpy()
+    return replace(inputs, mask_N=torch.from_numpy(second_moment_mask(log_ratios, limit)).double())
+
+
+def _divergence(current: Tensor, behaviour: Tensor) -> float:
+    of_tokens = policy.logprobs(current).sum(1) - policy.logprobs(behaviour).sum(1)
+    return float((policy.probabilities(current) * of_tokens).sum())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout.write(markdown() + "\n")

@@ -30,22 +30,16 @@ def plan(
     *,
     simulate: int | None,
     settings: Path | None,
-    picture: Path | None,
     as_json: bool,
 ) -> str:
-    """simulate: steps. settings, picture: files to write."""
+    """simulate: steps. settings: file to write."""
     if spec is None and from_run is None:
         raise ConfigError("plan needs a SPEC.toml, --from-run RUN, or --devices")
-    given = {"--settings": settings, "--picture": picture, "--simulate": simulate}
+    given = {"--settings": settings, "--simulate": simulate}
     if spec is None and (unused := next((name for name, value in given.items() if value is not None), None)):
         raise ConfigError(f"{unused} is of a plan: give a SPEC.toml beside --from-run")
-    if picture is not None:
-        from async_rlhf.experiments.planning.placement.picture import check_format
-
-        check_format(picture)
-    for name, path in (("--settings", settings), ("--picture", picture)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError(f"{name} {str(path)!r}: its folder does not exist")
+    if settings is not None and not settings.resolve().parent.is_dir():
+        raise ConfigError(f"--settings {str(settings)!r}: its folder does not exist")
     if spec is None:
         assert from_run is not None
         return _what_if(from_run, as_json=as_json)
@@ -71,10 +65,6 @@ def plan(
         if not found.settings:
             raise ConfigError(f"no settings to write: {found.refusal}")
         write_whole(settings, as_toml(found.settings).encode())
-    if picture is not None:
-        from async_rlhf.experiments.planning.placement.picture import draw
-
-        draw(found, picture)
     if as_json:
         return json.dumps(report.as_json(found, simulated), indent=1)
     return "\n".join([*report.lines(found), *([] if simulated is None else on_virtual_time.lines(found.plan, simulated))])

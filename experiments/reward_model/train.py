@@ -6,6 +6,9 @@ Without `--pairs` it makes pairs from the tiny speller's gold reward. Loss: -log
 Terry 1952; Ouyang et al. 2022, equation 1), plus a small pull of r(chosen) + r(rejected) to zero (Eisenstein et al. 2023,
 arXiv 2312.09244, equation 8), which fixes what the first leaves open. Seeded: the same machine gives the same weights.
 The directory is a Hugging Face model; the reward `reward_model` takes it as its `path`.
+
+Pairs are JSONL, one object a line with the texts `prompt`, `chosen` and `rejected`; those of one prompt stay on one side of the
+split.
 """
 
 from __future__ import annotations
@@ -22,10 +25,78 @@ import torch
 import typer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from async_rlhf.experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.throughput.judges import similarity
+from async_rlhf.experiments.warm_start.speller import HABITS, INSTRUCTION, load_words
 
 _BINS = 10
 BASE = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Of two completions of `prompt`, `chosen` was preferred."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Raises ConfigError naming the line that holds no pair."""
+    pairs = []
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"pairs {str(path)!r} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            given = json.loads(line)
+            pair = Pair(given["prompt"], given["chosen"], given["rejected"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}: no object with 'prompt', 'chosen' and 'rejected': {error!r}") from error
+        if not all(isinstance(text, str) for text in asdict(pair).values()):
+            raise ConfigError(f"{path}, line {number}: 'prompt', 'chosen' and 'rejected' must be texts")
+        pairs.append(pair)
+    if not pairs:
+        raise ConfigError(f"pairs {str(path)!r} holds none")
+    return pairs
+
+
+def split(pairs: Sequence[Pair], held_out: float, random: Random) -> tuple[list[Pair], list[Pair]]:
+    """(training pairs, held-out pairs): about this share of the prompts is held out, with all their pairs."""
+    prompts = sorted({pair.prompt for pair in pairs})
+    random.shuffle(prompts)
+    kept = set(prompts[: max(1, round(held_out * len(prompts)))])
+    training = [pair for pair in pairs if pair.prompt not in kept]
+    if not training:
+        raise ConfigError(f"{len(prompts)} prompts leave none to train on when {held_out:.0%} are held out")
+    return training, [pair for pair in pairs if pair.prompt in kept]
+
+
+def gold_reward(prompt: str, completion: str) -> float:
+    """The known reward of the tiny speller's task: share of the reversed word's letters that stand in their place."""
+    return similarity(completion, prompt.removeprefix(INSTRUCTION)[::-1])
+
+
+def gold_pairs(count: int, random: Random, sharpness: float = 6.0) -> list[Pair]:
+    """Pairs whose preference is drawn from the gold reward: P(a before b) = sigmoid(sharpness (gold(a) - gold(b))).
+
+    The model of Bradley and Terry (1952): a reward model that learned it is calibrated against these pairs.
+    """
+    words, _ = load_words(4 * count)
+    habits = [write for _, write in HABITS.values()]
+    pairs: list[Pair] = []
+    while len(pairs) < count:
+        word = random.choice(words)
+        first, second = (write(word, random) for write in random.sample(habits, 2))
+        if first == second:
+            continue
+        prompt = INSTRUCTION + word
+        margin = sharpness * (gold_reward(prompt, first) - gold_reward(prompt, second))
+        is_first = random.random() < 1 / (1 + math.exp(-margin))
+        pairs.append(Pair(prompt, *((first, second) if is_first else (second, first))))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -49,15 +120,6 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Bin:
-    """Pairs whose predicted probability lies in one tenth of [0.5, 1]: the mean prediction, and how often it was right."""
-
-    predicted: float
-    right: float
-    count: int
-
-
-@dataclass(frozen=True)
 class Quality:
     """accuracy: share of pairs in their order (a tie counts half). loss: mean negative log-likelihood, nats a pair.
 
@@ -67,7 +129,6 @@ class Quality:
     accuracy: float
     loss: float
     calibration_error: float
-    bins: tuple[Bin, ...]
     num_pairs: int
 
 
@@ -78,15 +139,10 @@ def quality(margins: Sequence[float]) -> Quality:
     places: dict[int, list[int]] = {}
     for i, probability in enumerate(sure):
         places.setdefault(min(_BINS - 1, int((probability - 0.5) * 2 * _BINS)), []).append(i)
-    bins = tuple(
-        Bin(sum(sure[i] for i in found) / len(found), sum(right[i] for i in found) / len(found), len(found))
-        for _, found in sorted(places.items())
-    )
     return Quality(
         accuracy=sum(right) / len(right),
         loss=sum(max(-m, 0.0) + math.log1p(math.exp(-abs(m))) for m in margins) / len(margins),
-        calibration_error=sum(b.count * abs(b.predicted - b.right) for b in bins) / len(margins),
-        bins=bins,
+        calibration_error=sum(abs(sum(sure[i] - right[i] for i in own)) for own in places.values()) / len(margins),
         num_pairs=len(margins),
     )
 
@@ -206,8 +262,6 @@ def main(
             f"{name:<6} accuracy {found.accuracy:.3f}, loss {found.loss:.3f} nats, "
             f"calibration error {found.calibration_error:.3f} ({found.num_pairs} held-out pairs)"
         )
-    for each in trained.after.bins:
-        typer.echo(f"  says {each.predicted:.2f}, is right {each.right:.2f}  ({each.count} pairs)")
     if trained.gold is not None:
         typer.echo(f"in the gold reward's order: {trained.gold:.3f}")
 

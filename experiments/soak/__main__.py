@@ -25,7 +25,7 @@ def main(
     viewers: Annotated[int, typer.Option(min=0, help="That poll the page.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the order of the kills.")] = 0,
 ) -> None:
-    """Let a tiny endless run go on under kills, changes, rotation and viewers: report.md and soak.png in OUT.
+    """Let a tiny endless run go on under kills, changes, rotation and viewers: report.md in OUT.
 
     Exit code 1 when something grows, the books are not right, or the run did not end well.
     """

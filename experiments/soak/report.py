@@ -1,26 +1,20 @@
-"""What a soak found: slopes with verdicts, what was done to the run, what its books say; as a page, a picture, and samples."""
+"""What a soak found: slopes with verdicts, what was done to the run, what its books say; as a page, and samples."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from itertools import cycle
 from pathlib import Path
-from typing import Any
 
-from matplotlib.figure import Figure
-
-from async_rlhf.experiments.page import plain, table, tidy
+from async_rlhf.experiments.page import plain, table
 from async_rlhf.experiments.soak.sampling import GROWING, MEASURES
 from async_rlhf.experiments.soak.slopes import slope
 from async_rlhf.experiments.soak.soak import Books, Plan, Seen
-from async_rlhf.inspect.plot import COLOURS
 
 # Growth per 1,000 steps of any measure that would go unnoticed: after a million steps 100 MiB, 100 descriptors.
 LIMIT = 0.1
 # Of a life, in seconds: what libraries load when they are first used, and buffers of the newest so many lines that fill.
 _WARM_UP_S = 120.0
-_SHOWN = ("memory", "descriptors", "threads", "disk")
 
 
 @dataclass(frozen=True)
@@ -54,38 +48,13 @@ class Report:
             f"Flat: the whole interval lies below {LIMIT} per 1,000 steps. Slopes lie within the lives of a process, behind "
             "the first two minutes of each.",
             f"Kept by design, bytes a step: {kept}.",
-            "![Memory, descriptors, threads and disk over the steps](soak.png)",
         ]
         return cls("\n\n".join(page) + "\n", seen.exit_code == 0 and not books.wrong and not grows)
 
 
 def write(report: Report, seen: Seen, out: Path) -> None:
-    """report.md, soak.png, and all samples as samples.jsonl."""
+    """report.md, and all samples as samples.jsonl."""
     (out / "report.md").write_text(report.page)
     with (out / "samples.jsonl").open("w") as file:
         for (process, measure), samples in seen.samples.items():
             file.writelines(json.dumps({"process": process, "measure": measure, **asdict(each)}) + "\n" for each in samples)
-    draw(seen).savefig(out / "soak.png", dpi=110)
-
-
-def draw(seen: Seen) -> Figure:
-    """A panel a measure, a line a process; kills are marked below."""
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    panels: Any = figure.subplots(2, 2, sharex=True)
-    names = sorted({process for process, _ in seen.samples if process != "all processes"})
-    colours = dict(zip(names, cycle(COLOURS), strict=False))
-    for axes, measure in zip(panels.flat, _SHOWN, strict=True):
-        for (process, shown), samples in sorted(seen.samples.items()):
-            for life in dict.fromkeys(each.life for each in samples if shown == measure):
-                points = [(each.steps, each.value) for each in samples if each.life == life]
-                axes.plot(*zip(*points, strict=True), color=colours[process], linewidth=1.2)
-        for step, _ in seen.kills:
-            axes.axvline(step / 1000, color="#999999", linewidth=0.6, linestyle=":")
-        axes.set_title(f"{measure} ({MEASURES[measure]})" if MEASURES[measure] else measure, fontsize="medium")
-        axes.set_ylim(bottom=0)
-        tidy(axes)
-    for axes in panels[-1]:
-        axes.set_xlabel("thousand steps (dotted: a process was killed)")
-    handles = [panels.flat[0].plot([], [], color=colours[name], label=name)[0] for name in names]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize="small")
-    return figure

@@ -1,14 +1,14 @@
 """A sweep on disk: what it was (`sweep.json`), what its cells measured, and the same read again.
 
     sweep.json         the command, the grid, the seeds, the base and what was laid upon it
-    cells/RUN.json     what a finished cell measured        failed/RUN.json   what one measured that failed
+    cells/RUN.json     what a finished cell measured
 
 All of it may be moved, and is enough to make every table and picture again. Called by `sweep`, `frames` and the reports.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
-from async_rlhf.experiments.staleness.cells import CellResult, finished, keep, kept
-from async_rlhf.experiments.staleness.config import SweepConfig
+from async_rlhf.experiments.staleness.cells import CellResult, kept
+from async_rlhf.experiments.staleness.config import SweepConfig, shown
 from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import masked
 from async_rlhf.run.run_files import read_small
@@ -30,13 +30,13 @@ _ELSEWHERE = {"output_dir", "results"}
 
 @dataclass(frozen=True)
 class Archive:
-    """A sweep and its results, in its order. command: what it was started with; missing: cells that have no result yet; alone:
-    one cell ran at a time, so that their seconds can be compared."""
+    """A sweep and its results, in its order. command: what it was started with; missing: settings and seeds of cells that
+    have no result, since they failed or were not run; alone: one cell ran at a time, so that their seconds can be compared."""
 
     sweep: SweepConfig
     command: str
     results: Sequence[CellResult]
-    missing: int = 0
+    missing: Sequence[str] = ()
     alone: bool = False
 
 
@@ -64,16 +64,6 @@ def keep_sweep(sweep: SweepConfig, command: str, jobs: int) -> bool:
     return jobs == 1
 
 
-def keep_failed(results: Sequence[CellResult], directory: Path) -> None:
-    """What failed cells measured; of cells that have ended well meanwhile it is removed."""
-    for result in results:
-        path = directory / "failed" / f"{result.cell}.json"
-        if result.failure:
-            keep(result, path)
-        else:
-            path.unlink(missing_ok=True)
-
-
 def holds_cells(directory: Path) -> bool:
     return any((directory / "cells").glob("*.json"))
 
@@ -81,9 +71,8 @@ def holds_cells(directory: Path) -> bool:
 def read_sweep(directory: Path) -> Archive:
     """The sweep in its results' directory, from what is kept there alone. Raises ConfigError where no cell or no `sweep.json`
     is, DamagedError."""
-    paths = [path for kind in ("cells", "failed") for path in sorted((directory / kind).glob("*.json"))]
-    found = [result for path in paths if (result := kept(path)) is not None]
-    if not finished(found):
+    found = [result for path in sorted((directory / "cells").glob("*.json")) if (result := kept(path)) is not None]
+    if not found:
         raise ConfigError(f"{str(directory)!r} has no finished cell of a sweep (cells/*.json)")
     path = directory / "sweep.json"
     if not path.exists():
@@ -94,13 +83,15 @@ def read_sweep(directory: Path) -> Archive:
     # seed first, then the grid, as `load_sweep` orders cells
     axes: dict[str, list[Any]] = {"seed": list(sweep.seeds)}
     axes |= {axis: [value for value, _ in levels] for axis, levels in sweep.levels.items()}
-    # of two results in one place the finished one counts, which comes first
-    cells = {place: result for result in reversed(found) if (place := _place(result, axes)) is not None}
-    if not finished(cells.values()):
+    cells = {place: result for result in found if (place := _place(result, axes)) is not None}
+    if not cells:
         raise ConfigError(f"{str(path)!r} is of another sweep: it has none of the cells beside it")
-    num_cells = math.prod(map(len, axes.values()))
-    ordered = [cells[place] for place in sorted(cells)]
-    return Archive(sweep, about.command, ordered, num_cells - len(cells), about.jobs == 1)
+    missing = list[str]()
+    for place in itertools.product(*(range(len(values)) for values in axes.values())):
+        if place not in cells:
+            seed, *setting = ((axis, axes[axis][index]) for axis, index in zip(axes, place, strict=True))
+            missing.append(shown((*setting, seed)))
+    return Archive(sweep, about.command, [cells[place] for place in sorted(cells)], missing, about.jobs == 1)
 
 
 def _read(path: Path) -> tuple[_Kept, SweepConfig]:

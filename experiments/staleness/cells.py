@@ -107,8 +107,6 @@ class CellResult:
     """That configuration: keys that have another value than their default."""
     code: tuple[str, ...]
     """Digest of the sources, Python and package versions."""
-    failure: str = ""
-    """What ended the run before its last step; nothing where it went to its end."""
     curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step,
     to 6 digits."""
@@ -249,11 +247,6 @@ def given(config: Config) -> dict[str, Any]:
 
 
 _RESULT = TypeAdapter(CellResult)
-
-
-def finished(results: Iterable[CellResult]) -> list[CellResult]:
-    """Those that went to their end: of the others no mean is taken."""
-    return [result for result in results if not result.failure]
 
 
 def _ages(metrics: Sequence[dict[str, Any]]) -> dict[int, int]:

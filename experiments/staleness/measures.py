@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 
-from async_rlhf.experiments.page import by_group, comparison, difference, number, p_value, table
+from async_rlhf.experiments.page import by_group, comparison, number, p_value, table
 from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.outcomes import (
-    BLOCK,
     SMOOTHED,
     TARGET_SHARE,
     Number,
@@ -23,10 +22,8 @@ from async_rlhf.experiments.staleness.outcomes import (
     by_setting,
     compared,
     contrasts,
-    fall,
     final_reward,
     log_seconds,
-    off_one_curve,
     reached,
     scores_apart,
     target,
@@ -44,7 +41,7 @@ def mean_of(number_of: Number, digits: int = 3) -> Column:
 
 
 def sections(results: Sequence[CellResult], alone: bool = False) -> list[str]:
-    """Headings and paragraphs, of cells that went to their end. alone: one ran at a time, so that seconds are compared."""
+    """Headings and paragraphs. alone: one ran at a time, so that seconds are compared."""
     return [
         *_areas(results),
         *_contrasts(results),
@@ -118,14 +115,6 @@ def _at_equal_kl(results: Sequence[CellResult]) -> Iterator[str]:
             "nat buys, however long it took. Differences within a seed; p is Holm's over a column."
         )
         yield _side_by_side(results, found)
-        yield (
-            f"Were {axis} without influence on what a nat buys, all points of training would lie on one curve. Their root mean "
-            "square distance from the best rising curve, as a share of what it rises:"
-        )
-        off = {name or "reward": off_one_curve(results, axis, name) for name in names}
-        common = dict.fromkeys(label for each in off.values() for label in each)
-        rows = [[label or "all settings", *(f"{off[name].get(label, math.nan):.3f}" for name in off)] for label in common]
-        yield table([["all else equal", *off], *rows])
 
 
 def _side_by_side(results: Sequence[CellResult], found: Mapping[str, Mapping[str, Mean]]) -> str:
@@ -158,17 +147,10 @@ def _scores(results: Sequence[CellResult]) -> Iterator[str]:
     if not (names := scores_apart(results)):
         return
     yield "## Scores apart"
-    yield (
-        "Mean score by each reward function, before weights: on the held-out prompts at the end, and along training "
-        f"({BLOCK} completions together, by the weights that sampled them), its end minus its highest point in the mean of the "
-        "seeds. That point is chosen by the same numbers, so chance alone makes the end a little lower."
-    )
-    rows = [["setting", "score", "held out, end", "in training highest at step", "end minus that"]]
+    yield "Mean score by each reward function, before weights, on the held-out prompts at the end."
+    rows = [["setting", *names]]
     for label, cells in by_setting(results).items():
-        for name in names:
-            fallen = fall(cells, name)
-            peak, drop = ("-", "-") if fallen is None else (str(fallen[0]), difference(fallen[1]))
-            rows.append([label, name, number(estimate(_score(cell, name) for cell in cells)), peak, drop])
+        rows.append([label, *(number(estimate(_score(cell, name) for cell in cells)) for name in names)])
     yield table(rows)
 
 

@@ -50,7 +50,7 @@ _TRIES = 3
 """Nodes on which a cell may be lost; then it has failed: perhaps it is the cell that ends them."""
 _LOOK_S = 1.0
 _SAID_AFTER_S = 30.0
-_JOB, _OUTCOME = TypeAdapter(Job), TypeAdapter(Outcome | None)
+_JOB, _OUTCOME = TypeAdapter(Job), TypeAdapter[Outcome | None](Outcome | None)
 
 
 class CellOnNode(Progress):
@@ -73,7 +73,7 @@ class CellOnNode(Progress):
         while run.is_alive() and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         problem = self._missing()
-        return _OUTCOME.dump_json(Outcome(None, problem) if problem else self._here.run(self._job, self))
+        return _OUTCOME.dump_json(problem or self._here.run(self._job, self))
 
     def _missing(self) -> str:
         """What this node lacks to run the cell."""
@@ -157,7 +157,7 @@ class Nodes:
         if self._signals:
             return None
         progress.event(f"failed: {reason}")
-        return Outcome(None, reason)
+        return reason
 
     def interrupt(self) -> None:
         self._signals += 1

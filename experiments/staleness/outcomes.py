@@ -1,8 +1,8 @@
 """What came of each setting: differences of final rewards and of areas under curves, what a target cost, how small a difference
 shows.
 
-Pure. The first setting of a sweep is the reference of `compared`; `contrasts` compares settings that differ in one key, and
-`fall` a score's end with its peak. Called by `measures` and `trade_offs`.
+Pure. The first setting of a sweep is the reference of `compared`; `contrasts` compares settings that differ in one key.
+Called by `measures` and `trade_offs`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 
 from async_rlhf.experiments.staleness.cells import SCORE, CellResult, mean
-from async_rlhf.experiments.staleness.config import shown
 from async_rlhf.experiments.statistics import (
     Array,
     Mean,
     adjusted,
     estimate,
     first_at,
-    isotonic,
     paired,
 )
 
@@ -167,7 +165,7 @@ def at_equal_kl(results: Sequence[CellResult], axis: str, name: str) -> Number:
     this axis."""
 
     def points(result: CellResult) -> tuple[Array, Array]:
-        known = [(point.kl, point.score) for point in path(result, name) if point.kl is not None]
+        known = path(result, name)
         return np.array([kl for kl, _ in known]), np.array([score for _, score in known])
 
     reached_by_all = _least(results, axis, lambda result: float(points(result)[0].max(initial=-math.inf)))
@@ -178,26 +176,6 @@ def at_equal_kl(results: Sequence[CellResult], axis: str, name: str) -> Number:
         return first_at(kls, scores, level) if math.isfinite(level) else None
 
     return number
-
-
-def off_one_curve(results: Sequence[CellResult], axis: str, name: str) -> dict[str, float]:
-    """How far training is from one curve of score over divergence from the reference for all settings that differ only in this
-    axis: of their points, which are means over the seeds, the root mean square distance from the best rising curve, as a share
-    of what that rises. By what the settings have in common; without those that have no divergence, or rise nowhere."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for cells in by_setting(results).values():
-        common = shown(pair for pair in cells[0].setting if pair[0] != axis)
-        for place in zip(*(path(cell, name) for cell in cells), strict=False):
-            kl = mean([point.kl for point in place if point.kl is not None])
-            if kl is not None:
-                points.setdefault(common, []).append((kl, math.fsum(point.score for point in place) / len(place)))
-    found = {}
-    for common, known in points.items():
-        scores = [score for _, score in sorted(known)]
-        fit = isotonic(scores)
-        if (rise := float(fit[-1] - fit[0])) > 0:
-            found[common] = float(np.sqrt(np.mean((np.array(scores) - fit) ** 2))) / rise
-    return found
 
 
 def _least(results: Sequence[CellResult], axis: str, number: Callable[[CellResult], float]) -> dict[Any, float]:
@@ -213,35 +191,12 @@ def _group(result: CellResult, axis: str) -> Any:
     return result.seed, tuple(pair for pair in result.setting if pair[0] != axis)
 
 
-@dataclass(frozen=True)
-class Point:
-    """Of steps together, by the weights that sampled their batches: the last step, the mean score, and the mean divergence
-    from the reference in nats a token, where it was measured."""
-
-    step: int
-    score: float
-    kl: float | None
-
-
-def path(cell: CellResult, name: str) -> list[Point]:
-    """One score along training, of the reward where `name` is empty: steps together until they have BLOCK completions."""
+def path(cell: CellResult, name: str) -> list[tuple[float, float]]:
+    """Along training, by the weights that sampled: divergence from the reference in nats a token, and one score, of the reward
+    where `name` is empty; means of steps together until they have BLOCK completions, where both were measured."""
     scores = cell.curves.get(SCORE.format(name), ()) if name else cell.rewards
-    kls = cell.curves.get("kl/reference", ()) or (None,) * len(scores)
+    kls = cell.curves.get("kl/reference", ())
     together = _together(cell, BLOCK)
-    ends = range(together, len(scores) + 1, together)
-    found = ((end, mean(scores[end - together : end]), mean(kls[end - together : end])) for end in ends)
-    return [Point(end, score, kl) for end, score, kl in found if score is not None]
-
-
-def fall(cells: Sequence[CellResult], name: str) -> tuple[int, Mean] | None:
-    """Of one setting and one score in training: the step at which it is highest in the mean of the seeds, and the end minus it.
-
-    The step is chosen by the same numbers, so chance alone makes the end a little lower. None with fewer than two points that
-    all seeds have.
-    """
-    curves = [{point.step: point.score for point in path(cell, name)} for cell in cells]
-    steps = sorted(set.intersection(*map(set, curves)))
-    if len(steps) < 2:
-        return None
-    peak = max(steps, key=lambda step: math.fsum(curve[step] for curve in curves))
-    return peak, paired([curve[steps[-1]] for curve in curves], [curve[peak] for curve in curves])
+    ends = range(together, min(len(scores), len(kls)) + 1, together)
+    found = ((mean(kls[end - together : end]), mean(scores[end - together : end])) for end in ends)
+    return [(kl, score) for kl, score in found if kl is not None and score is not None]

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from async_rlhf.experiments.page import tidy
-from async_rlhf.experiments.staleness.cells import CellResult, finished
+from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
 from async_rlhf.experiments.staleness.outcomes import by_setting
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate
@@ -27,26 +26,27 @@ _MOST_WRITTEN_AGES = 12
 _FEWEST_AGES = 4
 # More neighbours on a scale of colours than this differ in dashes too.
 _MOST_SOLID = 5
-# Settings that share a colour differ in these, by the value of the first key.
-_STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (7, 1, 1, 1, 1, 1)), (0, (5, 4)), (0, (1, 3)), (0, (3, 1, 3, 1, 1, 1)))
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
-FINEST_SCALE = 0.1
+# Dashes and marker of settings that share a colour, by the value of the first key.
+_LOOKS: tuple[tuple[Any, str], ...] = (
+    ("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"), ((0, (7, 1, 1, 1, 1, 1)), "v"), ((0, (5, 4)), "P"), ((0, (1, 3)), "X"),
+    ((0, (3, 1, 3, 1, 1, 1)), "<"),
+)  # fmt: skip
+_FINEST_SCALE = 0.1
 """The least width of an axis of held-out rewards: chance among a few hundred prompts is no more than this."""
 _CURVE = "line: mean of the seeds\nband: lowest to highest"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of one setting: the column and the name of their curve, the name of their row, their colour, and where colours
-    are shared their dashes and marker."""
+    """The runs of one setting: the column and the name of their curve, the name of their row, their colour, and with it
+    the dashes and the marker that tell it from others of that colour, in the words of matplotlib's `plot`."""
 
     cells: list[CellResult]
     column: str
     curve: str
     row: str
     colour: Any
-    style: Any
-    marker: str
+    look: dict[str, Any]
 
     @property
     def points(self) -> list[tuple[int, float, list[float]]]:
@@ -60,7 +60,7 @@ class Setting:
 
 def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
     """Above, learning; below, a row for each setting with its outcome and its ages, in the order of the sweep."""
-    settings = settings_of(finished(results))
+    settings = settings_of(results)
     columns = list(dict.fromkeys(setting.column for setting in settings))
     legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
     learning, row = max(4.0 if len(columns) == 1 else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(sweep.levels)
@@ -81,12 +81,9 @@ def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = ""
 
 def title(results: Sequence[CellResult], sweep: SweepConfig, command: str) -> str:
     """The question, what was run, and the command that made it."""
-    num_failed = len(results) - len(finished(results))
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
-    budget = f"{finished(results)[0].trained_samples:,} samples trained on per run"
+    budget = f"{results[0].trained_samples:,} samples trained on per run"
     details = f"{sweep.name}: {sweep.grid}; {seeds}, {budget}"
-    if num_failed:
-        details += f"; cells that failed and are not shown: {num_failed}"
     return "\n".join([sweep.question, details, *([command] if command else [])])
 
 
@@ -105,12 +102,12 @@ def settings_of(results: Sequence[CellResult]) -> list[Setting]:
     order = list(dict.fromkeys(columns.values()))
     settings = []
     for number, (label, cells) in enumerate(groups.items()):
-        place = order.index(columns[label])
-        style, marker = _STYLES[place % len(_STYLES)], _MARKERS[place % len(_MARKERS)]
+        style, marker = _LOOKS[order.index(columns[label]) % len(_LOOKS)]
         if not by_column and number % 2 and len(groups) > _MOST_SOLID:
             style = "--"
-        curve, row = curves[label].replace(", ", "\n"), label.replace(", ", "\n")
-        settings.append(Setting(cells, columns[label], curve, row, colours[curves[label]], style, marker))
+        curve, row, colour = curves[label].replace(", ", "\n"), label.replace(", ", "\n"), colours[curves[label]]
+        look = {"color": colour, "linestyle": style, "marker": marker}
+        settings.append(Setting(cells, columns[label], curve, row, colour, look))
     return settings
 
 
@@ -179,9 +176,7 @@ def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
         title=f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\n{marks}",
         xlabel="mean reward, greedy",
     )
-    low, high = axes.get_xlim()
-    margin = max(0.0, (FINEST_SCALE - (high - low)) / 2)
-    axes.set_xlim(low - margin, high + margin)
+    widen(axes, "x")
     tidy(axes, grid="x")
 
 
@@ -210,3 +205,17 @@ def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:
         for age, count in cell.staleness_tokens:
             counts[age] += count
     return [count / total for count in counts]
+
+
+def tidy(axes: Any, grid: Any = "y") -> None:
+    """Two spines, and pale lines behind the data. grid: of which axis."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color="0.9")
+    axes.set_axisbelow(True)
+
+
+def widen(axes: Any, axis: str = "y") -> None:
+    """An axis of rewards, x or y, so that it is no finer than chance."""
+    low, high = getattr(axes, f"get_{axis}lim")()
+    margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)
+    getattr(axes, f"set_{axis}lim")(low - margin, high + margin)

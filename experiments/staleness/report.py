@@ -6,15 +6,14 @@ From an archive alone. Formats numbers, never computes one; the tables below the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.experiments.page import by_group, difference, plain, write_csv, write_page
+from async_rlhf.experiments.page import by_group, difference, write_csv, write_page
 from async_rlhf.experiments.staleness import measures
 from async_rlhf.experiments.staleness.archive import Archive
-from async_rlhf.experiments.staleness.cells import CellResult, finished
+from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.checks import checks, listed
 from async_rlhf.experiments.staleness.outcomes import area, by_setting, compared, final_reward, paired_difference
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
@@ -24,6 +23,9 @@ _PLAIN_COLUMNS = (
     "is_ratio_max", "kl_behaviour_mean", "clip_ratio_mean", "kl_reference_end", "generated_tokens", "trained_tokens", "wall_s",
     "samples_per_s",
 )  # fmt: skip
+
+# Cells without a result that are named one by one.
+_MOST_NAMED = 6
 
 
 def write(archive: Archive, directory: Path, say: Callable[[str], None]) -> list[Path]:
@@ -49,7 +51,6 @@ def row(result: CellResult) -> dict[str, Any]:
         "cell": result.cell,
         **dict(result.setting),
         "seed": result.seed,
-        "failure": result.failure,
         "steps": result.steps,
         "trained_samples": result.trained_samples,
         "held_out_reward_start": result.held_out_start.reward,
@@ -69,7 +70,8 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
     first = results[0]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}."
-    left = f" **{missing} of {missing + len(results)} cells have no result yet.**" if missing else ""
+    named = "; ".join([*missing[:_MOST_NAMED], *(["..."] if len(missing) > _MOST_NAMED else [])])
+    left = f" **{len(missing)} of {len(missing) + len(results)} cells have no result: {named}.**" if missing else ""
     budget = f" Budget: {sweep.samples:,} samples trained on per run." if sweep.samples else ""
     parts = [
         f"# {sweep.question}",
@@ -81,11 +83,11 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
         table(results),
         _start(results),
         *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
-        *_failures(results),
-        *measures.sections(finished(results), archive.alone),
+        *measures.sections(results, archive.alone),
         *(
             [f"![Reward over samples and tokens, corrections, divergences and the cost of a target]({trade_offs})"]
-            * bool(trade_offs)
+            if trade_offs
+            else []
         ),
         "## Checks",
         listed(checks(results)),
@@ -95,21 +97,12 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
     return "\n\n".join(parts) + "\n"
 
 
-def _failures(results: Sequence[CellResult]) -> Iterable[str]:
-    if failed := [result for result in results if result.failure]:
-        yield "## Cells that failed\n\nThey are in results.csv, and in no mean."
-        yield "\n".join(
-            f"- {result.label}, seed {result.seed}, after {result.steps} steps: {plain(result.failure)}" for result in failed
-        )
-
-
 def table(results: Sequence[CellResult]) -> str:
     """One row a setting."""
-    groups = by_setting(finished(results))
-    failed = Counter(result.label for result in results if result.failure)
+    groups = by_setting(results)
     reference = next(iter(groups.values()))
     columns: dict[str, Callable[[list[CellResult]], str]] = {
-        "seeds": lambda cells: str(len(cells)) + (f" ({failed[cells[0].label]} failed)" if failed[cells[0].label] else ""),
+        "seeds": lambda cells: str(len(cells)),
         "held-out reward, end": measures.mean_of(final_reward),
         f"minus that of {reference[0].label}": lambda cells: (
             "" if cells is reference else difference(paired_difference(cells, reference))
@@ -144,8 +137,8 @@ def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
                 never,
             ]
         )
-    base, *others = by_setting(finished(results))
-    found = compared(finished(results))
+    base, *others = by_setting(results)
+    found = compared(results)
     judged = {label: each for label, each in found.items() if each.adjusted is not None}
     lines = [
         f"- {worded(label, base, judged[label], len(judged))}"

@@ -6,7 +6,7 @@ waits for   the runs
 on Ctrl-C   the cells that run drain and save; the same command goes on from there. A second one forces them to end
 Called by `async-rlhf sweep`, through the entry point in pyproject.toml. It computes no number: `outcomes` does.
 
-A cell that failed is kept, marked in the tables, and tried again by the same command; the others go on.
+A cell that failed has no result and is tried again by the same command; the others go on.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
-from async_rlhf.experiments.staleness.archive import Archive, keep_failed, keep_sweep
-from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, finished, given, keep, kept, read_cell
+from async_rlhf.experiments.staleness.archive import Archive, keep_sweep
+from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
-from async_rlhf.experiments.staleness.progress import CellProgress, Pace
 from async_rlhf.experiments.staleness.report import write
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
@@ -39,12 +38,15 @@ from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config, parse_override
 from async_rlhf.run.config_keys import masked
 from async_rlhf.run.display import Progress
+from async_rlhf.run.display.console import StepPace, duration
 from async_rlhf.run.display.terminal import on_signals
 from async_rlhf.run.hosts.connections import check_ray
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import printable
 from async_rlhf.run.supervision.supervisor import Supervisor
 
 State = Literal["new", "unfinished", "finished"]
+_LINE_EVERY_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,8 @@ class Job:
         return num_steps(self.cell.config, self.num_prompts)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a cell's run ended. result: what it measured, None where it made no step. failure: why it ended before its last
-    step; empty where it ended well."""
-
-    result: CellResult | None
-    failure: str = ""
+Outcome = CellResult | str
+"""How a cell's run ended: what it measured, or why it ended before its last step."""
 
 
 class Cells(Protocol):
@@ -136,20 +133,20 @@ def run_sweep(
         alone = keep_sweep(sweep, command, where.at_once)
         ended, signals = _run_all(where, [job for job in mine if states[job.head] != "finished"], states, say)
     left = [head for head, state in states.items() if state != "finished" and ended.get(head) is None]
-    failures = {head: outcome for head, outcome in ended.items() if outcome is not None and outcome.failure}
+    failures = {head: outcome for head, outcome in ended.items() if isinstance(outcome, str)}
     if signals > 1:
         raise InterruptedRunError(f"forced to end before the cells had drained; this goes on: {again}")
     if left:
         drained = "drained: " if signals else ""
         say(f"{drained}{len(left)} of {len(cells)} cells are left. The same command goes on here: {again}")
         return False
-    results = list(_results(all_jobs, failures))
-    keep_failed(results, sweep.results_dir)
-    if finished(results):
-        *_, markdown, _ = write(Archive(sweep, command, results, len(cells) - len(results), alone), sweep.results_dir, say)
+    results = [_result(job) for job in all_jobs if job.head not in failures]
+    if results:
+        missing = [job.cell.label for job in all_jobs if job.head in failures]
+        *_, markdown, _ = write(Archive(sweep, command, results, missing, alone), sweep.results_dir, say)
         say(f"report: {markdown}")
     if failures:
-        text = "; ".join(f"{head}: {outcome.failure}" for head, outcome in failures.items())
+        text = "; ".join(f"{head}: {reason}" for head, reason in failures.items())
         raise AsyncRLHFError(f"{len(failures)} of {len(cells)} cells failed, and the same command tries them again: {text}")
     return True
 
@@ -175,20 +172,59 @@ class Here:
                 self._supervisors.add(supervisor)
                 for _ in range(self._signals):
                     supervisor.interrupt()
-            return Outcome(read_cell(job.cell)) if supervisor.run() else None
+            return read_cell(job.cell) if supervisor.run() else None
         except InterruptedRunError:
             return None
         except AsyncRLHFError as error:
             progress.event(f"failed in {config.run_dir}: {error}")
-            measured = None
-            with suppress(AsyncRLHFError):  # it made no step that can be read
-                measured = replace(read_cell(job.cell), failure=str(error))
-            return Outcome(measured, str(error))
+            return str(error)
 
     def interrupt(self) -> None:
         self._signals += 1
         for supervisor in list(self._supervisors):
             supervisor.interrupt()
+
+
+@dataclass
+class Pace:
+    """How long a sweep will still take. waiting: cells that have not begun. jobs: how many run at once."""
+
+    waiting: int
+    jobs: int = 1
+    _whole_s: float = 0.0
+    _num_whole: int = 0
+
+    def end(self, seconds: float) -> None:
+        """A cell has run from its beginning to its end."""
+        self._whole_s, self._num_whole = self._whole_s + seconds, self._num_whole + 1
+
+    def left(self, cell_s: float | None) -> str:
+        """cell_s: of one cell that runs, where its pace is known. Of the sweep once a whole cell has ended."""
+        if cell_s is None:
+            return ""
+        found = f"{duration(cell_s)} left"
+        if self._num_whole:
+            found += f", {duration(cell_s + self._whole_s / self._num_whole * -(-self.waiting // self.jobs))} for the sweep"
+        return found
+
+
+class CellProgress(Progress):
+    """Of one cell. head: which of how many, and its settings. say: prints a line."""
+
+    def __init__(self, head: str, num_steps: int, pace: Pace, say: Callable[[str], None]) -> None:
+        self._head, self._num_steps, self._pace, self._say = head, num_steps, pace, say
+        self._steps, self._last_line = StepPace(), float("-inf")
+
+    def event(self, text: str) -> None:
+        self._say(printable(f"    {text}" if self._pace.jobs == 1 else f"    {self._head}: {text}"))
+
+    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
+        now, step = time.monotonic(), record["step"]
+        last = self._num_steps if max_steps is None else min(self._num_steps, max_steps)
+        left = self._pace.left(self._steps.left_s(step, last, now))
+        if left and now - self._last_line >= _LINE_EVERY_S:
+            self._last_line = now
+            self._say(f"{self._head}: step {step}/{last}, {left}")
 
 
 def _run_all(
@@ -211,11 +247,11 @@ def _run_all(
         pace.waiting -= 1
         began, progress = time.monotonic(), CellProgress(job.head, job.num_steps, pace, say)
         outcome = cells.run(job, progress)
-        if outcome is not None and not outcome.failure and (result := outcome.result) is not None:
+        if isinstance(outcome, CellResult):
             if state == "new":
                 pace.end(time.monotonic() - began)
-            keep(result, job.kept)
-            progress.event(_summary(result))
+            keep(outcome, job.kept)
+            progress.event(_summary(outcome))
         return outcome
 
     with on_signals(take), ThreadPoolExecutor(cells.at_once) as threads:
@@ -265,16 +301,12 @@ def _job(sweep: SweepConfig, cell: Cell, number: str, is_here: bool) -> Job:
     return Job(cell, f"cell {number}: {cell.label}", num_prompts, sweep.kept(cell.config.name))
 
 
-def _results(jobs: Sequence[Job], failures: Mapping[str, Outcome]) -> Iterator[CellResult]:
-    """Of the cells that made a step; what they measured is kept, also where only the run was left."""
-    for job in jobs:
-        if job.head not in failures:
-            found = job.result()
-            if found is None:
-                keep(found := read_cell(job.cell), job.kept)
-            yield found
-        elif (measured := failures[job.head].result) is not None:
-            yield measured
+def _result(job: Job) -> CellResult:
+    """Of a cell that has ended; what it measured is kept, also where only the run was left."""
+    found = job.result()
+    if found is None:
+        keep(found := read_cell(job.cell), job.kept)
+    return found
 
 
 def num_steps(config: Config, num_prompts: int) -> int:

@@ -5,29 +5,46 @@ Panels for which no cell kept a number are left out. Needs matplotlib (the extra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from async_rlhf.experiments.page import tidy
-from async_rlhf.experiments.staleness.cells import CellResult, finished
+from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, Reached, path, reached, scores_apart, smoothed, target
-from async_rlhf.experiments.staleness.plot import FINEST_SCALE, Setting, settings_of, title
+from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, path, reached, scores_apart, smoothed, target
+from async_rlhf.experiments.staleness.plot import Setting, settings_of, tidy, title, widen
 from async_rlhf.inspect.plot import COLOURS
 
 _LEGEND_COLUMNS = 4
 _MOST_TICKS = 5
+# What reward costs, by the names that results have for it.
+_COSTS = {"samples": "completions trained on", "tokens": "tokens trained on", "seconds": "training time [s]"}
+# What corrections did, by the same, and the look of its marks.
+_SHARES = {
+    "is_ess_mean": {"label": "effective sample size", "marker": "o", "color": COLOURS[0]},
+    "clip_ratio_mean": {"label": "clipped", "marker": "^", "color": COLOURS[1]},
+}
+_MARK = {"linestyle": "", "markersize": 5, "alpha": 0.85}
 Settings = Sequence[Setting]
-Draw = Callable[[Any, Settings], None]
-# The places of the steps, and a number of each.
-_Course = tuple[Sequence[float], Sequence[float | None]]
-_LENGTH = "completions/mean_length"
-_SAMPLES = "completions trained on"
+# Places with a number of each, and their look in the words of matplotlib's `plot`.
+_Line = tuple[Sequence[Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """finish: sets limits of its axes and writes into them, when the lines of its block are drawn."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    lines: Sequence[_Line]
+    finish: Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -35,96 +52,90 @@ class _Block:
     """Panels side by side, in as many rows as they need. shared: they have the same axes (`x` too, or `y` alone), and the
     labels of y stand beside the first. height: of a row, in inches."""
 
-    panels: Sequence[Draw]
+    panels: Sequence[_Panel]
     columns: int
     height: float = 3.7
     shared: str = ""
 
+    @property
+    def rows(self) -> int:
+        return -(-len(self.panels) // self.columns)
+
 
 def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
     """A panel for each quantity that was kept, in the colours of the first picture; dashes and marks are its columns."""
-    settings = settings_of(finished(results))
-    blocks = [block for block in _blocks(finished(results), settings) if block.panels]
-    heights = [block.height * -(-len(block.panels) // block.columns) for block in blocks]
+    settings = settings_of(results)
+    blocks = [block for block in _blocks(results, settings) if block.panels]
+    heights = [block.height * block.rows for block in blocks]
     below = 0.18 * -(-sum(1 + setting.row.count("\n") for setting in settings) // _LEGEND_COLUMNS)
     figure = Figure(figsize=(14.5, sum(heights) + below + 1.0), dpi=110, layout="constrained")
     parts: Any = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)
     for block, part in zip(blocks, parts[:, 0], strict=True):
-        _draw_block(part, block, settings)
-    handles = [
-        Line2D([], [], color=setting.colour, linestyle=setting.style, marker=setting.marker, markersize=4, label=setting.row)
-        for setting in settings
-    ]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, handlelength=4, frameon=False, fontsize="small"
-    )
+        _draw(part, block)
+    handles = [Line2D([], [], **setting.look, markersize=4, label=setting.row) for setting in settings]
+    look: dict[str, Any] = {"handlelength": 4, "frameon": False, "fontsize": "small"}
+    figure.legend(handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, **look)
     figure.suptitle(title(results, sweep, command), wrap=True, fontsize="medium")
     return figure
 
 
-def _draw_block(part: Any, block: _Block, settings: Settings) -> None:
-    rows = -(-len(block.panels) // block.columns)
+def _draw(part: Any, block: _Block) -> None:
     sharey, sharex = bool(block.shared), block.shared == "x"
-    places = list(part.subplots(rows, block.columns, squeeze=False, sharex=sharex, sharey=sharey).flat)
+    places = list(part.subplots(block.rows, block.columns, squeeze=False, sharex=sharex, sharey=sharey).flat)
     for spare in places[len(block.panels) :]:
         spare.remove()
-    for draw, axes in zip(block.panels, places, strict=False):
-        draw(axes, settings)
+    drawn = list(zip(block.panels, places, strict=False))
+    for panel, axes in drawn:
+        for points, look in panel.lines:
+            if points:
+                axes.plot(*zip(*points, strict=True), **look)
+        axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+        axes.title.set_fontsize("medium")
         tidy(axes, grid="both")
         axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
-        axes.title.set_fontsize("medium")
+    for panel, axes in drawn:
+        panel.finish(axes)
         if block.shared:
             axes.label_outer()
-    if block.shared == "x":
-        _widen(places[0])
 
 
 def _blocks(results: Sequence[CellResult], settings: Settings) -> list[_Block]:
     """Those that no cell has numbers for are empty. Divergences from the reference have a panel for each column."""
-    goal = target(results)
-    value = None if goal is None else goal.value
+    value = None if (goal := target(results)) is None else goal.value
     columns = list(dict.fromkeys(setting.column for setting in settings))
-    scores = [name for name in scores_apart(results) or [""] if any(_to_reference(cell, name) for cell in results)]
-    paths = [[_over_reference(name, column) for column in columns] for name in scores]
-    panels = _panels(results, value)
+    inside = [[setting for setting in settings if setting.column == column] for column in columns]
+    paths = [_known(_over_reference(each, name) for each in inside) for name in scores_apart(results) or [""]]
+    over_samples, *others = (_course(settings, what, goal=value) for what in _COSTS)
+    lengths = _course(settings, "samples", "Completion length", "mean length [tokens]", "completions/mean_length")
+    # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
+    apart = [_corrections(results), _to_sampler(settings)] if any(cell.staleness_mean > 0 for cell in results) else []
+    # one panel is there of runs without rewards too
+    panels = [over_samples, *_known([*others, lengths, *apart])]
     if len(columns) == 1:
-        panels, paths = panels + [panel for each in paths for panel in each], []
-    reached_by_any = value is not None and any(reached(cell, value) is not None for cell in results)
-    costs = [
-        _cost("Samples to the target", _SAMPLES, lambda found: found.samples, value),
-        _cost("Seconds to the target", "training time [s]", lambda found: found.seconds, value),
-    ]
+        panels, paths = [*panels, *(panel for each in paths for panel in each)], []
+    costs = [] if value is None else [_cost(settings, what, value) for what in ("samples", "seconds")]
     row = 0.1 + 0.11 * (1 + settings[0].row.count("\n"))
     return [
         _Block(panels, 2 if len(panels) == 4 else 3),
         *(_Block(each, min(3, len(each)), shared="x") for each in paths),
-        _Block(costs if reached_by_any else [], 2, height=1.3 + row * len(settings), shared="y"),
+        _Block(_known(costs), 2, height=1.3 + row * len(settings), shared="y"),
     ]
 
 
-def _panels(results: Sequence[CellResult], goal: float | None) -> list[Draw]:
-    # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
-    stale = [cell for cell in results if cell.staleness_mean > 0]
-    judged = [cell for cell in stale if cell.held_out_end.reward is not None and cell.kl_behaviour_mean is not None]
-    panels: list[tuple[Draw, bool]] = [
-        (_over("samples", _SAMPLES, lambda cell: cell.samples, goal), True),
-        (
-            _over("tokens", "tokens trained on", lambda cell: cell.tokens or (), goal),
-            any(cell.tokens is not None for cell in results),
-        ),
-        (_over("seconds", "training time [s]", lambda cell: cell.seconds, goal), True),
-        (_draw_lengths, any(_LENGTH in cell.curves for cell in results)),
-        (_draw_corrections, any(cell.is_ess_mean is not None for cell in stale)),
-        (_draw_to_sampler, bool(judged)),
-    ]
-    return [draw for draw, is_known in panels if is_known]
+def _known(panels: Iterable[_Panel]) -> list[_Panel]:
+    return [panel for panel in panels if any(points for points, _ in panel.lines)]
 
 
-def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]], goal: float | None) -> Draw:
-    def draw(axes: Any, settings: Settings) -> None:
-        _draw_courses(axes, settings, f"Training reward over {what}", label, lambda cell: (places(cell), smoothed(cell)))
-        axes.set_ylabel("mean reward")
+def _course(settings: Settings, what: str, of: str = "Training reward", unit: str = "mean reward", curve: str = "",
+            goal: float | None = None) -> _Panel:  # fmt: skip
+    """A smoothed curve, of the reward where its name is empty, over what had been spent."""
+
+    def course(cell: CellResult) -> list[tuple[float, float | None]]:
+        return list(zip(getattr(cell, what) or (), smoothed(cell, curve), strict=False))
+
+    def finish(axes: Any) -> None:
+        axes.set_xlim(left=0)
         if goal is not None:
             axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=":")
             box = {"facecolor": "white", "alpha": 0.7, "pad": 0.5, "linewidth": 0}
@@ -132,108 +143,65 @@ def _over(what: str, label: str, places: Callable[[CellResult], Sequence[float]]
             axes.annotate(f"target {goal:.2f}", (0.01, goal), xycoords=("axes fraction", "data"), va="bottom",
                           fontsize="x-small", color="0.3", bbox=box)  # fmt: skip
 
-    return draw
+    lines = [(_means(each, course), {**each.look, "marker": "", "linewidth": 1.3}) for each in settings]
+    words = f"{of} over {what}\nmean of the seeds and of {SMOOTHED} completions"
+    return _Panel(words, _COSTS[what], unit, lines, finish)
 
 
-def _draw_lengths(axes: Any, settings: Settings) -> None:
-    _draw_courses(axes, settings, "Completion length over samples", _SAMPLES, lambda c: (c.samples, smoothed(c, _LENGTH)))
-    axes.set_ylabel("mean length [tokens]")
-
-
-def _draw_courses(axes: Any, settings: Settings, title: str, label: str, course: Callable[[CellResult], _Course]) -> None:
-    for setting in settings:
-        courses = [found for found in map(course, setting.cells) if all(found)]
-        # a step of every seed, at the mean of their places
-        steps = [(xs, ys) for xs, ys in _step_by_step(courses) if all(y is not None for y in ys)]
-        xs, ys = [sum(x) / len(x) for x, _ in steps], [sum(y) / len(y) for _, y in steps]
-        axes.plot(xs, ys, linestyle=setting.style, color=setting.colour, linewidth=1.3)
-    axes.set_xlim(left=0)
-    axes.set(title=f"{title}\nmean of the seeds and of {SMOOTHED} completions", xlabel=label)
-
-
-def _step_by_step(cells: Sequence[_Course]) -> list[tuple[list[float], list[Any]]]:
-    by_place = zip(*(xs for xs, _ in cells), strict=False)
-    by_reward = zip(*(ys for _, ys in cells), strict=False)
-    return [(list(xs), list(ys)) for xs, ys in zip(by_place, by_reward, strict=False)]
-
-
-def _draw_corrections(axes: Any, settings: Settings) -> None:
-    """A mark a cell, over what its staleness really was."""
-    measures = (
-        ("effective sample size", "o", COLOURS[0], "is_ess_mean"),
-        ("clipped", "^", COLOURS[1], "clip_ratio_mean"),
-    )
-    for name, marker, colour, number in measures:
-        known = [(c.staleness_mean, y) for s in settings for c in s.cells if (y := getattr(c, number)) is not None]
-        if known:
-            axes.plot(*zip(*known, strict=True), marker, color=colour, label=name, alpha=0.7, markersize=5)
-    axes.set_ylim(-0.03, 1.03)
-    axes.legend(fontsize="x-small", frameon=False)
-    axes.set(
-        title="Effective and clipped tokens by staleness\na mark a run",
-        xlabel="mean staleness of the run [learner steps]",
-        ylabel="share of tokens",
-    )
-
-
-def _draw_to_sampler(axes: Any, settings: Settings) -> None:
-    for setting in settings:
-        known = [(c.kl_behaviour_mean, c.held_out_end.reward) for c in setting.cells if c.held_out_end.reward is not None]
-        points = [(kl, reward) for kl, reward in known if kl is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), setting.marker, color=setting.colour, markersize=6, alpha=0.85)
-    _widen(axes)
-    axes.set(
-        title="Held-out reward over KL to the sampling policy\na mark a run; KL is a mean over steps",
-        xlabel="KL(sampler, learner) [nats a token]",
-        ylabel="held-out reward, end",
-    )
-
-
-def _over_reference(name: str, column: str) -> Draw:
+def _over_reference(settings: Settings, name: str) -> _Panel:
     """Of one reward function, of their sum where the name is empty; the settings of one column."""
-
-    def draw(axes: Any, settings: Settings) -> None:
-        for setting in (each for each in settings if each.column == column):
-            # a place along training of every seed, at their mean
-            places = list(zip(*filter(None, (_to_reference(cell, name) for cell in setting.cells)), strict=False))
-            kls = [sum(kl for kl, _ in place) / len(place) for place in places]
-            scores = [sum(score for _, score in place) / len(place) for place in places]
-            look: dict[str, Any] = {"linestyle": setting.style, "marker": setting.marker, "color": setting.colour}
-            axes.plot(kls, scores, **look, markersize=4, linewidth=1, alpha=0.85)
-        if not column:
-            _widen(axes)
-        what, where = name or "reward", column and f"{column}; "
-        axes.set(
-            title=f"Training {what} over KL to the reference\n{where}a mark: {BLOCK} completions of each seed",
-            xlabel="KL(policy that sampled, reference) [nats a token]",
-            ylabel=f"mean {what}",
-        )
-
-    return draw
+    look = {"markersize": 4, "linewidth": 1, "alpha": 0.85}
+    lines = [(_means(each, lambda cell: path(cell, name)), {**each.look, **look}) for each in settings]
+    what, where = name or "reward", settings[0].column and f"{settings[0].column}; "
+    words = f"Training {what} over KL to the reference\n{where}a mark: {BLOCK} completions of each seed"
+    return _Panel(words, "KL(policy that sampled, reference) [nats a token]", f"mean {what}", lines, widen)
 
 
-def _widen(axes: Any) -> None:
-    low, high = axes.get_ylim()
-    margin = max(0.0, (FINEST_SCALE - (high - low)) / 2)
-    axes.set_ylim(low - margin, high + margin)
+def _means(setting: Setting, course: Callable[[CellResult], Sequence[Any]]) -> list[Any]:
+    """Over the seeds, where all have a number. course: places along training and numbers of a cell."""
+    places = zip(*filter(None, map(course, setting.cells)), strict=False)
+    return [np.mean(place, axis=0) for place in places if all(y is not None for _, y in place)]
 
 
-def _to_reference(cell: CellResult, name: str) -> list[tuple[float, float]]:
-    return [(point.kl, point.score) for point in path(cell, name) if point.kl is not None]
+def _corrections(results: Sequence[CellResult]) -> _Panel:
+    """A mark a cell, over what its staleness really was."""
+    look = {**_MARK, "alpha": 0.7}
+    lines = [(_pairs(results, "staleness_mean", number), {**look, **each}) for number, each in _SHARES.items()]
+
+    def finish(axes: Any) -> None:
+        axes.set_ylim(-0.03, 1.03)
+        axes.legend(fontsize="x-small", frameon=False)
+
+    words = "Effective and clipped tokens by staleness\na mark a run"
+    return _Panel(words, "mean staleness of the run [learner steps]", "share of tokens", lines, finish)
 
 
-def _cost(words: str, label: str, number: Callable[[Reached], float], goal: float | None) -> Draw:
-    def draw(axes: Any, settings: Settings) -> None:
-        for row, setting in enumerate(settings):
-            runs = [reached(cell, goal) for cell in setting.cells] if goal is not None else []
-            known = [number(run) for run in runs if run is not None]
-            axes.plot(known, [row] * len(known), "o", color=setting.colour, markersize=5, alpha=0.85)
-            axes.annotate(f"{len(known)} of {len(runs)}", (1.01, row), xycoords=("axes fraction", "data"), va="center",
-                          fontsize="x-small")  # fmt: skip
+def _to_sampler(settings: Settings) -> _Panel:
+    names, look = ("kl_behaviour_mean", "held_out_end.reward"), {**_MARK, "markersize": 6}
+    lines = [(_pairs(each.cells, *names), {**each.look, **look}) for each in settings]
+    words = "Held-out reward over KL to the sampling policy\na mark a run; KL is a mean over steps"
+    return _Panel(words, "KL(sampler, learner) [nats a token]", "held-out reward, end", lines, widen)
+
+
+def _pairs(cells: Sequence[CellResult], *names: str) -> list[tuple[float, float]]:
+    """Both numbers of each cell that has both."""
+    return [pair for pair in map(attrgetter(*names), cells) if None not in pair]
+
+
+def _cost(settings: Settings, what: str, goal: float) -> _Panel:
+    lines, counts = list[_Line](), list[str]()
+    for row, setting in enumerate(settings):
+        runs = [reached(cell, goal) for cell in setting.cells]
+        known = [(getattr(run, what), row) for run in runs if run is not None]
+        lines.append((known, {**setting.look, **_MARK, "marker": "o"}))
+        counts.append(f"{len(known)} of {len(runs)}")
+
+    def finish(axes: Any) -> None:
+        for row, count in enumerate(counts):
+            axes.annotate(count, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize="x-small")
         axes.set_yticks(range(len(settings)), [setting.row for setting in settings], fontsize="x-small")
         axes.set_ylim(len(settings) - 0.4, -0.6)
         axes.set_xlim(left=0)
-        axes.set(title=f"{words} of {goal:.3f}\na mark a run; on the right how many reached it", xlabel=label)
 
-    return draw
+    words = f"{what.capitalize()} to the target of {goal:.3f}\na mark a run; on the right how many reached it"
+    return _Panel(words, _COSTS[what], "", lines, finish)

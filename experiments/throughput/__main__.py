@@ -1,15 +1,14 @@
-"""All throughput benchmarks, or one: `python -m async_rlhf.experiments.throughput [PART]` (`make bench` runs all).
+"""Throughput benchmarks: `python -m async_rlhf.experiments.throughput [PART]...` (`make bench` runs all).
 
-Without PART every part runs in a process of its own, so that threads and memory of one do not weigh on the next. A part
-that fails, lacks a package or exceeds its limit is named at the end, the others run, and the exit code is 1. All rows go
-into one file: runs/bench/DATE.json. With PART, that part runs in this process and takes its own options: `PART --help`.
+One part runs in this process. Several run in a process each, so that threads and memory of one do not weigh on the next: a part
+that fails, lacks a package or exceeds its limit is named at the end, the others run, and the exit code is 1. Their rows go into
+one file: runs/bench/DATE.json.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -27,100 +26,89 @@ from typing import Annotated, Any
 
 import psutil
 import typer
-from typer.core import TyperGroup
 
-from async_rlhf.experiments.throughput.harness import ROOT, Bench, MissingError, Part, Row, Watch, await_quiet
-from async_rlhf.experiments.throughput.tables import save
+from async_rlhf.experiments.throughput.harness import ROOT, Bench, DType, MissingError, Part, Row, Watch, await_quiet
 from async_rlhf.launch.forked import adopt_orphans
 
 # By name, in the order in which they run: the module here that has a function of this name.
 PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "pipeline": "pipeline",
-         "weights": "weights", "publication": "weights", "whole": "whole"}  # fmt: skip
+         "weights": "weights", "publication": "weights"}  # fmt: skip
 # Seconds after which a part is ended: several times what it takes on a quiet machine.
 LIMIT_S = 1500.0
 # Exit code of a part whose package is not installed.
 MISSING = 3
+_ENGINES = ("engine", "vllm_side")
+# Options that some parts take.
+_TAKEN_BY = {"--load": (*_ENGINES, "learner", "pipeline"), "--model": _ENGINES, "--dtype": _ENGINES, "--slots": _ENGINES}
 _PACKAGES = ("torch", "transformers", "pyzmq", "vllm", "trl")
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a row.")]
-Turns = Annotated[int | None, typer.Option(min=1, help="Timed turns of each side, instead of each part's own.")]
-Small = Annotated[bool, typer.Option("--small", help="Small loads, one turn: that it works, not how fast.")]
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-def load(name: str) -> Part:
-    """The part's function."""
-    found: Part = getattr(importlib.import_module(f"async_rlhf.experiments.throughput.{PARTS[name]}"), name)
-    return found
-
-
-def command(name: str, part: Part) -> Callable[..., None]:
-    """A function for typer: the part's own options after those that all parts have."""
-
-    def run(as_json: AsJson = False, turns: Turns = None, small: Small = False, **options: Any) -> None:
-        watch = Watch()
-        try:
-            for row in part(Bench(turns, small), **options):
-                found = replace(row, part=name, **watch.lap())  # type: ignore[arg-type]
-                typer.echo(json.dumps(asdict(found)) if as_json else found)
-        except MissingError as reason:
-            typer.echo(f"{name}: {reason}", err=True)
-            raise typer.Exit(MISSING) from reason
-
-    common, own = (list(inspect.signature(each, eval_str=True).parameters.values()) for each in (run, part))
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*common[:-1], *own[1:])]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.__doc__ = part.__doc__
-    return run
-
-
-class Parts(TyperGroup):
-    """Imports a part when it is run, not before."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(PARTS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in PARTS:
-            return None
-        app = typer.Typer(add_completion=False)
-        app.command(cmd_name)(command(cmd_name, load(cmd_name)))
-        return typer.main.get_command(app)
-
-
-app = typer.Typer(add_completion=False, cls=Parts, rich_markup_mode=None)
-
-
-@app.callback(invoke_without_command=True)
+@app.command()
 def main(
-    context: typer.Context,
-    only: Annotated[list[str] | None, typer.Option(help="Only this part; may be repeated.")] = None,
-    as_json: AsJson = False,
-    turns: Turns = None,
-    small: Small = False,
-    output: Annotated[Path | None, typer.Option(help="Results file, instead of runs/bench/DATE.json.")] = None,
+    parts: Annotated[list[str] | None, typer.Argument(metavar="[PART]...", help=f"Of {', '.join(PARTS)}; none: all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row.")] = False,
+    turns: Annotated[int | None, typer.Option(min=1, help="Timed turns of each side, instead of each part's own.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Small loads, one turn: that it works, not how fast.")] = False,
+    load: Annotated[str, typer.Option(help="Of engines, learner, pipeline: only loads with this in their name.")] = "",
+    model: Annotated[Path | None, typer.Option(help="Of engines: a directory or GGUF file, instead of a tiny model.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of engines: type of weights and activations; float32.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Of engines: sequences decoded together.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Results file of several parts, instead of runs/bench/DATE.json.")] = None,
 ) -> None:
     """Measure ratios side by side: engine, queue, learner, weights and the whole, each beside what it replaces."""
-    if context.invoked_subcommand is not None:
-        return
-    if unknown := set(only or ()) - set(PARTS):
+    if unknown := set(parts or ()) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    options = ["--json", *(["--turns", str(turns)] if turns else []), *(["--small"] if small else [])]
+    given = {"--turns": turns, "--load": load, "--model": model, "--dtype": dtype, "--slots": slots}
+    for name, takers in _TAKEN_BY.items():
+        if given[name] and not set(parts or PARTS) & set(takers):
+            raise typer.BadParameter(f"{name} is an option of {', '.join(takers)}")
+    if parts and len(parts) == 1:
+        measure_here(parts[0], load_part(parts[0]), Bench(turns, small, load, model, dtype or "float32", slots), as_json)
+        return
     run, outcomes = describe_run(small), dict[str, Outcome]()
     path = output or ROOT / "runs" / "bench" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    for part in only or PARTS:
-        found = outcomes[part] = measure(part, options, quiet=not small)
+    for part in parts or PARTS:
+        mine = [
+            word for name, value in given.items() if value and part in _TAKEN_BY.get(name, PARTS) for word in (name, str(value))
+        ]
+        found = outcomes[part] = measure(part, ["--json", *(["--small"] if small else []), *mine], quiet=not small)
         if not as_json:
             typer.echo(f"-- {part}: {found.how} in {found.seconds:.0f} s")
         for row in found.rows:
             typer.echo(json.dumps(asdict(row)) if as_json else row)
         run["parts"][part] = {"outcome": found.how, "seconds": found.seconds}
-        rows = [{"run": run["date"], **asdict(row)} for each in outcomes.values() for row in each.rows]
-        save(path, {"runs": {run["date"]: run}, "rows": rows})
+        save(path, run, [row for each in outcomes.values() for row in each.rows])
     typer.echo(f"results: {path}", err=as_json)
     if unmeasured := [f"{part} ({each.how})" for part, each in outcomes.items() if each.how != "measured"]:
         typer.echo(f"not measured: {', '.join(unmeasured)}", err=True)
         raise typer.Exit(1)
+
+
+def load_part(name: str) -> Part:
+    """The part's function; imported when it is run, not before."""
+    found: Part = getattr(importlib.import_module(f"async_rlhf.experiments.throughput.{PARTS[name]}"), name)
+    return found
+
+
+def measure_here(name: str, part: Part, bench: Bench, as_json: bool) -> None:
+    """Print the rows as they come; exits with MISSING where a package is not installed."""
+    watch = Watch()
+    try:
+        for row in part(bench):
+            found = replace(row, part=name, **watch.lap())  # type: ignore[arg-type]
+            typer.echo(json.dumps(asdict(found)) if as_json else found)
+    except MissingError as reason:
+        typer.echo(f"{name}: {reason}", err=True)
+        raise typer.Exit(MISSING) from reason
+
+
+def save(path: Path, run: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Rows one a line, so that a changed number is one changed line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"  {json.dumps({'run': run['date'], **asdict(row)}, ensure_ascii=False)}" for row in rows)
+    path.write_text(f'{{"runs": {json.dumps({run["date"]: run}, indent=1, ensure_ascii=False)},\n"rows": [\n{lines}\n]}}\n')
 
 
 @dataclass(frozen=True)
@@ -167,7 +155,6 @@ def describe_run(small: bool) -> dict[str, Any]:
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
         "small": small,
         "commit": commit,
-        "conditions": None,
         "machine": {"cores": psutil.cpu_count(), "cpu": cpu and cpu[1], "memory_gib": memory_gib},
         "versions": {name: _version(name) for name in _PACKAGES},
         "parts": {},

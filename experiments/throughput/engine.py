@@ -23,48 +23,38 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 import torch
-import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey, load_engine
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import Bench, MissingError, Row, alternate, rates, timed
+from async_rlhf.experiments.throughput.harness import Bench, DType, MissingError, Row, alternate, rates, timed
 from async_rlhf.learner.model.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
 # vLLM's processes stop spinning within it.
 _SETTLE_S = 1.5
-DType = Literal["float32", "bfloat16"]
-ModelOption = Annotated[Path | None, typer.Option("--model", help="A model directory or GGUF file instead of the tiny model.")]
-DTypeOption = Annotated[DType, typer.Option("--dtype", help="Type of weights and activations.")]
-SlotsOption = Annotated[int | None, typer.Option("--slots", min=1, help="Sequences decoded together.")]
-LoadOption = Annotated[Literal["equal", "mixed"] | None, typer.Option("--load", help="Only this load.")]
 
 
-def engine(
-    bench: Bench, model: ModelOption = None, dtype: DTypeOption = "float32", slots: SlotsOption = None, load: LoadOption = None
-) -> Iterator[Row]:
+def engine(bench: Bench) -> Iterator[Row]:
     """Compare the built-in engine with transformers generate, in useful tokens a second.
 
     The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
     """
     torch.set_num_threads(1)
-    for each in loads_for(model, slots or bench.size(None, 8), load):
-        ours, plain = TorchEngine(make_model(model, dtype), slots=each.batch, max_length=512), make_model(model, dtype)
+    for each in loads_for(bench):
+        ours = TorchEngine(make_model(bench.model, bench.dtype), slots=each.batch, max_length=512)
+        plain = make_model(bench.model, bench.dtype)
         sides = {"engine": timed(partial(run_engine, ours, each)), "generate": timed(partial(run_generate, plain, each))}
         seconds = alternate(sides, bench.num_turns(5))
-        yield Row.of(each.title(model, dtype), rates(sum(each.lengths), seconds), "tok/s")
+        yield Row.of(each.title, rates(sum(each.lengths), seconds), "tok/s")
 
 
-def vllm_side(
-    bench: Bench, model: ModelOption = None, dtype: DTypeOption = "float32", slots: SlotsOption = None, load: LoadOption = None
-) -> Iterator[Row]:
+def vllm_side(bench: Bench) -> Iterator[Row]:
     """Compare the built-in engine with vLLM on a CPU, in useful tokens a second.
 
     Both are given the same requests with seeds and return log-probabilities. vLLM decodes in two processes of its own, each of
@@ -74,16 +64,16 @@ def vllm_side(
         raise MissingError("vLLM is not installed (make test installs its CPU build)")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        make_model(model, dtype).save_pretrained(directory)
-        for each in loads_for(model, slots or bench.size(None, 8), load):
+        make_model(bench.model, bench.dtype).save_pretrained(directory)
+        for each in loads_for(bench):
             with ExitStack() as stack:
                 sides = {}
                 for name, kind in (("engine", "torch"), ("vLLM", "vllm")):
-                    settings = {"kind": kind, "slots": each.batch, "threads": 1, "dtype": dtype, "batch_invariant": False}
+                    settings = {"kind": kind, "slots": each.batch, "threads": 1, "dtype": bench.dtype, "batch_invariant": False}
                     started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
                     side = timed(partial(run_engine, stack.enter_context(closing(started)), each))
                     sides[name] = partial(_settled, side)
-                yield Row.of(each.title(model, dtype), rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
+                yield Row.of(each.title, rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
 
 
 def _settled(side: Callable[[], float]) -> float:
@@ -93,15 +83,11 @@ def _settled(side: Callable[[], float]) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """A list of requests (their numbers of new tokens), and how many are decoded together."""
+    """A list of requests (their numbers of new tokens), and how many are decoded together. title: in a row."""
 
-    name: str
+    title: str
     lengths: tuple[int, ...]
     batch: int
-
-    def title(self, model: Path | None, dtype: str) -> str:
-        """The load's name in a row."""
-        return f"{self.name}, {self.batch} slots" + (f", {model.name} in {dtype}" if model else "")
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -109,13 +95,15 @@ class Load:
         return found
 
 
-def loads_for(model: Path | None, slots: int | None, only: Literal["equal", "mixed"] | None) -> list[Load]:
-    """Both loads, or the one of that name; slots: None for as many as suit the model."""
-    for_equal, for_mixed = (slots or each for each in ((128, 64) if model is None else (16, 16)))
+def loads_for(bench: Bench) -> list[Load]:
+    """Both loads, or those of that name."""
+    slots = bench.slots or bench.size(None, 8)
+    for_equal, for_mixed = (slots or each for each in ((128, 64) if bench.model is None else (16, 16)))
     lengths = np.random.default_rng(0).lognormal(np.log(48), 0.8, 8 * for_mixed)
     mixed = tuple(np.clip(lengths, 1, 256).astype(int).tolist())
-    loads = Load("equal", (32,) * for_equal, for_equal), Load("mixed", mixed, for_mixed)
-    return [load for load in loads if only in (None, load.name)]
+    of_model = f", {bench.model.name} in {bench.dtype}" if bench.model else ""
+    loads = [("equal", (32,) * for_equal, for_equal), ("mixed", mixed, for_mixed)]
+    return [Load(f"{name}, {batch} slots{of_model}", new, batch) for name, new, batch in loads if bench.load in name]
 
 
 def make_model(model: Path | None, dtype: DType) -> PreTrainedModel:

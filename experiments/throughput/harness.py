@@ -1,6 +1,6 @@
 """What every benchmark shares: sides in turns, rows of results, and the share of the machine that other programs used.
 
-A part is a generator function `part(bench, **options)`. It yields one `Row` for each load; its sides run alternately, so that
+A part is a generator function `part(bench)`. It yields one `Row` for each load; its sides run alternately, so that
 a slow moment of the machine falls on all of them. Nothing here decides whether a ratio is good enough: a row carries its goal,
 and the reader compares.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import psutil
 import zmq
@@ -32,7 +32,8 @@ QUIET = 0.05
 _SHORTEST_S = 1.0
 _RAW_LIMIT_S = 300.0
 SPAWN = multiprocessing.get_context("spawn")
-Part = Callable[..., Iterator["Row"]]
+DType = Literal["float32", "bfloat16"]
+Part = Callable[["Bench"], Iterator["Row"]]
 
 
 class MissingError(Exception):
@@ -41,10 +42,15 @@ class MissingError(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """Options common to all parts. turns: None for as many as the part takes by itself. small: that it works, not how fast."""
+    """Options. turns: None for as many as the part takes by itself. small: that it works, not how fast. load: what the names of
+    loads have in them. model, dtype, slots: of engines; None for the tiny one, and for as many as suit the model."""
 
     turns: int | None = None
     small: bool = False
+    load: str = ""
+    model: Path | None = None
+    dtype: DType = "float32"
+    slots: int | None = None
 
     def size(self, usual: T, small: T) -> T:
         """A load's size."""
@@ -59,8 +65,9 @@ class Bench:
 class Row:
     """One load. sides: median over the turns by the side's name, in `unit`.
 
-    ratio: median of the turns' ratios, first side over second; lowest and highest of them. figures: what else was measured, by
-    a name that ends in its unit. foreign: share of all cores' time that programs outside the benchmark used. None: unknown.
+    ratio: median of the turns' ratios, first side over second; lowest and highest of them. at_least, at_most: the goal.
+    figures: what else was measured, by a name that ends in its unit. foreign: share of all cores' time that programs outside
+    the benchmark used. None: unknown.
     """
 
     load: str
@@ -86,20 +93,15 @@ class Row:
         *,
         at_least: float | None = None,
         at_most: float | None = None,
-        counted: bool = False,
         figures: Mapping[str, float] | None = None,
     ) -> Row:
-        """values: one number a turn for each side; the turns' ratios are of the first side over the second.
-
-        counted: bytes or steps, which other work does not change; such a row has no turns.
-        """
+        """values: one number a turn for each side; the turns' ratios are of the first side over the second."""
         first, *others = values.values()
         ratios = [a / b for a, b in zip(first, others[0], strict=True)] if others else []
         median, low, high = (rounded(f(ratios)) if ratios else None for f in (statistics.median, min, max))
         sides = {name: rounded(statistics.median(each)) for name, each in values.items()}
         further = {name: rounded(value) for name, value in (figures or {}).items()}
-        turns = None if counted else len(first)
-        return cls(load, sides, unit, median, low, high, turns, at_least, at_most, further)
+        return cls(load, sides, unit, median, low, high, len(first), at_least, at_most, further)
 
     def __str__(self) -> str:
         """Load, sides, ratio with its range, turns, goal, everything else, and whether the machine was quiet, in a line."""

@@ -20,19 +20,16 @@ processor time: read it where other programs use the machine.
 
 from __future__ import annotations
 
-import pkgutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-from unittest import mock
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import typer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -48,7 +45,6 @@ from async_rlhf.learner.objective.advantages import group_relative
 from async_rlhf.learner.step.controller import make_backend
 
 GOALS = {"bare": 0.9, "trl": 1.3}
-MOST_OVERHEAD = 0.03
 NUM_PROMPT_TOKENS = 60
 # So small that a hundred steps on the same batch leave the model where it was.
 CONFIG = LearnerConfig(learning_rate=1e-9, threads=1)
@@ -59,32 +55,21 @@ Model = Literal["tiny", "wide"]
 Sharing = Literal["alone", "shared"]
 # Prompts of `shared`, 8 completions each, and turns; a step of the wide model takes 50 times as long.
 _SIZES: dict[Model, tuple[int, int]] = {"tiny": (8, 6), "wide": (2, 3)}
-# What is counted as corrections and diagnostics.
-_DIAGNOSTICS = (
-    "model.logprobs._entropy_",
-    "step.controller.objective",
-    "step.report.StepSums.add",
-    "step.report.StepSums.report",
-)
 
 
-def learner(
-    bench: Bench,
-    model: Annotated[Model | None, typer.Option(help="Only this model.")] = None,
-    load: Annotated[Sharing | None, typer.Option(help="Only this load.")] = None,
-) -> Iterator[Row]:
+def learner(bench: Bench) -> Iterator[Row]:
     """Compare a learner step with a bare training loop and with TRL's, in completion tokens a second."""
     check_trl()
     torch.set_num_threads(1)
-    loads: tuple[Sharing, ...] = ("alone", "shared")
-    for each in (model,) if model else list(_SIZES)[: bench.size(2, 1)]:
-        for name in (load,) if load else loads:
+    sharings: tuple[Sharing, ...] = ("alone", "shared")
+    for model, sharing in product(list(_SIZES)[: bench.size(2, 1)], sharings):
+        if bench.load in f"{model}, {sharing}":
             with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
-                yield from measure(each, name, bench, Path(directory))
+                yield from measure(model, sharing, bench, Path(directory))
 
 
 def measure(model: Model, load: Sharing, bench: Bench, directory: Path) -> Iterator[Row]:
-    """All sides in turns; one row for each side beside ours, and one for the share of diagnostics."""
+    """All sides in turns; one row for each side beside ours."""
     prompts, turns = _SIZES[model]
     lengths, path, vocabulary = long_tailed(prompts, 8), MODEL, 99
     if model == "wide":
@@ -101,9 +86,6 @@ def measure(model: Model, load: Sharing, bench: Bench, directory: Path) -> Itera
         cpu = statistics.median(b.cpu / a.cpu for a, b in zip(*pair.values(), strict=True))
         figures = {"cpu_ratio": cpu, "tokens": tokens}
         yield Row.of(f"{model}, {load}, beside {name}", rate, "tok/s", at_least=goal, figures=figures)
-    whole, diagnostics = diagnostics_seconds(path, groups)
-    parts = {"diagnostics": [diagnostics], "step": [whole]}
-    yield Row.of(f"{model}, {load}: corrections and diagnostics", parts, "CPU s", at_most=MOST_OVERHEAD)
 
 
 class Seconds(NamedTuple):
@@ -161,33 +143,6 @@ def advantages_of(groups: list[Group]) -> list[list[float | None]]:
 def ours(model: Path, groups: list[Group]) -> Side:
     backend = make_backend(model, CONFIG, LossConfig())
     return timed(lambda: backend.step([make_rows(groups, advantages_of(groups), CONFIG.row_tokens)], 0))
-
-
-def diagnostics_seconds(model: Path, groups: list[Group]) -> tuple[float, float]:
-    """Processor seconds of one step, and of its corrections, token losses, entropy and diagnostics.
-
-    Timed where they are called, which other work on the machine disturbs less than a difference of two steps.
-    """
-    spent = 0.0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal spent
-            began = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent += time.thread_time() - began
-
-        return run
-
-    side = ours(model, groups)
-    side()
-    with ExitStack() as stack:
-        for name in (f"async_rlhf.learner.{each}" for each in _DIAGNOSTICS):
-            stack.enter_context(mock.patch(name, counted(pkgutil.resolve_name(name))))
-        whole = side().cpu
-    return whole, spent
 
 
 def bare_batches(groups: list[Group]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

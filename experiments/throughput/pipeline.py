@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
-
-import typer
+from typing import Literal, NamedTuple
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
@@ -58,11 +56,11 @@ LOADS = (Load("natural", max_staleness=2, goal=1.2), Load("full", max_staleness=
          Load("slow", max_staleness=8, goal=5.0))  # fmt: skip
 
 
-def pipeline(bench: Bench, load: Annotated[Name | None, typer.Option(help="Only this load.")] = None) -> Iterator[Row]:
+def pipeline(bench: Bench) -> Iterator[Row]:
     """Compare the whole system with TRL's GRPOTrainer, in completions a second."""
     check_trl()
     for each in LOADS:
-        if load == each.name or (load is None and (each is LOADS[0] or not bench.small)):
+        if bench.load in each.name and (bench.load or each is LOADS[0] or not bench.small):
             with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
                 yield compare(each, bench, Path(directory))
 

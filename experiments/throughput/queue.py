@@ -7,8 +7,7 @@ A message is a group of 8 rollouts. Four producers, one hub, one consumer, each 
   trains on nothing, and commits every 16 batches. So every byte goes to the hub, to the journal, from the journal and to the
   learner, and is checked twice. Producers send what was packed before with another number, and the consumer does not unpack.
 
-Also: the time from put to take at 10,000 rollouts a second, the processor time of the hub, and its memory with 100,000
-rollouts queued.
+Also: the time from put to take at 10,000 rollouts a second, and the processor time of the hub.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import msgpack
 import numpy as np
 import psutil
 
-from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.config import Fsync, QueueConfig
 from async_rlhf.buffers.hub.hub import Hub
@@ -45,7 +43,6 @@ GROUP_SIZE, PRODUCERS = 8, 4
 COMMIT_EVERY = 16
 _GOALS = {("2 KB", "off"): 0.1, ("64 KB", "off"): 0.3}
 _MAX_STALENESS = 1024  # nothing is published while it is measured, so all of it is sampled by version 0
-_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -70,10 +67,6 @@ def queue(bench: Bench) -> Iterator[Row]:
     waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
     p99 = {"p99_ms": waits[int(0.99 * len(waits))]}
     yield replace(Row.of("put to take at 10,000 rollouts a second", {"wait": waits}, "ms", figures=p99), turns=1)
-    queued = replace(small, num_groups=12512 // (8 * scale) * 8)
-    before, after = memory_at(queued)
-    memory = {"queued": [after], "empty": [before]}
-    yield Row.of("hub memory", memory, "MiB", counted=True, figures={"rollouts": queued.num_groups * GROUP_SIZE})
 
 
 def measure(load: Load, turns: int) -> Row:
@@ -136,19 +129,6 @@ def run_queue(load: Load) -> Run:
             if (step + 1) % COMMIT_EVERY == 0:
                 learner.commit(step + 1)
         return Run(time.perf_counter() - began, cpu_s(process) - before_s, wait_ms)
-
-
-def memory_at(load: Load) -> tuple[float, float]:
-    """MiB of the hub before the first group and with all of them queued."""
-    with _hub(load, Bound(load.batch, _MAX_STALENESS, load.num_groups + load.batch)) as (address, hub, _):
-        process = psutil.Process(hub.pid)
-        before, deadline = process.memory_info().rss, time.monotonic() + _LIMIT_S
-        with running(*_producers(load, address)), control(address, timeout_s=30.0) as operator:
-            while operator.status()["ledger"]["queued"] < load.num_groups:
-                assert time.monotonic() < deadline, f"the groups were not queued within {_LIMIT_S:.0f} s"
-                time.sleep(0.2)
-            after = process.memory_info().rss
-    return before / 2**20, after / 2**20
 
 
 @contextmanager

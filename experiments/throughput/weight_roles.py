@@ -36,14 +36,10 @@ def as_tensors(words: np.ndarray[Any, np.dtype[np.uint16]]) -> dict[str, RawTens
     return {f"layer{n}": RawTensor("bfloat16", (len(part),), part.view(np.uint8).data) for n, part in enumerate(parts)}
 
 
-def make_hub(address: str, directory: str, transport: str) -> Hub:
-    bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
-    return Hub(address, Path(directory), QueueConfig(lease_s=600), bound, weights=weights_config(transport))
-
-
 def hub(address: str, directory: str, transport: str) -> None:
     """Serves until Halt."""
-    make_hub(address, directory, transport).run()
+    bound = Bound(groups_per_batch=1, max_staleness=1, num_groups=1)
+    Hub(address, Path(directory), QueueConfig(lease_s=600), bound, weights=weights_config(transport)).run()
 
 
 def learner(address: str, transport: str, num_bytes: int, pipe: Connection) -> None:

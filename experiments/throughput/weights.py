@@ -4,23 +4,20 @@
 - shared:   from the learner's `publish` to adopted, through a hub, all three processes on one host; beside that copy
 - tcp:      an actor fetches the chunks of a set from a hub over loopback; beside PUSH/PULL of frames of the same size
 - delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
-- versions: deltas between consecutive versions of the shipped model, trained in float32 and published in bfloat16
 
 And what does a publication cost those who have other work?
 
 - beside generation: a learner publishes to an actor that decodes. How long from its call to adopted, beside copying the set as
   often as it must be (out of the learner, into the engine); how long the learner stands still, while it copies the set as in a
   run; how long the actor does, beyond the engine's own copy. Decoding is a matrix product of some 20 ms, on one thread.
-- relay tree: bytes that the hub sends to eight pretended hosts with a relay each, where every relay serves two more, beside one
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,21 +27,16 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
-from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.buffers.weights import delta
-from async_rlhf.buffers.weights.assembly import Assembly, mapped
-from async_rlhf.buffers.weights.relay import Relay
+from async_rlhf.buffers.weights.assembly import mapped
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput import weight_roles
 from async_rlhf.experiments.throughput.harness import (
-    MODEL,
     SPAWN,
     Bench,
     Row,
@@ -54,13 +46,11 @@ from async_rlhf.experiments.throughput.harness import (
     raw_seconds,
     running,
     talking,
-    timed,
 )
-from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_hub, make_words, weights_config
+from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
 from async_rlhf.launch.sockets import LOOPBACK, free_port
 
 Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
-_HOSTS = 8
 _WIDTH = 1024  # of the product that stands for a decode step
 
 
@@ -86,8 +76,6 @@ def weights(bench: Bench) -> Iterator[Row]:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
             yield beside("delta", None, ours=lambda: with_deltas.publish().total, whole=lambda: fleet.publish().total)
-    for learning_rate in (1e-4, 1e-5, 1e-6):
-        yield measure_versions(learning_rate, turns)
 
 
 def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
@@ -180,53 +168,10 @@ class Fleet:
         return Published(adopted - began, adopted - ended, copied - began, looked_s, adopted - here, spent_s + learner_s)
 
 
-def versions(learning_rate: float, steps: int) -> list[WeightSet]:
-    """Consecutive bfloat16 versions of the shipped model, trained in float32 on random texts."""
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, trust_remote_code=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
-    sets = []
-    for step in range(steps):
-        ids = torch.randint(3, 30, (16, 40))
-        optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        tensors = {
-            name: RawTensor("bfloat16", tuple(p.shape), p.detach().bfloat16().reshape(-1).view(torch.uint8).numpy().data)
-            for name, p in model.named_parameters()
-        }
-        sets.append(WeightSet.of(1, step, tensors))
-    return sets
-
-
-def measure_versions(learning_rate: float, turns: int) -> Row:
-    """The last step's delta: its share of the set's bytes; GB of the set encoded, and applied and verified, a second."""
-    old, new = versions(learning_rate, steps=8)[-2:]
-    before, after = (np.frombuffer(each.blob, "<u2") for each in (old, new))
-    data = delta.encode(memoryview(old.blob), memoryview(new.blob), new.specs, len(new.blob))
-    assert data is not None
-
-    def apply() -> None:
-        assembly = Assembly(new.announcement())
-        assembly.patch(old, [data])
-        assert assembly.whole() == new
-
-    encode = timed(lambda: delta.encode(memoryview(old.blob), memoryview(new.blob), new.specs, len(new.blob)))
-    seconds = alternate({"encode": encode, "apply": timed(apply)}, turns)
-    speed = {f"{name}_gb_per_s": statistics.median(v) for name, v in rates(len(new.blob) / 1e9, seconds).items()}
-    sizes, changed = {"delta": [len(data)], "set": [len(new.blob)]}, float((before != after).mean())
-    return Row.of(
-        f"versions, learning rate {learning_rate:.0e}", sizes, "bytes", counted=True, figures={"changed": changed, **speed}
-    )
-
-
 def publication(bench: Bench) -> Iterator[Row]:
-    """Measure what a publication costs learner and generation, and what relays spare the hub."""
+    """Measure what a publication costs learner and generation."""
     torch.set_num_threads(1)
     yield beside_generation(bench.num_turns(3), bench.size(2048, 16) << 20)
-    num_bytes = bench.size(16, 2) << 20
-    sent = {f"{hosts} hosts": [sent_by_hub(hosts, num_bytes)] for hosts in (_HOSTS, 1)}
-    yield Row.of("relay tree", sent, "bytes", at_most=1.0, counted=True, figures={"set_mb": num_bytes / 1e6})
 
 
 def beside_generation(turns: int, num_bytes: int) -> Row:
@@ -248,35 +193,3 @@ def beside_generation(turns: int, num_bytes: int) -> Row:
         "cpu_s": statistics.median(each.cpu for each in timed),
     }
     return Row.of("beside generation", seconds, "s", at_most=3.0, figures=figures)
-
-
-def sent_by_hub(num_hosts: int, num_bytes: int) -> int:
-    """One set, adopted by an actor on each host: behind the hub one relay, behind every relay two."""
-    config, addresses = weights_config("chunks"), [f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}" for _ in range(num_hosts + 1)]
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-
-        def run(server: Any) -> None:
-            thread = threading.Thread(target=server.run)
-            thread.start()
-            stack.callback(thread.join)
-
-        run(make_hub(addresses[0], folder, "chunks"))
-        operator = stack.enter_context(control(addresses[0]))
-        stack.callback(operator.halt)
-        waiting = set[ActorClient]()
-        for number, address in enumerate(addresses[1:]):
-            run(relay := Relay(addresses[(number + 1) // 2], address, config))
-            stack.callback(relay.stop)
-            client = ActorClient(address, f"actor-{number}", beat_s=1.0, timeout_s=DEADLINE_S, weights=config)
-            stack.callback(client.close)
-            waiting.add(client)
-        learner = LearnerClient(addresses[0], timeout_s=DEADLINE_S, weights=config)
-        stack.callback(learner.close)
-        learner.register(0, 0)
-        learner.publish(0, as_tensors(make_words(num_bytes)))
-        while waiting:
-            for client in list(waiting):
-                client.poll(ActorState(0, 0, -1, ()), wire.Telemetry(), timeout_s=0.01)
-                if client.weights() is not None:
-                    waiting.discard(client)
-        return int(operator.status()["weights"]["served_bytes"])

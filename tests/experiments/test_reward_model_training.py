@@ -13,8 +13,16 @@ import pytest
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.experiments.reward_model.pairs import Pair, gold_pairs, gold_reward, read_pairs, split
-from async_rlhf.experiments.reward_model.train import Training, quality, train
+from async_rlhf.experiments.reward_model.train import (
+    Pair,
+    Training,
+    gold_pairs,
+    gold_reward,
+    quality,
+    read_pairs,
+    split,
+    train,
+)
 from async_rlhf.experiments.warm_start.speller import INSTRUCTION
 
 
@@ -58,7 +66,6 @@ def test_quality_by_hand() -> None:
     found = quality([even, even, even, -even])
     assert found.accuracy == 0.75 and found.calibration_error == pytest.approx(0.0)
     assert found.loss == pytest.approx(-(3 * math.log(0.75) + math.log(0.25)) / 4)
-    assert [(b.predicted, b.right, b.count) for b in found.bins] == [(pytest.approx(0.75), 0.75, 4)]
     sure_and_wrong = quality([-1e6, 1e6])
     assert sure_and_wrong.accuracy == 0.5 and sure_and_wrong.calibration_error == pytest.approx(0.5)
     assert quality([0.0]).accuracy == 0.5

@@ -97,4 +97,4 @@ def test_a_short_soak_keeps_its_books_and_holds_no_more_than_at_its_beginning(tm
     report = Report.of(plan, seen, kept)
     write(report, seen, tmp_path)
     page = (tmp_path / "report.md").read_text()
-    assert (tmp_path / "soak.png").exists() and "3 kills" in page and "every row was used as often as promised" in page
+    assert "3 kills" in page and "every row was used as often as promised" in page

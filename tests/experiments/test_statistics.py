@@ -15,7 +15,6 @@ from async_rlhf.experiments.statistics import (
     detectable,
     estimate,
     holm,
-    isotonic,
     paired,
     seeds_needed,
     t_chance,
@@ -117,12 +116,3 @@ def test_a_sentence_says_no_more_than_its_interval() -> None:
     said = worded("A", "B", none, 10)
     assert "no difference shown; differences outside -0.100 to +0.300 are unlikely; 8 seeds show one of 0.346" in said
     assert "too few for an interval" in worded("A", "B", Mean(1.0, 0.0, 2.0, 2, None), 1)
-
-
-@given(st.lists(numbers, min_size=1, max_size=12))
-def test_an_isotonic_fit_never_falls_and_no_other_such_is_closer(y: list[float]) -> None:
-    fit = isotonic(y)
-    assert len(fit) == len(y) and (np.diff(fit) >= 0).all()
-    left = np.array(y) - fit
-    # of a projection on a cone: what is left is at right angles to the fit, and at none sharper to any other that rises
-    assert left @ fit == pytest.approx(0, abs=1e-6) and all(left[i:].sum() <= 1e-6 for i in range(1, len(y)))

@@ -15,8 +15,7 @@ import pytest
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.reports.command import report
-from async_rlhf.experiments.staleness.progress import CellProgress, Pace
-from async_rlhf.experiments.staleness.sweep import run_sweep
+from async_rlhf.experiments.staleness.sweep import CellProgress, Pace, run_sweep
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
 from tests.experiments.written import write_sweep
@@ -50,7 +49,8 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
         ("1", "3", "2", "32"),
     ]
     assert all(row["held_out_reward_end"] and row["held_out_accuracy_end"] for row in rows)
-    assert (directory / "results.png").read_bytes().startswith(PNG)
+    for name in ("results", "trade_offs"):
+        assert (directory / f"{name}.png").read_bytes().startswith(PNG)
     page = (directory / "report.md").read_text()
     assert f"    async-rlhf sweep {path} --set max_steps=2\n" in page
     assert "**FAILS**" not in page and "bound 0 is staleness 0 for every token (1 of 1 cell)" in page
@@ -75,7 +75,7 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
 
 
 @pytest.mark.rest
-def test_cells_run_at_once_and_one_that_fails_is_kept_beside_the_others(tmp_path: Path, sweep: Callable[..., Path]) -> None:
+def test_cells_run_at_once_and_one_that_fails_is_named_beside_the_others(tmp_path: Path, sweep: Callable[..., Path]) -> None:
     path, said = sweep([0], max_steps=2), list[str]()
     (tmp_path / "judge.py").write_text("def good(completion):\n    return 0.5\n\ndef bad(completion):\n    return 1 / 0\n")
     judge = f'[sweep.axes.judge]\ngood = {{ rewards.functions = ["{tmp_path}/judge.py:good"] }}\n'
@@ -85,7 +85,9 @@ def test_cells_run_at_once_and_one_that_fails_is_kept_beside_the_others(tmp_path
     with pytest.raises(AsyncRLHFError, match=r"1 of 2 cells failed, .* judge = bad, .*ZeroDivisionError"):
         run_sweep(path, (), said.append, jobs=2)
     rows = {row["judge"]: row for row in table(tmp_path / "sweeps" / "tiny")}
-    assert rows["good"]["steps"] == "2" and not rows["good"]["failure"] and set(rows) == {"good"}
+    assert rows["good"]["steps"] == "2" and set(rows) == {"good"}
+    page = (tmp_path / "sweeps" / "tiny" / "report.md").read_text()
+    assert "**1 of 2 cells have no result: judge = bad, queue.max_staleness = 0, seed = 3.**" in page
     with pytest.raises(ConfigError, match="--only 'judge=god': the sweep has no such value; choose among good, bad"):
         run_sweep(path, (), said.append, only=["judge=god"])
 
@@ -136,7 +138,7 @@ def test_a_sweep_takes_what_is_left_of_a_cell_and_whole_cells_for_those_that_wai
 
 def test_a_sweep_prints_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     said, clock = list[str](), iter([0.0, 2.0, 4.0, 20.0])
-    monkeypatch.setattr("async_rlhf.experiments.staleness.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("async_rlhf.experiments.staleness.sweep.time.monotonic", lambda: next(clock))
     progress = CellProgress(HEAD, 30, Pace(waiting=1), said.append)
     for step in (1, 2, 3, 11):
         progress.step({"step": step}, 100)

@@ -11,17 +11,13 @@ from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import (
     BLOCK,
-    Point,
     Reached,
     area,
     at_equal_kl,
     at_equal_time,
     compared,
     contrasts,
-    fall,
     log_seconds,
-    off_one_curve,
-    path,
     reached,
     scores_apart,
     target,
@@ -119,21 +115,6 @@ def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_ha
     assert longer.mean == pytest.approx(math.log(2))
 
 
-def test_a_score_falls_from_where_it_is_highest_in_the_mean_of_the_seeds(result: CellResult) -> None:
-    """Ten steps of 128 completions: two of them are a point."""
-    curves = [(0.0, 0.2, 0.9, 0.9, 0.0, 0.0, 0.5, 0.7, 0.6, 0.6), (0.0, 0.2, 0.5, 0.5, 1.0, 1.0, 0.0, 0.0, 0.5, 0.7)]
-    kls = (None, 0.1, *(0.2,) * 8)
-    cells = [
-        replace(result, seed=seed, curves={"rewards/gold/mean": curve, "kl/reference": kls})
-        for seed, curve in enumerate(curves)
-    ]
-    assert path(cells[0], "gold")[0] == Point(2, 0.1, 0.1)
-    found = fall(cells, "gold")
-    assert found is not None and found[0] == 4
-    assert found[1].mean == pytest.approx(0.6 - 0.7)
-    assert fall(cells, "another") is None
-
-
 def test_scores_that_tell_no_run_from_another_are_not_looked_at_on_their_own(result: CellResult) -> None:
     def cells(*golds: float) -> list[CellResult]:
         return [judged(result, {"gold": gold, "proxy": 0.1 * seed, "wait": 0.0}) for seed, gold in enumerate(golds)]
@@ -156,20 +137,6 @@ def test_scores_are_compared_at_the_divergence_that_all_runs_of_a_seed_reach(res
     number = at_equal_kl([far, near], "loss.kind", "gold")
     assert [number(far), number(near)] == pytest.approx([1.5, 1.0]), "at 3 nats, between two points of the first"
     assert at_equal_kl([replace(far, curves={}), near], "loss.kind", "gold")(near) is None, "one run has no divergence"
-
-
-def test_settings_lie_on_one_curve_of_score_over_divergence_or_so_far_from_it(result: CellResult) -> None:
-    def run(kind: str, age: int, scores: tuple[float, ...], kls: tuple[float, ...]) -> CellResult:
-        curves = {"rewards/gold/mean": scores, "kl/reference": kls}
-        setting = (("loss.kind", kind), ("queue.max_staleness", age))
-        return replace(result, setting=setting, steps=3, trained_samples=3 * BLOCK, curves=curves)
-
-    together = [run("a", 0, (0.0, 1.0, 4.0), (0.0, 1.0, 4.0)), run("a", 4, (0.0, 2.0, 3.0), (0.0, 2.0, 3.0))]
-    apart = [run("b", 0, (0.0, 1.0, 2.0), (0.0, 1.0, 2.0)), run("b", 4, (0.0, 0.0, 0.0), (0.0, 1.5, 2.5))]
-    falling = run("c", 0, (2.0, 1.0, 0.0), (0.0, 1.0, 2.0))
-    found = off_one_curve([*together, *apart, falling], "queue.max_staleness", "gold")
-    # 0, 0, 1, 0, 2, 0 in the order of their divergence: the best rising curve is 0, 0, 1/2, 1/2, 1, 1
-    assert found == pytest.approx({"loss.kind = a": 0.0, "loss.kind = b": math.sqrt(2.5 / 6)})
 
 
 def titles(results: list[CellResult], sweep: SweepConfig) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rlhf.experiments.gradient_laws.table import CASES, Case, markdown, measure
+from async_rlhf.experiments.gradient_laws.__main__ import CASES, Case, markdown, measure
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable as policy
 

@@ -15,7 +15,7 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.gradient_laws.table import CASES, Case
+from async_rlhf.experiments.gradient_laws.__main__ import CASES, Case
 from async_rlhf.learner.batch.micro_batch import Packing, SamplingMasks, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LossConfig

@@ -27,7 +27,7 @@ from async_rlhf.experiments.planning.calibration.what_if import as_json, lines, 
 from async_rlhf.experiments.planning.model.stages import Layout, decode_step_s, training_s
 from async_rlhf.experiments.planning.placement.roles import Roles
 from async_rlhf.experiments.planning.placement.spec import Spec
-from async_rlhf.experiments.planning.simulation.refitting import scale
+from async_rlhf.experiments.planning.simulation.refitting import scaled
 from async_rlhf.experiments.planning.simulation.run import simulate
 from async_rlhf.experiments.planning.simulation.workload import Costs, Workload
 from async_rlhf.run.config import Config, validated
@@ -48,7 +48,7 @@ def made(load: Workload, costs: Costs, truth: Costs) -> RunCosts:
 
 
 def test_a_run_is_met_and_the_least_staleness_that_is_as_fast_is_named() -> None:
-    truth = scale(COSTS, {"generation": 1.5, "completion": 1.0, "training": 1.2, "publication": 1.0})
+    _, truth = scaled(LOAD, COSTS, {"generation": 1.5, "training": 1.2, "publication": 1.0, "scoring": 1.0})
     measured = made(LOAD, COSTS, truth)
     found = what_if(measured)
     assert found.own.samples_per_s == pytest.approx(measured.samples_per_s, rel=0.03)

@@ -1,5 +1,4 @@
-"""A run on virtual time with the real admission, held against closed forms and against what the queue promises; constants that
-are refitted to runs predict others; cores that roles share."""
+"""A run on virtual time with the real admission, held against closed forms and against what the queue promises."""
 
 from __future__ import annotations
 
@@ -12,27 +11,24 @@ from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.planning.model.stages import generation_ends_s
-from async_rlhf.experiments.planning.simulation.refitting import KINDS, Observed, refit, scale, slowed
 from async_rlhf.experiments.planning.simulation.run import simulate
-from async_rlhf.experiments.planning.simulation.virtual_time import Clock, Cores
-from async_rlhf.experiments.planning.simulation.workload import Costs, Pool, Workload
+from async_rlhf.experiments.planning.simulation.virtual_time import Clock
+from async_rlhf.experiments.planning.simulation.workload import Costs, Workload
 
 COSTS = Costs(
-    decode=(2e-3, 1e-4, 1e-6), prefill=(1e-3, 5e-4, 1e-5), training=(0.05, 0.01, 1e-5), completion_s=2e-4, copy_s=0.01,
-    travel_s=0.03, adopt_s=0.004,
+    decode=(2e-3, 1e-4, 1e-6), prefill=(1e-3, 5e-4, 1e-5), training=(0.05, 0.01, 1e-5), copy_s=0.01, travel_s=0.03,
+    adopt_s=0.004,
 )  # fmt: skip
 EVEN = Workload(
     groups_per_batch=4, group_size=2, lengths=(20,), prompt_tokens=6, max_staleness=0, slots=8, reward_s=(0.06,), judges=None
 )
 TRAINED_S = 0.05 + 0.01 + 1e-5 * (4 * 6 + 8 * 20)
-TOGETHER = Pool(1, ("actor", "scoring", "learner"))
 
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     groups, window, every = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     exact = draw(st.booleans()) and window == every == 1
-    pools = [(), (Pool(2, ("actor", "scoring", "learner")),), (Pool(1, ("actor", "learner"), (1, 2)),)]
     return Workload(
         groups_per_batch=groups,
         group_size=draw(st.integers(1, 4)),
@@ -53,7 +49,6 @@ def workloads(draw: st.DrawFn) -> Workload:
         turns=draw(st.integers(1, 3)),
         environment_s=draw(st.sampled_from([(0.0,), (0.05, 0.5)])),
         observation_tokens=draw(st.integers(0, 9)),
-        pools=draw(st.sampled_from(pools)),
     )
 
 
@@ -71,14 +66,14 @@ def test_the_ledger_closes_no_token_is_too_old_and_a_run_again_is_the_same(workl
 
 
 def test_without_staleness_a_step_generates_scores_trains_and_publishes_one_after_the_other() -> None:
-    generated_s = 1e-3 + 4 * (5e-4 + 6e-5) + 20 * (2e-3 + 8 * (1e-4 + 1e-6 * (6 + 10.5))) + 8 * 2e-4
+    generated_s = 1e-3 + 4 * (5e-4 + 6e-5) + 20 * (2e-3 + 8 * (1e-4 + 1e-6 * (6 + 10.5)))
     found = simulate(EVEN, COSTS, steps=8)
     assert found.seconds_per_step == pytest.approx(generated_s + 0.06 + TRAINED_S + 0.01 + 0.03 + 0.004)
     assert set(found.staleness) == {0} and found.bound_by == "max_staleness"
 
 
 def test_generation_is_that_of_the_closed_model_of_continuous_batching() -> None:
-    costs = replace(COSTS, prefill=(0.0, 0.0, 0.0), completion_s=0.0)
+    costs = replace(COSTS, prefill=(0.0, 0.0, 0.0))
     alone = generation_ends_s([20] * 8, prompt_tokens=6, slots=3, step_s=costs.decode_s, prefill_s=lambda rows: 0.0)
     found = simulate(replace(EVEN, slots=3, reward_s=(0.0,)), costs, steps=8)
     assert found.seconds_per_step == pytest.approx(max(alone) + TRAINED_S + 0.01 + 0.03 + 0.004)
@@ -92,8 +87,8 @@ def test_with_much_staleness_the_slowest_role_never_waits() -> None:
     assert found.roles["actor-0"].waits_for == "weights"
     assert set(found.staleness) == {8} and found.queue_depth_max == 8 * 4
     found = simulate(load, replace(COSTS, decode=(0.05, 0.0, 0.0)), steps=30)
-    prefill_s, finishing_s, adopt_s = 1e-3 + 4 * (5e-4 + 6e-5), 8 * 2e-4, 0.004
-    assert found.seconds_per_step == pytest.approx(20 * 0.05 + prefill_s + finishing_s + adopt_s)
+    prefill_s, adopt_s = 1e-3 + 4 * (5e-4 + 6e-5), 0.004
+    assert found.seconds_per_step == pytest.approx(20 * 0.05 + prefill_s + adopt_s)
     assert found.roles["actor-0"].idle == 0 and found.bound_by == "actors"
     assert found.roles["learner"].waits_for == "batch"
     found = simulate(replace(load, reward_s=(0.5,), judges=1), COSTS, steps=30)
@@ -145,93 +140,15 @@ def test_a_run_that_would_hang_is_refused() -> None:
         simulate(replace(EVEN, actors=0), COSTS, steps=4)
 
 
-# -- cores that roles share ------------------------------------------------------------------------------------------
-
-
-def test_roles_on_one_core_take_the_sum_of_their_times_and_on_their_own_the_longest() -> None:
-    costs = Costs(decode=(0.01, 0.0, 0.0), training=(0.3, 0.0, 0.0))
-    load = replace(EVEN, max_staleness=6, reward_s=(0.01,), judges=1)
-    assert simulate(load, costs, steps=30).seconds_per_step == pytest.approx(0.3)
-    together = simulate(replace(load, pools=(TOGETHER,)), costs, steps=30)
-    assert together.seconds_per_step == pytest.approx(20 * 0.01 + 8 * 0.01 + 0.3, rel=0.02)
-
-
-@given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=1, max_size=8), st.sampled_from([0.5, 1.0, 2.0, 3.0, 8.0]))
-def test_busy_stages_get_all_cores_or_all_that_they_want_and_end_no_earlier_than_the_work_allows(
-    parallelism: list[float], number: float
-) -> None:
-    clock, cores = Clock(), Cores(number)
-    tasks = [clock.begin(1.0, lambda: None, cores, each) for each in parallelism]
-    taken = [task.rate * task.parallelism for task in tasks]
-    assert sum(taken) == pytest.approx(min(number, sum(parallelism)))
-    short = [each for each, wanted in zip(taken, parallelism, strict=True) if each < wanted - 1e-9]
-    assert short == pytest.approx([max(taken)] * len(short))  # none of those that want more has less than another
-    while clock.turn():
-        pass
-    assert clock.now >= max(1.0, sum(parallelism) / number) - 1e-9
-
-
-def test_tasks_that_share_a_core_end_later_a_shortened_one_earlier_and_those_of_one_time_in_their_order() -> None:
-    clock, core, ended = Clock(), Cores(1.0), list[tuple[str, float]]()
+def test_a_shortened_task_ends_earlier_and_those_of_one_time_in_their_order() -> None:
+    clock, ended = Clock(), list[tuple[str, float]]()
 
     def end(name: str) -> None:
         ended.append((name, clock.now))
 
-    clock.begin(1.0, lambda: end("first"), core)
-    clock.begin(3.0, lambda: end("second"), core)
     long = clock.begin(8.0, lambda: end("shortened"))
     clock.begin(3.0, lambda: clock.shorten(long, clock.left(long) - 1))
     clock.begin(7.0, lambda: end("as early"))
     while clock.turn():
         pass
-    assert ended == [("first", 2.0), ("second", 4.0), ("as early", 7.0), ("shortened", 7.0)]
-
-
-# -- refitting -------------------------------------------------------------------------------------------------------
-
-GUESS = Costs(decode=(2e-3, 1e-4, 0.0), training=(0.1, 0.0, 1e-4), copy_s=0.01, travel_s=0.02, adopt_s=0.01)
-BASE = Workload(
-    groups_per_batch=4, group_size=4, lengths=(10, 20, 60), prompt_tokens=20, max_staleness=0, slots=16, reward_s=(0.01,)
-)
-FREE = replace(BASE, reward_s=(0.0,))
-STEPS = 10
-
-
-@pytest.mark.parametrize(
-    ("changed", "seen", "others"),
-    [
-        ({}, [BASE, replace(BASE, max_staleness=4)], []),
-        (
-            {"generation": 3.1, "training": 0.6},
-            [BASE, replace(BASE, max_staleness=4), replace(BASE, max_staleness=2, pools=(TOGETHER,))],
-            [replace(BASE, max_staleness=1, actors=2), replace(BASE, max_staleness=4, lengths=(5, 200))],
-        ),
-        (
-            {"scoring": 1.6},
-            [FREE, replace(FREE, max_staleness=4), replace(BASE, reward_s=(0.03,))],
-            [replace(BASE, reward_s=(0.05,))],
-        ),
-    ],
-    ids=["nothing", "stages", "rewards"],
-)
-def test_the_constants_of_simulated_runs_are_found_and_predict_others(
-    changed: dict[str, float], seen: list[Workload], others: list[Workload]
-) -> None:
-    truth = {**dict.fromkeys(KINDS, 1.0), **changed}
-
-    def speed(load: Workload, factors: dict[str, float], costs: Costs) -> tuple[float, float]:
-        run = simulate(slowed(load, factors), costs, steps=STEPS)
-        return run.samples_per_s, run.roles["learner"].idle
-
-    found = refit(GUESS, [Observed(each, *speed(each, truth, scale(GUESS, truth))) for each in seen], steps=STEPS)
-    assert changed or found.costs == GUESS
-    for kind in ("generation", "training"):
-        assert found.factors[kind] == pytest.approx(truth[kind], rel=0.1)
-    for each, near in [*((each, 0.02) for each in seen), *((each, 0.1) for each in others)]:
-        predicted, measured = speed(each, dict(found.factors), found.costs)[0], speed(each, truth, scale(GUESS, truth))[0]
-        assert predicted == pytest.approx(measured, rel=near)
-
-
-def test_rewards_that_only_wait_are_not_slowed() -> None:
-    waits = replace(BASE, reward_cores=False)
-    assert slowed(waits, dict.fromkeys(KINDS, 2.0)) == waits
+    assert ended == [("as early", 7.0), ("shortened", 7.0)]

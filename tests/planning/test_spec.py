@@ -84,7 +84,6 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "plan needs a SPEC.toml, --from-run RUN, or --devices"),
-        (["SPEC", "--picture", "plan.jpg"], "a picture is written as .png or .svg, not '.jpg'"),
         (["SPEC", "--settings", "nowhere/plan.toml"], "--settings 'nowhere/plan.toml': its folder does not exist"),
         (["--from-run", "nowhere", "--settings", "plan.toml"], "--settings is of a plan: give a SPEC.toml"),
         (["--from-run", "nowhere"], "nowhere"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rlhf.experiments.planning import validation
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts, read
 from async_rlhf.experiments.planning.model.schedules import AROUND, Stage, StageTime, step_time
 from async_rlhf.experiments.planning.model.stages import (
@@ -28,6 +30,7 @@ from async_rlhf.experiments.planning.model.stages import (
     training_s,
     weights_read_bytes,
 )
+from async_rlhf.experiments.planning.validation.__main__ import Figure, figures, table
 from tests.planning.specs import LLAMA_1B
 
 DENSE = read(LLAMA_1B)
@@ -99,13 +102,6 @@ def test_more_replicas_never_make_inference_slower_and_at_best_divide_it(
     assert inference_s(wider, rows * data * times, tokens) == pytest.approx(inference_s(place, rows * data, tokens))
 
 
-@given(st.sampled_from([DENSE, EXPERTS]), rows, tokens)
-def test_with_links_that_take_no_time_a_tensor_group_divides_each_stage(costs: ModelCosts, rows: int, tokens: int) -> None:
-    one, four = (place(costs, FAST_LINKS, tensor=tensor) for tensor in (1, 4))
-    for stage in STAGES:
-        assert stage(four, rows, tokens) == pytest.approx(stage(one, rows, tokens) / 4)
-
-
 @pytest.mark.parametrize("device", catalogue().values(), ids=catalogue())
 def test_few_rows_wait_for_the_weights_and_many_for_their_arithmetic(device: Device) -> None:
     at, ratio = place(device=device), device.peak_flops / device.memory_bytes_per_s
@@ -154,13 +150,6 @@ def test_training_by_hand() -> None:
     # 1F1B with p stages and m micro-batches: (m + p - 1) / m of the work of a stage.
     piped = training_s(place(device=FAST_LINKS, pipeline=4), 4, 100, micro_batches=4)
     assert piped == pytest.approx(3 * forward / 4 * 7 / 4 + OPTIMIZER_S / 4)
-
-
-def test_four_all_reduces_a_layer_are_the_price_of_a_tensor_group_in_training() -> None:
-    pair, fast = (place(device=each, tensor=2) for each in (ROUND, FAST_LINKS))
-    size = 2 * 4 * 100 * 2048
-    assert trained_s(pair, 4, 100) - trained_s(fast, 4, 100) == pytest.approx(4 * 16 * size / 1e9)
-    assert inference_s(pair, 4, 100) - inference_s(fast, 4, 100) == pytest.approx(2 * 16 * size / 1e9)
 
 
 def test_groups_that_share_the_positions_of_long_rows_divide_the_work_and_hide_their_ring_behind_attention() -> None:
@@ -298,3 +287,11 @@ def test_more_staleness_is_never_slower_ends_at_the_slowest_lane_and_what_bounds
 def test_a_batch_that_is_generated_whole_keeps_its_devices_until_its_last_row() -> None:
     times: Times = {"generate": StageTime(10, 100), "train": StageTime(10, 10)}
     assert stepped(times, 1).seconds == 100 and stepped(times, 10, ahead=True).seconds == 10
+
+
+@pytest.mark.parametrize("figure", figures(), ids=lambda figure: figure.name)
+def test_stages_give_the_figures_of_other_systems_as_in_the_tables(figure: Figure) -> None:
+    assert figure.now == pytest.approx(figure.predicted, rel=1e-4)
+    row, results = figure.name.partition(":")[0], (Path(validation.__file__).parent / "README.md").read_text()
+    assert [line for line in results.splitlines() if line.startswith(f"| {row} |") and f"{figure.predicted:.3g}" in line]
+    assert f"| {figure.name} | {figure.published:.3g} | {figure.predicted:.3g} | {figure.now:.3g} |" in table()

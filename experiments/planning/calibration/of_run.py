@@ -6,9 +6,9 @@ spans.
     copy, travel, adoption     metrics, and spans of the actors
     lengths, rewards           as they were
 
-What roles that shared cores took from each other is in these times, so they predict runs on the same cores and are simulated
-without pools. All groups that the journal still has are read (`queue.keep_rollouts = true` keeps every one); of a run without
-them decoding follows from tokens and idle shares alone, as if it cost the same for any number of rows.
+What roles that shared cores took from each other is in these times, so they predict runs on the same cores. All groups that the
+journal still has are read (`queue.keep_rollouts = true` keeps every one); of a run without them decoding follows from tokens
+and idle shares alone, as if it cost the same for any number of rows.
 """
 
 from __future__ import annotations

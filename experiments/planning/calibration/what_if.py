@@ -13,7 +13,7 @@ from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.planning.calibration.of_run import RunCosts
-from async_rlhf.experiments.planning.simulation.refitting import refit, slowed
+from async_rlhf.experiments.planning.simulation.refitting import refit, scaled
 from async_rlhf.experiments.planning.simulation.run import Simulated, simulate
 from async_rlhf.experiments.planning.simulation.workload import Costs, Workload
 
@@ -44,15 +44,15 @@ class WhatIf:
 
 
 def what_if(measured: RunCosts) -> WhatIf:
-    found = refit(measured.costs, [measured])
-    load = slowed(measured.workload, found.factors)
+    factors = refit(measured.costs, measured)
+    load, costs = scaled(measured.workload, measured.costs, factors)
     workloads = {bound: bounded for bound in sorted({*BOUNDS, load.max_staleness}) if (bounded := _bounded(load, bound))}
     return WhatIf(
         measured,
-        found.costs,
-        found.factors,
-        {bound: simulate(each, found.costs, steps=_STEPS) for bound, each in workloads.items()},
-        simulate(replace(load, actors=load.actors + 1), found.costs, steps=_STEPS),
+        costs,
+        factors,
+        {bound: simulate(each, costs, steps=_STEPS) for bound, each in workloads.items()},
+        simulate(replace(load, actors=load.actors + 1), costs, steps=_STEPS),
     )
 
 

@@ -64,7 +64,6 @@ def run_of(plan: Plan, roles: Roles) -> tuple[Workload, PlanCosts]:
         queued_groups=0,
         # models with devices of their own take their time of each completion, as many at once as are judged at once
         reward_s=(spec.reward.seconds + apart * spec.reward.concurrency / roles.rows,),
-        reward_cores=False,
         judges=spec.reward.concurrency,
         shared_judges=True,
     )

@@ -1,7 +1,7 @@
 """An actor on virtual time: continuous batching, scoring as each completion ends, weights adopted between two decode steps.
 
 It follows `actors.loop.worker` and the torch engine: rows begin in the order of their groups as slots become free, a group's
-prompt is computed once, and the one thread of the actor decodes, adopts and finishes completions in turns. New weights are
+prompt is computed once, and the one thread of the actor decodes and adopts in turns. New weights are
 adopted at the next step; with `interrupt` the prefixes of running rows are computed again, with `finish` those rows end first
 and no other begins. Time goes from one row's end to the next: in between the same rows are alive. What arrives meanwhile
 (weights, credits, rows that fill free slots) takes effect at the next step.
@@ -143,7 +143,7 @@ class SimulatedActor:
             seconds = self._costs.adopt_s + (self._costs.prefill_s(self._alive, round(self._context)) if again else 0.0)
             self._stretch = 0
             self.account.turn_to("adopt")
-            self._task = self._clock.begin(seconds, self._adopted, *self._run.cores["actor"])
+            self._task = self._clock.begin(seconds, self._adopted)
             return
         self._before_s = self._admit() if self._coming is None else 0.0
         if not self._alive:
@@ -152,9 +152,8 @@ class SimulatedActor:
             return
         self.account.turn_to("decode")
         self._stretch = self._ends[0] - self._step
-        finishing = self._costs.completion_s * len(self._ending[self._ends[0]])
-        self._total_s = self._until(self._stretch) + finishing
-        self._task = self._clock.begin(self._total_s, self._decoded, *self._run.cores["actor"])
+        self._total_s = self._until(self._stretch)
+        self._task = self._clock.begin(self._total_s, self._decoded)
 
     def _admit(self) -> float:
         """Seconds to compute what the rows that begin now continue."""

@@ -1,8 +1,7 @@
-"""Constants that let simulations of several runs come as near to their measured speeds as can be: then others are predicted.
+"""Constants with which the simulation of a run comes as near to its measured speed as can be, and constants by least squares.
 
-Stages that were measured alone are off by what is not modelled (caches that roles share, interpreters, other processes). A
-factor for each kind of stage takes that up: it is one for all runs, so it can be right for those that it was not fitted on only
-where the model is.
+Stages that were measured within a run are off by what is not modelled (caches that roles share, interpreters, other processes).
+A factor for each kind of stage takes that up.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ import numpy.typing as npt
 from async_rlhf.experiments.planning.simulation.run import simulate
 from async_rlhf.experiments.planning.simulation.workload import Costs, Terms, Workload
 
-KINDS = ("generation", "completion", "training", "publication", "scoring")
+KINDS = ("generation", "training", "publication", "scoring")
 _DIFFERENCE, _FARTHEST = 0.03, 1.0  # of logarithms of factors: for a slope, and in one step
 _DAMPING, _HIGHEST = 0.01, 100.0
 _SMALL, _ENOUGH = 1e-10, 0.99  # a sum of squares that is none, and one that is hardly less than the one before
+_STEPS = 40
 
 Array = npt.NDArray[np.float64]
 
@@ -38,30 +38,20 @@ class Observed:
     learner_idle: float
 
 
-@dataclass(frozen=True)
-class Refitted:
-    """factors: by kind of stage, what its constants were multiplied by."""
-
-    costs: Costs
-    factors: Mapping[str, float]
-
-
-def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40) -> Refitted:
-    """The factors with the least sum of log²(simulated / measured) of speeds and of squared differences of idle shares.
+def refit(costs: Costs, observed: Observed) -> dict[str, float]:
+    """By kind of stage, the factors with the least sum of log²(simulated / measured) of the speed and of the squared difference
+    of the idle share; `scaled` applies them.
 
     By Levenberg and Marquardt (Marquardt, An Algorithm for Least-Squares Estimation of Nonlinear Parameters, SIAM 11(2), 1963)
     in logarithms of the factors, with differences over a few per cent: where another role begins to bound a run, its speed has
-    no derivative. steps: that each simulation makes.
+    no derivative.
     """
 
     def errors(at: Array) -> Array:
-        """Of each run: logarithm of simulated over measured speed; then the differences of the idle shares."""
-        factors = dict(zip(KINDS, np.exp(at).tolist(), strict=True))
-        scaled = scale(costs, factors)
-        found = [simulate(slowed(each.workload, factors), scaled, steps=steps) for each in observed]
-        pairs = list(zip(found, observed, strict=True))
-        speeds = [math.log(run.samples_per_s / each.samples_per_s) for run, each in pairs]
-        return np.array(speeds + [run.roles["learner"].idle - each.learner_idle for run, each in pairs])
+        """Logarithm of simulated over measured speed; difference of the idle shares."""
+        run = simulate(*scaled(observed.workload, costs, dict(zip(KINDS, np.exp(at).tolist(), strict=True))), steps=_STEPS)
+        speed = math.log(run.samples_per_s / observed.samples_per_s)
+        return np.array([speed, run.roles["learner"].idle - observed.learner_idle])
 
     best, damping, enough = np.zeros(len(KINDS)), _DAMPING, False
     left = errors(best)
@@ -75,34 +65,25 @@ def refit(costs: Costs, observed: Sequence[Observed], *, steps: int = 40) -> Ref
         enough = bool(found @ found > _ENOUGH * (left @ left) or found @ found <= _SMALL)
         if found @ found < left @ left:
             best, left, damping = tried, found, damping / 16
-    factors = dict(zip(KINDS, np.exp(best).tolist(), strict=True))
-    return Refitted(scale(costs, factors), factors)
+    return dict(zip(KINDS, np.exp(best).tolist(), strict=True))
 
 
-def scale(costs: Costs, factors: Mapping[str, float]) -> Costs:
-    """The constants of each kind of stage times its factor; those of scoring are the workload's (`slowed`)."""
-    generation, completion, training, publication = (factors[kind] for kind in KINDS[:4])
+def scaled(workload: Workload, costs: Costs, factors: Mapping[str, float]) -> tuple[Workload, Costs]:
+    """The constants of each kind of stage times its factor; those of scoring are the workload's."""
+    generation, training, publication, scoring = (factors[kind] for kind in KINDS)
 
     def times(terms: Terms, factor: float) -> Terms:
         first, second, third = terms
         return first * factor, second * factor, third * factor
 
-    return Costs(
+    return replace(workload, reward_s=[seconds * scoring for seconds in workload.reward_s]), Costs(
         decode=times(costs.decode, generation),
         prefill=times(costs.prefill, generation),
-        completion_s=costs.completion_s * completion,
         training=times(costs.training, training),
         copy_s=costs.copy_s * publication,
         travel_s=costs.travel_s * publication,
         adopt_s=costs.adopt_s * publication,
     )
-
-
-def slowed(workload: Workload, factors: Mapping[str, float]) -> Workload:
-    """With rewards that take their factor more. One that waits for another machine takes what it takes."""
-    if not workload.reward_cores:
-        return workload
-    return replace(workload, reward_s=tuple(seconds * factors["scoring"] for seconds in workload.reward_s))
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 
@@ -24,8 +23,8 @@ from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.ledger import Ledger
 from async_rlhf.buffers.record import Entry, staleness
 from async_rlhf.experiments.planning.simulation.actor import Draws, OpenGroup, SimulatedActor
-from async_rlhf.experiments.planning.simulation.virtual_time import Account, Clock, Cores, Judges, RoleTime
-from async_rlhf.experiments.planning.simulation.workload import Costs, Role, Workload
+from async_rlhf.experiments.planning.simulation.virtual_time import Account, Clock, Judges, RoleTime
+from async_rlhf.experiments.planning.simulation.workload import Costs, Workload
 
 _DRAWN = 64  # groups whose random numbers are drawn together
 _BOUNDS = 0.9  # a role that is busy for less of its time does not bound the step by itself
@@ -86,17 +85,10 @@ class Simulation:
         self.clock = Clock()
         self._admission = Admission(workload.bound)
         self._draws = dict[int, Draws]()
-        self.cores: dict[Role, tuple[Cores | None, float]] = dict.fromkeys(get_args(Role), (None, 1.0))
-        for pool in workload.pools:
-            shared = Cores(pool.cores)
-            self.cores |= {role: (shared, each) for role, each in zip(pool.roles, pool.parallelism, strict=False)}
         self._learner, self._scoring = Account(self.clock, "publish"), Account(self.clock, "completions")
-        cores, parallelism = self.cores["scoring"]
         self.judges = Judges(
             self.clock,
             self._scoring,
-            cores if workload.reward_cores else None,
-            parallelism,
             float("inf") if workload.judges is None else workload.judges,
             owners=1 if workload.shared_judges else max(1, workload.actors),
         )
@@ -232,7 +224,7 @@ class Simulation:
         workload = self.workload
         seconds = self.costs.training_s(len(numbers), workload.prompt_tokens, tokens, workload.updates_per_step)
         self._learner.turn_to("train")
-        self.clock.begin(seconds, self._finish, *self.cores["learner"])
+        self.clock.begin(seconds, self._finish)
 
     def _finish(self) -> None:
         """The update is made; its step is done once the weights of the step before have arrived."""
@@ -286,4 +278,4 @@ class Simulation:
             elif self._trained:
                 self._end_step()
 
-        self.clock.begin(self.costs.copy_s, copied, *self.cores["learner"])
+        self.clock.begin(self.costs.copy_s, copied)

@@ -1,4 +1,4 @@
-"""Virtual time: tasks that take seconds, on shared cores or alone, what each role spends it on, and judges.
+"""Virtual time: tasks that take seconds, what each role spends it on, and judges.
 
 Events at the same time happen in the order in which they were decided, so that a simulation repeats to the last bit.
 """
@@ -15,32 +15,13 @@ BUSY = {"decode", "adopt", "train", "publish", "score"}
 """What a role does when it does not wait. A wait is named after what ends it: credit, weights, scores, batch, completions."""
 
 
-class Cores:
-    """A pool; see `workload.Pool` for the model."""
-
-    def __init__(self, number: float) -> None:
-        self.number = number
-        self.tasks: dict[Task, None] = {}  # in the order in which they began
-        self.is_short = False
-
-    def level(self) -> float:
-        """Cores that a task gets at most, where it wants more: the largest level that the pool can give to all."""
-        left, tasks = self.number, sorted(task.parallelism for task in self.tasks)
-        for place, wanted in enumerate(tasks):
-            if wanted * (len(tasks) - place) >= left:
-                return left / (len(tasks) - place)
-            left -= wanted
-        return max(tasks, default=0.0)
-
-
 class Task:
-    """left: seconds of it, were it alone, at the time `at`; rate: of these a second."""
+    """left: seconds of it at the time `at`."""
 
-    __slots__ = ("at", "cores", "done", "entry", "left", "parallelism", "rate")
+    __slots__ = ("at", "done", "entry", "left")
 
-    def __init__(self, left: float, done: Callable[[], None], cores: Cores | None, parallelism: float, at: float) -> None:
-        self.left, self.done, self.cores, self.parallelism, self.at = left, done, cores, parallelism, at
-        self.rate, self.entry = 1.0, -1
+    def __init__(self, left: float, done: Callable[[], None], at: float) -> None:
+        self.left, self.done, self.at, self.entry = left, done, at, -1
 
 
 class Clock:
@@ -51,21 +32,18 @@ class Clock:
         self._line: list[tuple[float, int, Task]] = []
         self._number = 0
 
-    def begin(self, seconds: float, done: Callable[[], None], cores: Cores | None = None, parallelism: float = 1.0) -> Task:
-        """done is called when the task has had so many seconds, as long as it is alone. cores: None for devices of its own."""
-        task = Task(seconds, done, cores, parallelism, self.now)
+    def begin(self, seconds: float, done: Callable[[], None]) -> Task:
+        """done is called when so many seconds have passed."""
+        task = Task(seconds, done, self.now)
         self._schedule(task)
-        if cores is not None:
-            cores.tasks[task] = None
-            self._share(cores)
         return task
 
     def left(self, task: Task) -> float:
-        """Seconds alone that it still needs."""
-        return max(0.0, task.left - (self.now - task.at) * task.rate)
+        """Seconds that it still needs."""
+        return max(0.0, task.left - (self.now - task.at))
 
     def shorten(self, task: Task, left: float) -> None:
-        """From now on it needs `left` seconds alone."""
+        """From now on it needs `left` seconds."""
         task.left, task.at = left, self.now
         self._schedule(task)
 
@@ -75,9 +53,6 @@ class Clock:
             at, entry, task = heappop(self._line)
             if entry == task.entry:
                 self.now, task.entry = at, -1
-                if task.cores is not None:
-                    del task.cores.tasks[task]
-                    self._share(task.cores)
                 task.done()
                 return True
         return False
@@ -85,18 +60,7 @@ class Clock:
     def _schedule(self, task: Task) -> None:
         self._number += 1
         task.entry = self._number
-        heappush(self._line, (self.now + task.left / task.rate, self._number, task))
-
-    def _share(self, cores: Cores) -> None:
-        short = sum(task.parallelism for task in cores.tasks) > cores.number
-        if not short and not cores.is_short:
-            return
-        cores.is_short, level = short, cores.level()
-        for task in cores.tasks:
-            rate = min(1.0, level / task.parallelism)
-            if rate != task.rate:
-                task.left, task.at, task.rate = self.left(task), self.now, rate
-                self._schedule(task)
+        heappush(self._line, (self.now + task.left, self._number, task))
 
 
 @dataclass(frozen=True)
@@ -150,11 +114,8 @@ class Judges:
     load_s: seconds of the share of them that was busy, since `restart`; 0 without a limit.
     """
 
-    def __init__(
-        self, clock: Clock, account: Account, cores: Cores | None, parallelism: float, number: float, owners: int
-    ) -> None:
-        self._clock, self._account, self._cores, self._parallelism = clock, account, cores, parallelism
-        self._number = number
+    def __init__(self, clock: Clock, account: Account, number: float, owners: int) -> None:
+        self._clock, self._account, self._number = clock, account, number
         self._lines = [deque[tuple[float, Callable[[], None]]]() for _ in range(owners)]
         self._busy = [0] * owners
         self._load_s = self._since = 0.0
@@ -180,7 +141,7 @@ class Judges:
         while self._lines[owner] and self._busy[owner] < self._number:
             seconds, done = self._lines[owner].popleft()
             self._change(owner, 1)
-            self._clock.begin(seconds, lambda done=done: self._ended(owner, done), self._cores, self._parallelism)  # type: ignore[misc]
+            self._clock.begin(seconds, lambda done=done: self._ended(owner, done))  # type: ignore[misc]
 
     def _ended(self, owner: int, done: Callable[[], None]) -> None:
         self._change(owner, -1)

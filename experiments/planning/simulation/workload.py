@@ -1,4 +1,4 @@
-"""What a simulated run does: its batches, its actors, its rewards, the cores its roles share, and what its stages take.
+"""What a simulated run does: its batches, its actors, its rewards; and what its stages take.
 
 decode_s     a decode step, one token for each row:  c0 + c1 · rows + c2 · rows · context
 prefill_s    prompts that begin together:            c0 + c1 · prompts + c2 · prompts · tokens
@@ -14,24 +14,7 @@ from typing import Literal
 from async_rlhf.buffers.queue.bound import Bound
 
 Terms = tuple[float, float, float]
-Role = Literal["actor", "scoring", "learner"]
 ENDLESS = 1 << 62  # groups: the data do not end a simulated run
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Cores that some roles share; a role in no pool has devices of its own.
-
-    Processor sharing: a stage that is busy keeps at most `parallelism` cores of its role busy. Where all busy stages of a pool
-    want more than there are, each gets the same number of cores, but none more than it wants, and what it then needs grows by
-    the ratio of wanted to given. Caches, memory bandwidth and the cost of switching are not modelled.
-
-    parallelism: of each role, where it is not 1: of one actor's engine, of one call of a reward, of the learner's step.
-    """
-
-    cores: float
-    roles: tuple[Role, ...]
-    parallelism: tuple[float, ...] = (1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +25,6 @@ class Workload:
     that scoring a completion takes, drawn likewise. The draws of a group depend on its number alone.
     slots: of each actor; queued_groups: that it holds beyond them (`actors.queued_groups`).
     judges: completions scored at once by each actor, or by the run where `shared_judges`; None for no limit.
-    reward_cores: whether scoring takes cores of its pool; a reward that waits for another machine takes none.
     on_update: what becomes of running rows when weights are adopted (`generation.on_update`).
     turns: of each episode; between two of them its environment takes `environment_s` and returns `observation_tokens`.
     """
@@ -60,14 +42,12 @@ class Workload:
     slots: int = 128
     queued_groups: int = 8
     reward_s: Sequence[float] = (0.0,)
-    reward_cores: bool = True
     judges: int | None = 1
     shared_judges: bool = False
     on_update: Literal["keep", "interrupt", "finish"] = "keep"
     turns: int = 1
     environment_s: Sequence[float] = (0.0,)
     observation_tokens: int = 0
-    pools: tuple[Pool, ...] = ()
 
     def __post_init__(self) -> None:
         self.bound.check()
@@ -96,17 +76,15 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds of each stage, were its role alone on its cores or devices; the module docstring has what constants are times of.
+    """Seconds of each stage; the module docstring has what constants are times of.
 
-    completion_s: of an actor's thread, for each completion that ends (its text, its scores, its record). copy_s: for which the
-    learner stands still to begin a publication. travel_s: from then until the hub has the weights whole; training goes on
-    meanwhile. adopt_s: for which an actor's decoding stands still.
+    copy_s: for which the learner stands still to begin a publication. travel_s: from then until the hub has the weights whole;
+    training goes on meanwhile. adopt_s: for which an actor's decoding stands still.
     """
 
     decode: Terms = (0.0, 0.0, 0.0)
     prefill: Terms = (0.0, 0.0, 0.0)
     training: Terms = (0.0, 0.0, 0.0)
-    completion_s: float = 0.0
     copy_s: float = 0.0
     travel_s: float = 0.0
     adopt_s: float = 0.0

@@ -1,4 +1,5 @@
-"""Published figures of other systems, computed anew by the stages of the model: `figures.toml` has the terms of each."""
+"""`python -m async_rlhf.experiments.planning.validation`: published figures of other systems that are sums of stages, beside
+what was predicted and what the model gives now. `figures.toml` has the terms of each."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from async_rlhf.experiments import page
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts, read
@@ -96,3 +99,7 @@ def _term_s(figure: Mapping[str, Any], term: Mapping[str, Any]) -> float:
 def _model(name: str) -> ModelCosts:
     sizes = dict(zip(_SIZES, _content()["models"][name], strict=True))
     return read({"model_type": "llama", "tie_word_embeddings": name.startswith("opt"), **sizes})
+
+
+if __name__ == "__main__":
+    typer.echo(table())
