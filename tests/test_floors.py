@@ -33,7 +33,7 @@ ROOMS = {
         "actors/workers/service.py",
         "experiments/throughput/",
     ),
-    "httpx2": ("actors/rewards/builtins/judge.py",),
+    "httpx2": ("actors/rewards/builtins/judge.py", "async_rlhf/run/supervision/hooks.py"),
     "torch": (
         "actors/torch_engine/",
         "actors/scoring/incremental.py",
