@@ -37,16 +37,7 @@ class AdvantageConfig(Section):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token, of estimators that look at tokens: `reinforce_pp` and those with a critic."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """Decay of the traces of `gae` and `traced` (and of `v_trace`, times its c)."""
-    rho_cap: float = Field(default=1.0, gt=0)
-    """`v_trace`, `traced`: upper truncation of the weight of a temporal difference."""
-    c_cap: float = Field(default=1.0, gt=0)
-    """`v_trace`, `traced`: upper truncation of the weight by which a trace is cut; at most `rho_cap`."""
-    bootstrap: Literal["mixed", "target"] = "mixed"
-    """`v_trace`: behind a token stand the V-trace target and the critic's value, mixed by `lam` (rlax), or the target alone
-    (IMPALA)."""
-    normalise: bool = True
-    """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
+    """With a critic: decay of the traces, which `traced` and `v_trace` cut by the ratio where it is below 1."""
 
     @property
     def needs_critic(self) -> bool:
@@ -119,7 +110,7 @@ class LossConfig(Section):
 
 class GuardConfig(Section):
     """The adaptive guard: the target staleness moves below its hard bound while the data look too old to learn from. And the
-    limits beyond which a run ends itself (exit code 7)."""
+    limits beyond which a run ends itself (exit code 7): after 3 steps in a row beyond one of them."""
 
     enabled: bool = False
     """Whether the target moves: down by one after 3 steps in a row with an effective sample size below half of the tokens, a
@@ -132,8 +123,6 @@ class GuardConfig(Section):
     """Lowest `entropy` of a step, in nats a token; `"none"`: no limit."""
     min_reward: float | None = None
     """Lowest mean `reward` of a step; `"none"`: no limit."""
-    max_diverged_steps: int = Field(default=3, ge=1)
-    """So many steps in a row beyond `max_kl`, `min_entropy` or `min_reward` end the run."""
 
 
 class LoraConfig(Section):

@@ -28,7 +28,6 @@ LIVE = (
     "guard.max_kl",
     "guard.min_entropy",
     "guard.min_reward",
-    "guard.max_diverged_steps",
     "evaluation.every",
     "checkpoint.save_every",
     "checkpoint.keep_last",

@@ -12,7 +12,7 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.corrections import second_moment_mask
-from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.objective.objective import LossInputs
 
 STALENESS = (0, 1, 4, 8, 16, 32)
 # A cap that nothing reaches: the untruncated estimator.

@@ -16,8 +16,7 @@ from torch import Tensor
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable
-from async_rlhf.learner.objective.loss import LossInputs
-from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.objective.objective import LossInputs, objective
 from async_rlhf.learner.registry import load_loss, loss_spec
 
 STALENESS = (0, 1, 4, 16)
@@ -151,11 +150,14 @@ def _terms(config: LossConfig) -> tuple[bool, str]:
 
 def _adds_up(config: LossConfig) -> tuple[bool, str]:
     inputs = _inputs(config)
+    groups = [_of_group(inputs, group) for group in sorted(set(inputs.group_S.tolist()))]
     whole, gradient = _gradient(inputs, config)
-    parts = [_gradient(_of_group(inputs, group), config) for group in sorted(set(inputs.group_S.tolist()))]
-    apart = abs(float(sum(total for total, _ in parts) - whole))
-    apart = max(apart, float((torch.cat([each for _, each in parts]) - gradient).abs().max()))
-    return apart < _CLOSE, f"largest difference {apart:.1g}"
+    parts = [_gradient(each, config) for each in groups]
+    sums, of_parts = objective(inputs, config).sums, [objective(each, config).sums for each in groups]
+    apart = [sum(total for total, _ in parts) - whole, (torch.cat([each for _, each in parts]) - gradient).abs().max()]
+    apart += [sum(each[name] for each in of_parts) - value for name, value in sums.items()]
+    most = max(abs(float(each)) for each in apart)
+    return most < _CLOSE, f"largest difference {most:.1g}"
 
 
 def _of_group(inputs: LossInputs, group: int) -> LossInputs:
@@ -175,12 +177,14 @@ def _finite(config: LossConfig) -> tuple[bool, str]:
 
 
 def _not_hidden(config: LossConfig) -> tuple[bool, str]:
-    inputs = _inputs(config)
-    spoilt = inputs.logp_current_N.detach().clone()
-    spoilt[0] = torch.nan
-    total, gradient = _gradient(replace(inputs, logp_current_N=spoilt), config)
-    hidden = bool(torch.isfinite(total) and torch.isfinite(gradient).all())
-    return not hidden, "the sum is finite: the step would not be refused" if hidden else ""
+    inputs, spec = _inputs(config), loss_spec(config.kind)
+    for name in ("current", *spec.needs, *(("behaviour",) if spec.takes_ratios else ())):
+        spoilt = getattr(inputs, f"logp_{name}_N").detach().clone()
+        spoilt[inputs.advantage_N.argmin()] = torch.nan
+        total, gradient = _gradient(replace(inputs, **{f"logp_{name}_N": spoilt}), config)
+        if torch.isfinite(total) and torch.isfinite(gradient).all():
+            return False, f"the sum is finite where logp_{name}_N is not: the step would not be refused"
+    return True, ""
 
 
 def _declared_only(config: LossConfig) -> tuple[bool, str]:

@@ -115,12 +115,12 @@ def test_damage_that_only_the_digests_tell_is_found_by_the_learner_and_nothing_i
     assert code != 0 and "has other bytes than were written" in output and f"--resume --from-step {older}" in output, output
     assert RunDir(run).metrics.read_bytes() == before
 
-    code, output = command(*stopped, "--resume", "--from-step", str(newest)).finish()
+    code, output = invoke(*stopped, "--resume", "--from-step", str(newest))
     others = ", ".join(map(str, saved(run)[:-1]))  # more than one where it was killed before the oldest was removed
     assert code == 8 and f"step_{newest:06d} is torn" in output and re.search(f"can go on from steps? {others}", output), output
-    code, output = command(*stopped, "--resume", "--from-step", str(newest + 1)).finish()
+    code, output = invoke(*stopped, "--resume", "--from-step", str(newest + 1))
     assert code == 3 and f"--from-step {newest + 1}: there is no checkpoint of that step" in output, output
-    code, output = command(*stopped, "--from-step", str(older)).finish()
+    code, output = invoke(*stopped, "--from-step", str(older))
     assert code == 3 and "give --resume too" in output, output
     assert saved(run)[-2:] == [older, newest], "and what is refused sets nothing aside"
     state = json.loads((run / "checkpoints" / "latest" / "state.json").read_text())
@@ -135,9 +135,9 @@ def test_a_group_of_a_step_that_will_be_done_again_is_taken_back_and_the_other_s
     again = saved(run)[-1] + 1
     bad, done = before[again][1], before[1][0]
     for number in (done, 1 << 40):
-        code, output = command("rollouts", "quarantine", str(run), "--group", str(number)).finish()
+        code, output = invoke("rollouts", "quarantine", str(run), "--group", str(number))
         assert code == 1 and re.search(r"trained: group|unknown: group", output), output
-    code, output = command("rollouts", "quarantine", str(run), "--group", str(bad), "--reason", "a wrong answer key").finish()
+    code, output = invoke("rollouts", "quarantine", str(run), "--group", str(bad), "--reason", "a wrong answer key")
     assert code == 0 and f"group {bad} is quarantined" in output, output
     assert "a wrong answer key" in (run / "quarantine.jsonl").read_text()
 

@@ -26,6 +26,7 @@ from tests.async_rlhf.test_bad_input import invoke
 from tests.conftest import QUICK
 
 GROUP_SIZE, STEPS, MISMATCH = 3, 3, 0.01
+SAMPLING = Sampling(temperature=0.8)
 # Each has a part that no other of them has: plain, learned positions, sliding windows and soft caps, experts, sinks, latents.
 SLICE = (
     "llama",
@@ -56,16 +57,17 @@ def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Pat
             prompt = rng.integers(3, 64, 6 + 5 * number).astype(np.int32)
             keys = [RolloutKey(number, step, member) for member in range(GROUP_SIZE)]
             engine.submit(
-                [Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, Sampling(), seed=key.member) for key in keys]
+                [Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, SAMPLING, seed=key.member) for key in keys]
             )
             ended = {}
             while engine.num_unfinished:
                 ended |= {completion.key: completion for completion in engine.step()}
             made = [ended[key] for key in keys]
             rollouts = tuple(Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason) for c in made)
-            groups.append(Group(number, 0, prompt, rollouts, Sampling()))
+            groups.append(Group(number, 0, prompt, rollouts, SAMPLING))
         report = backend.step([make_rows(groups, [[1.0, -1.0, 0.5]] * 2, backend.row_tokens)], step)
         assert report.applied and report.metrics["mismatch/abs_log_ratio"] < MISMATCH
+        assert report.metrics["is/ess"] == pytest.approx(1.0, abs=1e-3), "at staleness 0 the importance weight is 1"
 
 
 def told_by_check(path: Path, kind: str, **own: Any) -> str:

@@ -76,14 +76,6 @@ def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
         assert sets["generation"] == sets["scoring"] != sets.get("learning")
 
 
-def test_on_two_cpus_scoring_is_with_the_learner_or_with_generation_and_on_four_it_has_its_own() -> None:
-    found = {name: cpu_sets(name, PARTS, Host(cpus=2)) for name in ("interleaving", "separation")}
-    assert found["interleaving"] == {"generation": (0,), "scoring": (1,), "learning": (1,)}
-    assert found["separation"] == {"generation": (0,), "scoring": (0,), "learning": (1,)}
-    assert cpu_sets("separation", PARTS, Host(cpus=4)) == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
-    assert cpu_sets("interleaving", PARTS, Host(cpus=4))["learning"] == (2, 3)
-
-
 def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
     return place(Wanted(scorer=True, **wanted), hosts)
 
