@@ -33,8 +33,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
-from async_rlhf.learner.check import check_division
-from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.config import LearnerConfig, check_division
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model
 from async_rlhf.learner.model.policy import Policy

@@ -25,7 +25,7 @@ from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_bad_input import invoke
 from tests.async_rlhf.test_faults import steps
-from tests.async_rlhf.test_same_bits import measured
+from tests.async_rlhf.test_synchronous import measured
 from tests.async_rlhf.test_terminal import leading
 from tests.conftest import has_ended, wait_for
 

@@ -1,12 +1,16 @@
-"""With max_staleness = 0 the asynchronous system is the synchronous loop, bit for bit."""
+"""With max_staleness = 0 the asynchronous system is the synchronous loop, bit for bit; and a run whose processes are killed
+ends with the bits of an uninterrupted one, where that is promised."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
@@ -24,6 +28,8 @@ from async_rlhf.learner.objective.advantages import group_relative
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run.config import Config
 from async_rlhf.run.processes.roles import make_work
+from async_rlhf.run.run_dir import RunDir
+from tests.conftest import has_ended, wait_for
 
 STEPS = 20
 
@@ -86,3 +92,75 @@ def test_bound_zero_is_the_synchronous_loop_bit_for_bit(small: Any) -> None:
     assert all(record["staleness/max"] == 0 for record in result.metrics)
     start = load_file(Path(config.model) / "model.safetensors")
     assert any(not np.array_equal(start[name], trained[name]) for name in trained)  # it did learn something
+
+
+NUM_STEPS = 24
+# Metrics that tell of time, of how many actors there are, or of what a hub that was away had not been told yet.
+OF_TIME = ("time", "step_time", "samples_per_second", "tokens_per_second", "broadcast/", "checkpoint/", "idle/", "stages/")
+OF_OTHERS = ("actors", "canary/", "queue/depth", "version")
+
+
+def num_steps(run: Path) -> int:
+    return len(RunDir(run).read_metrics()) if (run / "metrics.jsonl").exists() else 0
+
+
+def trained(run: Path) -> list[bytes]:
+    """Weights, optimizer and counters of the last checkpoint, as they lie on disk."""
+    last = run / "checkpoints" / "latest"
+    assert json.loads((last / "state.json").read_text())["step"] == NUM_STEPS
+    return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer.safetensors", "state.json")]
+
+
+def measured(run: Path) -> list[dict[str, Any]]:
+    """What was measured in each step, without time."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith((*OF_TIME, *OF_OTHERS))}
+        for record in RunDir(run).read_metrics()
+    ]
+
+
+@pytest.fixture
+def train(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> Callable[..., tuple[list[bytes], list[dict[str, Any]]]]:
+    """`train("name", [(step, role), ...], **overrides)`: `trained` and `measured` of a run in which those were killed."""
+
+    def run(name: str, kills: list[tuple[int, str]], **overrides: Any) -> tuple[list[bytes], list[dict[str, Any]]]:
+        settings = {"name": name, "max_steps": NUM_STEPS, "checkpoint.save_every": 3, "learner.learning_rate": 1e-3}
+        started = command(*small_arguments(**settings, **overrides))
+        directory = tmp_path / "runs" / name
+        for step, role in kills:
+            wait_for(lambda step=step: num_steps(directory) >= step, f"step {step}")
+            victim = started.child(role)
+            victim.kill()
+            wait_for(lambda victim=victim: has_ended(victim), f"the end of {role}")
+        code, output = started.finish()
+        assert code == 0, output
+        assert output.count("signal 9") == output.count("starting it again") == len(kills), output
+        return trained(directory), measured(directory)
+
+    return run
+
+
+def drawn_kills(seed: int, *more: str) -> list[tuple[int, str]]:
+    """Every role once, in a drawn order, after drawn steps."""
+    draw, roles = random.Random(seed), ["actor", "hub", "learner", *more]
+    steps = sorted(draw.sample(range(1, 9), len(roles)))
+    return list(zip(steps, draw.sample(roles, len(roles)), strict=True))
+
+
+@pytest.mark.rest
+def test_with_staleness_0_kills_change_no_bit_of_what_two_ranks_learn(train: Callable[..., Any]) -> None:
+    """A rank that is killed takes the other with it; both go on from the checkpoint."""
+    settings = {"queue.max_staleness": 0, "learner.ranks": 2}
+    weights, metrics = train("whole", [], **settings)
+    assert train("killed", drawn_kills(0, "learner_rank"), **settings) == (weights, metrics)
+
+
+@pytest.mark.parametrize("num_actors", [pytest.param(2, marks=pytest.mark.rest), 3])
+def test_in_exact_mode_neither_kills_nor_the_number_of_actors_change_a_bit(num_actors: int, train: Callable[..., Any]) -> None:
+    settings = {"queue.max_staleness": 2, "queue.exact": True}
+    weights, metrics = train("one", [], **settings)
+    assert max(record["staleness/max"] for record in metrics) == 2
+    again = train("killed", drawn_kills(num_actors), **settings, **{"actors.count": num_actors})
+    assert again == (weights, metrics)

@@ -14,11 +14,13 @@ from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.learner.batch.rows import make_rows
-from async_rlhf.learner.check import RunContext, check
-from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.objective.estimation import check_estimator, estimate_advantages, select_members
 from async_rlhf.learner.objective.trial import check_loss, try_loss
 from async_rlhf.learner.registry import advantage_spec, advantages, load_loss, loss_spec
+from async_rlhf.run.config import changed, load
+from async_rlhf.run.learning_checks import check
+from tests.conftest import QUICK
 
 # What a loss gives; `r` is the ratio current / proximal, `score` is A log p.
 GIVES = {
@@ -162,9 +164,8 @@ def test_a_declaration_without_meaning_is_refused_without_running_the_file(unrun
 
 def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
     def checked(loss: dict[str, Any], advantage: str = "centred") -> None:
-        context = RunContext(group_size=4, max_staleness=1, lowest_staleness=0, exact=False, truncated=None)
-        own = LossConfig.model_validate(loss | {"kind": f"{mine}:{loss['kind']}"})
-        check(LearnerConfig(), AdvantageConfig(kind=f"{mine}:{advantage}"), own, GuardConfig(), context)
+        own = {"loss": loss | {"kind": f"{mine}:{loss['kind']}"}, "advantage": {"kind": f"{mine}:{advantage}"}}
+        check(changed(load(QUICK), own))
 
     checked({"kind": "plain"})
     for loss, advantage, says in (
