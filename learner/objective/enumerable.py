@@ -21,8 +21,7 @@ Y = len(COMPLETIONS)
 C = sum(V**t for t in range(T))
 
 
-def prefixes() -> Tensor:
-    """int64 [Y, T]: which of the C prefixes each token follows."""
+def _prefixes() -> Tensor:
     columns, offset = [], 0
     for t in range(T):
         codes = sum((COMPLETIONS[:, i] * V ** (t - 1 - i) for i in range(t)), torch.zeros(Y, dtype=torch.int64))
@@ -31,17 +30,18 @@ def prefixes() -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-PREFIXES = prefixes()
+PREFIXES = _prefixes()
+"""int64 [Y, T]: which of the C prefixes each token follows."""
 
 
-def rewards(seed: int = 0) -> Tensor:
+def rewards() -> Tensor:
     """float64 [Y]: a reward for each completion, without structure."""
-    return torch.randn(Y, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(Y, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def initial(seed: int = 1, scale: float = 0.5) -> Tensor:
+def initial() -> Tensor:
     """float64 [C, V]: logits."""
-    return scale * torch.randn(C, V, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return 0.5 * torch.randn(C, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def logprobs(logits: Tensor) -> Tensor:
@@ -71,10 +71,10 @@ def exact_gradient(logits: Tensor, reward: Tensor) -> Tensor:
     return leaf.grad.flatten()
 
 
-def later(logits: Tensor, reward: Tensor, steps: int, learning_rate: float = 0.5) -> Tensor:
+def later(logits: Tensor, reward: Tensor, steps: int) -> Tensor:
     """The policy after `steps` of exact gradient ascent: what a learner is when its data were sampled so many steps ago."""
     for _ in range(steps):
-        logits = logits + learning_rate * exact_gradient(logits, reward).reshape(C, V)
+        logits = logits + 0.5 * exact_gradient(logits, reward).reshape(C, V)
     return logits
 
 

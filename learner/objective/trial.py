@@ -6,6 +6,7 @@ what differs is no rounding; those of the law about finite numbers are float32, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from async_rlhf.learner.registry import load_loss, loss_spec
 
 STALENESS = (0, 1, 4, 16)
 _CLOSE = 1e-9
+_CLOSE_SUMS = 1e-5  # they may be float32
 # Of three groups of two completions; where a loss is given the best alone, each second one is left out.
 _LENGTHS = (3, 1, 4, 2, 5, 3)
 _DIRECTION = 0.99
@@ -153,11 +155,14 @@ def _adds_up(config: LossConfig) -> tuple[bool, str]:
     groups = [_of_group(inputs, group) for group in sorted(set(inputs.group_S.tolist()))]
     whole, gradient = _gradient(inputs, config)
     parts = [_gradient(each, config) for each in groups]
+    apart = abs(float(sum(total for total, _ in parts) - whole))
+    apart = max(apart, float((torch.cat([each for _, each in parts]) - gradient).abs().max()))
     sums, of_parts = objective(inputs, config).sums, [objective(each, config).sums for each in groups]
-    apart = [sum(total for total, _ in parts) - whole, (torch.cat([each for _, each in parts]) - gradient).abs().max()]
-    apart += [sum(each[name] for each in of_parts) - value for name, value in sums.items()]
-    most = max(abs(float(each)) for each in apart)
-    return most < _CLOSE, f"largest difference {most:.1g}"
+    for name, value in sums.items():
+        found = sum(float(each.get(name, 0.0)) for each in of_parts)
+        if not math.isclose(found, value, rel_tol=_CLOSE_SUMS, abs_tol=_CLOSE_SUMS):
+            return False, f"{name} is no sum over tokens: {float(value):.3g} of all, {found:.3g} in parts"
+    return apart < _CLOSE, f"largest difference {apart:.1g}"
 
 
 def _of_group(inputs: LossInputs, group: int) -> LossInputs:

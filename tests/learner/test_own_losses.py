@@ -40,6 +40,7 @@ BROKEN = {
     "unweighed": "a masked completion gives no gradient and changes no other",
     "unbounded": "finite however far the policies are apart",
     "averaged": "adds up over micro-batches",
+    "recording": "adds up over micro-batches",
     "hiding": "a log-probability that is no number is not hidden",
     "summed": "one term for each token",
     "turned": "the exact direction on data of its own",
@@ -81,6 +82,12 @@ def scalar(reward_N, value_N, log_ratio_N, end_N): return reward_N.sum(), value_
 """
 
 
+MEAN = """
+@loss()
+def recording(inputs, weight_N, config): return -weight_N * inputs.logp_current_N, {"mine/weight": weight_N.mean()}
+"""
+
+
 def source(declared: dict[str, str]) -> str:
     body = (
         "    r = (inputs.logp_current_N - inputs.logp_proximal_N).clamp(-20, 20).exp()\n"
@@ -90,7 +97,7 @@ def source(declared: dict[str, str]) -> str:
         f"@loss()\ndef {name}(inputs, weight_N, config):\n{body}    return {gives}, {{}}\n" for name, gives in GIVES.items()
     ]
     given += [f"{decorator}\ndef {name}(inputs, weight_N, config): ...\n" for name, decorator in declared.items()]
-    return "\n".join(["from async_rlhf import advantage, loss", 'LEVEL = "token"', *given, ESTIMATORS])
+    return "\n".join(["from async_rlhf import advantage, loss", 'LEVEL = "token"', *given, MEAN, ESTIMATORS])
 
 
 @pytest.fixture
@@ -131,7 +138,7 @@ def test_an_estimator_or_loss_that_no_step_could_use_is_refused_before_the_run(m
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_loss_that_breaks_a_law_is_told_which(mine: str, name: str) -> None:
+def test_a_loss_that_breaks_a_law_is_named_with_it(mine: str, name: str) -> None:
     trial = try_loss(LossConfig(kind=f"{mine}:{name}"))
     assert BROKEN[name] in {law.name for law in trial.laws if law.holds is False} and not trial.holds
 
