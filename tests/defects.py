@@ -165,7 +165,7 @@ DEFECTS = (
     Defect("committed-before-durable", "groups are given up when a kept checkpoint holds them", "learner/loop/trainer.py",
            "self._paused_s = time.monotonic() - began\n        self._session.commit(self._writer.floor)",
            "self._paused_s = time.monotonic() - began\n        self._session.commit(self.step)",
-           ("learner/test_trainer.py",)),
+           ("learner/test_trainer_faults.py",)),
     Defect("checkpoint-not-verified", "a checkpoint with other bytes than written is refused", "learner/checkpoint/store.py",
            "if contents and _digest(path) != expected:",
            "if not expected:",

@@ -191,3 +191,10 @@ class Life:
 
 
 Live = Callable[..., Life]
+
+
+def assert_each_batch_was_trained_once(life: Life, undisturbed: dict[str, bytes]) -> None:
+    assert [record["step"] for record in life.metrics()] == list(range(1, STEPS + 1))
+    assert [record["groups"] for record in life.metrics()] == [[2 * step, 2 * step + 1] for step in range(STEPS)]
+    assert [record["step"] for record in life.read("rollouts.jsonl")] == list(range(1, STEPS + 1))
+    assert life.weights == undisturbed
