@@ -40,7 +40,16 @@ class AdvantageConfig(Section):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token, of estimators that look at tokens: `reinforce_pp` and those with a critic."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """With a critic: decay of the traces, which `traced` and `v_trace` cut by the ratio where it is below 1."""
+    """Decay of the traces of `gae` and `traced` (and of `v_trace`, times its c)."""
+    rho_cap: float = Field(default=1.0, gt=0)
+    """`v_trace`, `traced`: upper truncation of the weight of a temporal difference."""
+    c_cap: float = Field(default=1.0, gt=0)
+    """`v_trace`, `traced`: upper truncation of the weight by which a trace is cut; at most `rho_cap`."""
+    bootstrap: Literal["mixed", "target"] = "mixed"
+    """`v_trace`: behind a token stand the V-trace target and the critic's value, mixed by `lam` (rlax), or the target alone
+    (IMPALA)."""
+    normalise: bool = True
+    """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
 
     @property
     def needs_critic(self) -> bool:

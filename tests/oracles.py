@@ -43,41 +43,42 @@ def reinforce_pp(completions: Sequence[Sequence[float]], gamma: float) -> list[l
     return [[(value - mean) / std if std > 1e-6 else 0.0 for value in own] for own in returns]
 
 
-Estimates = tuple[list[float], list[float]]
-
-
-def _deltas(rewards: Sequence[float], values: Sequence[float], gamma: float) -> list[float]:
-    return [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, [*values[1:], 0.0], strict=True)]
-
-
-def gae(rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float) -> Estimates:
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
     """Twin of `async_rlhf.learner.objective.advantages.gae`: A_t as the written-out sum of discounted temporal differences."""
-    deltas = _deltas(rewards, values, gamma)
-    advantages = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
-    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)]
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
 
 
-def v_trace(rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float) -> Estimates:
-    """Twin of `async_rlhf.learner.objective.advantages.v_trace`: equation 1 of the paper as it stands."""
-    deltas, targets = _deltas(rewards, values, gamma), []
+def v_trace(
+    rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float, rho: float, c: float
+) -> list[float]:
+    """Twin of the targets of `async_rlhf.learner.objective.advantages.v_trace`: equation 1 of the paper as it stands."""
+    after = [*values[1:], 0.0]
+    targets = []
     for s in range(len(rewards)):
         target = values[s]
         for t in range(s, len(rewards)):
-            traces = math.prod(lam * min(1.0, ratios[i]) for i in range(s, t))
-            target += gamma ** (t - s) * traces * min(1.0, ratios[t]) * deltas[t]
+            traces = math.prod(lam * min(c, ratios[i]) for i in range(s, t))
+            delta = min(rho, ratios[t]) * (rewards[t] + gamma * after[t] - values[t])
+            target += gamma ** (t - s) * traces * delta
         targets.append(target)
-    return [r + gamma * q - v for r, q, v in zip(rewards, [*targets[1:], 0.0], values, strict=True)], targets
+    return targets
 
 
-def traced(rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float) -> Estimates:
-    """Twin of `async_rlhf.learner.objective.advantages.traced`, of one episode."""
-    deltas = _deltas(rewards, values, gamma)
-    cut = [min(1.0, ratio) for ratio in ratios]
-    advantages = [
-        sum(gamma ** (k - t) * math.prod(lam * c for c in cut[t + 1 : k + 1]) * deltas[k] for k in range(t, len(deltas)))
+def traced(
+    rewards: Sequence[float], values: Sequence[float], ratios: Sequence[float], gamma: float, lam: float, c: float
+) -> list[float]:
+    """Twin of the advantages of `async_rlhf.learner.objective.advantages.traced`, of one episode."""
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * v2 - v for r, v, v2 in zip(rewards, values, after, strict=True)]
+    return [
+        sum(
+            gamma ** (k - t) * math.prod(lam * min(c, ratios[i]) for i in range(t + 1, k + 1)) * deltas[k]
+            for k in range(t, len(deltas))
+        )
         for t in range(len(deltas))
     ]
-    return advantages, [v + c * a for v, c, a in zip(values, cut, advantages, strict=True)]
 
 
 def second_moment_mask(log_ratios: Sequence[float], limit: float) -> list[bool]:

@@ -42,6 +42,11 @@ def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[s
         yield f"{kind} needs a critic's values: set learner.critic.kind = 'head', or advantage.kind = 'group_relative'"
     if not advantage.needs_critic and critic != "none":
         yield f"learner.critic.kind = {critic!r}, and {kind} has no use for values: set learner.critic.kind = 'none'"
+    if advantage.c_cap > advantage.rho_cap:
+        yield (
+            f"advantage.c_cap = {advantage.c_cap:g} is above advantage.rho_cap: a trace would be longer than the step it "
+            f"carries; highest: {advantage.rho_cap:g}"
+        )
 
 
 def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:

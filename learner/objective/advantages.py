@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -140,17 +141,30 @@ def gae(
 
 @advantage(level="tokens")
 def v_trace(
-    reward_N: Float32Array, value_N: Float32Array, log_ratio_N: Float32Array, end_N: BoolArray, *, gamma: float, lam: float
+    reward_N: Float32Array,
+    value_N: Float32Array,
+    log_ratio_N: Float32Array,
+    end_N: BoolArray,
+    *,
+    gamma: float,
+    lam: float,
+    rho_cap: float,
+    c_cap: float,
+    bootstrap: Literal["mixed", "target"],
 ) -> Estimates:
     """Advantages and value targets [N].
 
-    With ratio = p_proximal / p_behaviour, rho = min(1, ratio), c = lam min(1, ratio):
-    v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}),  A_t = r_t + gamma v_{t+1} - V_t
-    (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, eq. 1 and section 4.2; remark 2 for lam). With v mixed with V by lam
-    behind a token, as in rlax, A_t is that of `traced`, and at lam = 1 it is so anyway. The weight rho_t of the policy gradient
-    is not in A_t: it is the loss's correction. The fixed point is the value of a policy between behaviour and proximal.
+    With ratio = p_proximal / p_behaviour, rho = min(rho_cap, ratio), c = lam min(c_cap, ratio):
+    v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}),  A_t = r_t + gamma q_{t+1} - V_t
+    (Espeholt et al. 2018, "IMPALA", arXiv 1802.01561, eq. 1 and section 4.2; remark 2 for lam). `target`: q = v, as the paper
+    has it. `mixed`: q = lam v + (1 - lam) V, as in rlax (`vtrace_td_error_and_advantage`), so that on fresh data A is
+    generalised advantage estimation at any lam; at lam = 1 the two are one. The weight rho_t of the policy gradient is not in
+    A_t: it is the loss's correction. The fixed point is the value of a policy between behaviour and proximal, the latter as
+    rho_cap grows; c_cap sets how fast it is reached.
     """
-    rho_N = _rho(log_ratio_N)
+    ratio_N = _ratio(log_ratio_N)
+    rho_N, c_N = np.minimum(rho_cap, ratio_N), lam * np.minimum(c_cap, ratio_N)
+    share = lam if bootstrap == "mixed" else 1.0
     advantage_N, target_N = np.zeros(len(reward_N)), np.zeros(len(reward_N))
     next_value = next_target = 0.0
     for t in reversed(range(len(reward_N))):
@@ -158,24 +172,33 @@ def v_trace(
             next_value = next_target = 0.0
         value = float(value_N[t])
         delta = rho_N[t] * (reward_N[t] + gamma * next_value - value)
-        target_N[t] = value + delta + gamma * lam * rho_N[t] * (next_target - next_value)
-        advantage_N[t] = reward_N[t] + gamma * next_target - value
+        target_N[t] = value + delta + gamma * c_N[t] * (next_target - next_value)
+        advantage_N[t] = reward_N[t] + gamma * (share * next_target + (1 - share) * next_value) - value
         next_value, next_target = value, target_N[t]
     return advantage_N.astype(np.float32), target_N.astype(np.float32)
 
 
 @advantage(level="tokens")
 def traced(
-    reward_N: Float32Array, value_N: Float32Array, log_ratio_N: Float32Array, end_N: BoolArray, *, gamma: float, lam: float
+    reward_N: Float32Array,
+    value_N: Float32Array,
+    log_ratio_N: Float32Array,
+    end_N: BoolArray,
+    *,
+    gamma: float,
+    lam: float,
+    rho_cap: float,
+    c_cap: float,
 ) -> Estimates:
     """Advantages and value targets [N]: lambda-returns whose traces are cut.
 
-    A_t = delta_t + gamma lam min(1, ratio_{t+1}) A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and
-    return_t = V_t + min(1, ratio_t) A_t: Retrace(lam) (Munos et al. 2016, arXiv 1606.02647, eq. 4) with the critic's
-    value in place of an expectation over actions. On-policy it is generalised advantage estimation; its targets are those of
-    V-trace.
+    A_t = delta_t + gamma lam min(c_cap, ratio_{t+1}) A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and
+    return_t = V_t + min(rho_cap, ratio_t) A_t: Retrace(lam) (Munos et al. 2016, arXiv 1606.02647, eq. 4) with the critic's
+    value in place of an expectation over actions. On-policy it is generalised advantage estimation; with lam = 1 and equal
+    caps its targets are those of V-trace.
     """
-    rho_N = _rho(log_ratio_N)
+    ratio_N = _ratio(log_ratio_N)
+    rho_N, c_N = np.minimum(rho_cap, ratio_N), lam * np.minimum(c_cap, ratio_N)
     advantage_N = np.zeros(len(reward_N))
     next_value = trace = 0.0
     for t in reversed(range(len(reward_N))):
@@ -183,11 +206,9 @@ def traced(
             next_value = trace = 0.0
         value = float(value_N[t])
         advantage_N[t] = reward_N[t] + gamma * next_value - value + gamma * trace
-        next_value, trace = value, lam * rho_N[t] * advantage_N[t]
+        next_value, trace = value, c_N[t] * advantage_N[t]
     return advantage_N.astype(np.float32), (value_N + rho_N * advantage_N).astype(np.float32)
 
 
-def _rho(log_ratio_N: Float32Array) -> npt.NDArray[np.float64]:
-    """[N]: min(1, ratio): the traces of Retrace, and both cuts in IMPALA's experiments."""
-    rho_N: npt.NDArray[np.float64] = np.exp(np.clip(log_ratio_N.astype(np.float64), -MAX_LOG_RATIO, 0.0))
-    return rho_N
+def _ratio(log_ratio_N: Float32Array) -> npt.NDArray[np.float64]:
+    return np.exp(np.clip(log_ratio_N.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -255,8 +255,8 @@ def token_estimates(
     values: Sequence[Float32Array] = (),
     log_ratios: Sequence[Float32Array] = (),
 ) -> list[TokenTargets]:
-    """Advantages of each completion, and with a critic, normalised over the batch, with the returns that it is fitted to:
-    from the reward and the critic's value at each token, and the log-ratio proximal / behaviour there; float32 [T]."""
+    """Advantages of each completion, and with a critic, scaled over the batch as configured, with the returns that it is fitted
+    to: from the reward and the critic's value at each token, and the log-ratio proximal / behaviour there; float32 [T]."""
     if not rewards:
         return []
     ends = np.cumsum([len(each) for each in rewards])
@@ -270,7 +270,8 @@ def token_estimates(
             raise ValueError(f"gave numbers of the shape {np.shape(each)} for {len(end_N)} tokens")
     if return_N is None:
         return [TokenTargets(advantage=each) for each in np.split(advantage_N, ends[:-1])]
-    parts = zip(*(np.split(each, ends[:-1]) for each in (normalised(advantage_N), return_N)), strict=True)
+    both = normalised(advantage_N) if config.normalise else advantage_N, return_N
+    parts = zip(*(np.split(each, ends[:-1]) for each in both), strict=True)
     return [TokenTargets(advantage=advantage, returns=returns) for advantage, returns in parts]
 
 

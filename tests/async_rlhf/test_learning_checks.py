@@ -33,6 +33,7 @@ def checked(*settings: str) -> None:
 CASES = [
     ("advantage.kind='traced'", "'traced' needs a critic's values.*critic.kind = 'head'", "learner.critic={kind='head'}"),
     ("learner.critic={kind='model'}", "no use for values.*learner.critic.kind = 'none'", "learner.critic={kind='none'}"),
+    ("advantage.c_cap=2.0", "c_cap = 2 is above .*rho_cap.*highest: 1", "advantage.c_cap=1.0"),
     ("advantage.kind='v_trace'; learner.critic={kind='head'}; loss.kind='gspo'",
      "one advantage for a completion.*'v_trace' has several.*'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
     ("advantage.kind='reinforce_pp'; advantage.gamma=0.9; loss.kind='gspo'", "pp' has several", "advantage.gamma=1.0"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,18 @@ from making import make_group, make_rollout
 
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.loop.metrics import data_metrics
-from async_rlhf.learner.objective import advantages
-from async_rlhf.learner.objective import advantages as estimators
 from async_rlhf.learner.objective.advantages import (
     best,
     constant,
     drop_constant,
+    gae,
     group_relative,
     leave_one_out,
     normalised,
     pair,
     reinforce_pp,
+    traced,
+    v_trace,
 )
 from async_rlhf.learner.objective.corrections import kl_penalty, second_moment_mask
 from async_rlhf.learner.objective.estimation import (
@@ -77,6 +79,7 @@ episodes = st.lists(
     st.lists(st.tuples(number, number, st.floats(-3, 3, width=32)), min_size=1, max_size=8), min_size=1, max_size=3
 )
 share = st.floats(0, 1)
+cap = st.floats(0.2, 3)
 
 
 def arrays(columns: Columns) -> list[np.ndarray]:
@@ -99,18 +102,58 @@ def test_normalised_over_the_batch_is_the_twin(completions: list[list[float]], g
     assert found.tolist() == close([each for own in oracles.reinforce_pp(completions, gamma) for each in own])
 
 
-@pytest.mark.parametrize("kind", ["gae", "v_trace", "traced"])
-@given(parts=episodes, gamma=share, lam=share)
-def test_from_values_they_are_the_twins_of_each_completion_alone(
-    kind: str, parts: list[Columns], gamma: float, lam: float
-) -> None:
-    columns = arrays([row for part in parts for row in part])
-    found = getattr(advantages, kind)(*columns, ends(parts), gamma=gamma, lam=lam)
-    expected = [
-        getattr(oracles, kind)(r, v, list(map(math.exp, w)), gamma, lam) for r, v, w in (zip(*p, strict=True) for p in parts)
-    ]
+def of_gae(r: list[float], v: list[float], ratios: list[float], s: dict[str, float]) -> tuple[list[float], list[float]]:
+    advantages = oracles.gae(r, v, s["gamma"], s["lam"])
+    return advantages, [a + own for a, own in zip(advantages, v, strict=True)]
+
+
+def of_v_trace(
+    r: list[float], v: list[float], ratios: list[float], s: dict[str, float], mixed: bool
+) -> tuple[list[float], list[float]]:
+    targets = oracles.v_trace(r, v, ratios, s["gamma"], s["lam"], s["rho_cap"], s["c_cap"])
+    part = s["lam"] if mixed else 1.0
+    behind = [part * target + (1 - part) * own for target, own in zip([*targets[1:], 0.0], [*v[1:], 0.0], strict=True)]
+    return [one + s["gamma"] * q - own for one, q, own in zip(r, behind, v, strict=True)], targets
+
+
+def of_traced(r: list[float], v: list[float], ratios: list[float], s: dict[str, float]) -> tuple[list[float], list[float]]:
+    advantages = oracles.traced(r, v, ratios, s["gamma"], s["lam"], s["c_cap"])
+    return advantages, [own + min(s["rho_cap"], w) * a for own, w, a in zip(v, ratios, advantages, strict=True)]
+
+
+TWINS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
+    "gae": (gae, of_gae, ("gamma", "lam")),
+    **{
+        f"v_trace, {kind}": (
+            partial(v_trace, bootstrap=kind),
+            partial(of_v_trace, mixed=kind == "mixed"),
+            ("gamma", "lam", "rho_cap", "c_cap"),
+        )
+        for kind in ("mixed", "target")
+    },
+    "traced": (traced, of_traced, ("gamma", "lam", "rho_cap", "c_cap")),
+}
+
+
+@pytest.mark.parametrize("kind", TWINS)
+@given(parts=episodes, gamma=share, lam=share, rho_cap=cap, c_cap=cap)
+def test_from_values_they_are_the_twins_of_each_completion_alone(kind: str, parts: list[Columns], **settings: float) -> None:
+    estimate, twin, names = TWINS[kind]
+    found = estimate(*arrays([row for part in parts for row in part]), ends(parts), **{name: settings[name] for name in names})
+    expected = [twin(r, v, [math.exp(x) for x in logs], settings) for r, v, logs in (zip(*part, strict=True) for part in parts)]
     for which in (0, 1):  # advantages, and what the critic is fitted to
         assert found[which].tolist() == close([number for each in expected for number in each[which]])
+
+
+def test_v_trace_by_hand() -> None:
+    # two tokens, reward 1 at the end, gamma 1, lam 1, caps 1; ratios 2 and 1/2; values 0.5 and 0.2
+    columns = arrays([(0.0, 0.5, math.log(2)), (1.0, 0.2, math.log(0.5))])
+    settings = {"gamma": 1.0, "lam": 1.0, "rho_cap": 1.0, "c_cap": 1.0, "bootstrap": "target"}
+    advantages, targets = v_trace(*columns, np.array([False, True]), **settings)  # type: ignore[arg-type]
+    # v_2 = 0.2 + 0.5 (1 + 0 - 0.2) = 0.6;  v_1 = 0.5 + 1 (0 + 0.2 - 0.5) + 1 (0.6 - 0.2) = 0.6
+    assert targets.tolist() == pytest.approx([0.6, 0.6])
+    # A_1 = 0 + 0.6 - 0.5, A_2 = 1 + 0 - 0.2
+    assert advantages.tolist() == pytest.approx([0.1, 0.8])
 
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=30))
@@ -124,6 +167,14 @@ def test_normalised_advantages_have_mean_0_and_deviation_1_or_are_constant(value
 def test_the_loss_of_a_value_is_the_twin(drawn: list[tuple[float, float, float]]) -> None:
     value, old, target = (torch.tensor(column, dtype=torch.float64) for column in zip(*drawn, strict=True))
     assert value_loss(value, old, target).tolist() == pytest.approx([oracles.value_loss(*row) for row in drawn], abs=1e-9)
+
+
+def test_a_value_that_has_moved_beyond_the_clip_towards_its_target_is_pulled_no_further() -> None:
+    value = torch.tensor([0.5, 0.5, 0.1], requires_grad=True)
+    value_loss(value, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0])).sum().backward()  # type: ignore[no-untyped-call]
+    assert value.grad is not None
+    # moved 0.5 towards 1: stop; moved 0.5 away from -1: back; moved 0.1: on
+    assert value.grad.tolist() == pytest.approx([0.0, 1.5, -0.9])
 
 
 GROUPS = [make_group(0, [3, 1, 4], rewards=[1.0, 0.0, 0.5]), make_group(1, [2, 2, 5], rewards=[None, 2.0, -1.0])]
@@ -187,18 +238,29 @@ def test_a_divergence_taken_from_the_reward_costs_each_completion_its_own() -> N
         estimates({"kind": "reinforce_pp"}, loss, {0: SEEN[0]})
 
 
-@pytest.mark.parametrize("kind", ["gae", "v_trace", "traced"])
-def test_a_critic_gives_every_token_its_own_advantage_normalised_over_the_batch_and_a_return(kind: str) -> None:
+CAPS = {"rho_cap": 1.2, "c_cap": 0.9}
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(
+    ("estimate", "own"),
+    [(gae, {}), (traced, CAPS), (v_trace, CAPS | {"bootstrap": "mixed"}), (v_trace, CAPS | {"bootstrap": "target"})],
+)
+def test_a_critic_gives_every_token_its_own_advantage_normalised_over_the_batch_where_asked_and_a_return(
+    estimate: Callable[..., Any], own: dict[str, Any], normalise: bool
+) -> None:
     """From the ratio of proximal to behaviour, where the estimator looks at it."""
-    found = estimates({"kind": kind, "gamma": 0.9, "lam": 0.8}, {}, SEEN)
+    settings = {"gamma": 0.9, "lam": 0.8, **own}
+    found = estimates({"kind": estimate.__name__, "normalise": normalise, **settings}, {}, SEEN)
     assert sorted(found.targets) == list(COUNTING) and found.advantages[1][0] is None  # a failed score has no advantage
     lengths = [ROLLOUTS[i].num_tokens for i in COUNTING]
     ends = np.isin(np.arange(sum(lengths)), np.cumsum(lengths) - 1)
     rewards = np.zeros(len(ends), np.float32)
     rewards[ends] = list(COUNTING.values())
     values, ratios = (np.concatenate(each) for each in zip(*((SEEN[i].value, LOG_RATIOS[i]) for i in COUNTING), strict=True))
-    advantages, returns = getattr(estimators, kind)(rewards, values, ratios, ends, gamma=0.9, lam=0.8)
-    np.testing.assert_allclose(np.concatenate([of_tokens(found, i) for i in COUNTING]), normalised(advantages), rtol=1e-6)
+    advantages, returns = estimate(rewards, values, ratios, ends, **settings)
+    expected = normalised(advantages) if normalise else advantages
+    np.testing.assert_allclose(np.concatenate([of_tokens(found, i) for i in COUNTING]), expected, rtol=1e-6)
     np.testing.assert_allclose(np.concatenate([of_tokens(found, i, "returns") for i in COUNTING]), returns, rtol=1e-6)
     assert found.advantages[0][0] == pytest.approx(float(of_tokens(found, 0).mean()))
 
