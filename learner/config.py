@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import advantage_spec, check_kind, loss_spec
 
 Interval = tuple[float, float]
@@ -119,7 +122,7 @@ class LossConfig(Section):
 
 class GuardConfig(Section):
     """The adaptive guard: the target staleness moves below its hard bound while the data look too old to learn from. And the
-    limits beyond which a run ends itself (exit code 7)."""
+    limits beyond which a run ends itself (exit code 7): after 3 steps in a row beyond one of them."""
 
     enabled: bool = False
     """Whether the target moves: down by one after 3 steps in a row with an effective sample size below half of the tokens, a
@@ -132,8 +135,6 @@ class GuardConfig(Section):
     """Lowest `entropy` of a step, in nats a token; `"none"`: no limit."""
     min_reward: float | None = None
     """Lowest mean `reward` of a step; `"none"`: no limit."""
-    max_diverged_steps: int = Field(default=3, ge=1)
-    """So many steps in a row beyond `max_kl`, `min_entropy` or `min_reward` end the run."""
 
 
 class LoraConfig(Section):
@@ -254,3 +255,20 @@ def chunk_tokens(vocabulary: int, device: str) -> int:
     """Tokens whose logits the loss treats at a time on a type of device."""
     within = tokens_within(vocabulary, LOGITS_MIB)
     return min(within, max(_CPU_TOKENS, tokens_within(vocabulary, _CPU_MIB))) if device == "cpu" else within
+
+
+def check_division(config: LearnerConfig, size_of: Callable[[str], int | None]) -> None:
+    """What ranks share must divide by them. `size_of`: a number in the model's configuration, None where it has no such.
+
+    Raises ConfigError.
+    """
+    heads = ("num_attention_heads", "num_key_value_heads")
+    shared = {"sequence_parallel": heads, "tensor_parallel": (*heads, "intermediate_size")}
+    for setting, names in shared.items():
+        ranks = int(getattr(config, setting))
+        sizes = {name: size for name in names if (size := size_of(name)) is not None}
+        most = math.gcd(*sizes.values())
+        if ranks > 1 and most % ranks:
+            model = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            choice = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+            raise ConfigError(f"learner.{setting} = {ranks} does not divide all of the model's {model}; choose {choice}")

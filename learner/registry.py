@@ -62,9 +62,9 @@ class LossSpec(_Spec):
 class AdvantageSpec(_Spec):
     """What an advantage estimator is, apart from its formula."""
 
-    level: Literal["group", "batch", "token_rewards", "tokens"] = "group"
-    """What it is called with: the rewards of one group (None: does not count); those of all groups of the batch; rewards and
-    ends of all tokens; or rewards, a critic's values, log-ratios proximal / behaviour and ends of all tokens."""
+    level: Literal["group", "token_rewards", "tokens"] = "group"
+    """What it is called with: the rewards of one group (None: does not count); rewards and ends of all tokens of the batch; or
+    rewards, a critic's values, log-ratios proximal / behaviour and ends of all tokens."""
     off_policy: bool = True
     """False: it takes data as the policy's own."""
 

@@ -1,18 +1,19 @@
 """Slow twins of every loss with its corrections: one completion, one token at a time, close to the papers.
 
-Log-probabilities of the current policy are scalars with a gradient, so a twin gives value and gradient both.
-Called by tests only.
+Log-probabilities of the current policy are scalars with a gradient, so a twin gives value and gradient both. The twin of a new
+loss is its formula alone, in one of the three tables. Called by tests only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.registry import loss_spec
 
 
 @dataclass(frozen=True)
@@ -30,36 +31,37 @@ class Completion:
     def __len__(self) -> int:
         return len(self.current)
 
+    def now(self, t: int) -> Tensor:
+        """log p_current of token t, without its gradient."""
+        return self.current[t].detach()
+
     def between(self, t: int, config: LossConfig) -> float:
         """log p_proximal of token t."""
         if config.proximal == "recompute":
             return self.proximal[t]
         alpha = (max(1, self.staleness[t]) - 1) / max(1, self.staleness[t])
-        return self.behaviour[t] + alpha * (float(self.current[t].detach()) - self.behaviour[t])
+        return self.behaviour[t] + alpha * (float(self.now(t)) - self.behaviour[t])
 
 
 def objective(completions: Sequence[Completion], config: LossConfig) -> Tensor:
     """Twin of `async_rlhf.learner.objective.objective` over `denominator`: the whole batch's loss, with gradient."""
-    is_of_tokens = config.kind not in {"online_dpo", "gspo", "proximal_rloo"}
-    if config.kind == "online_dpo":
-        own = online_dpo(completions, config)
-    elif config.kind in {"gspo", "proximal_rloo"}:
-        terms = [of_sequence(completion, config) for completion in completions]
-        own = sum(terms, torch.zeros(())) / len(completions)
+    groups = [[c for c in completions if c.group == group] for group in sorted({c.group for c in completions})]
+    if config.kind in OF_PAIRS:
+        pairs = [(max(group, key=lambda c: c.advantage), min(group, key=lambda c: c.advantage)) for group in groups]
+        own = torch.stack([OF_PAIRS[config.kind](*pair, config) for pair in pairs]).mean()
+    elif config.kind in OF_COMPLETIONS:
+        own = torch.stack([correction(c, 0, config) * OF_COMPLETIONS[config.kind](c, config) for c in completions]).mean()
     else:
-        own = reduced([[of_token(c, t, config) for t in range(len(c))] for c in completions], config)
+        of_token = OF_TOKENS[config.kind]
+        own = reduced([[correction(c, t, config) * of_token(c, t, config) for t in range(len(c))] for c in completions], config)
     if config.kl_coef > 0:
         of_tokens = [[kl(c, t, config) for t in range(len(c))] for c in completions]
-        own = own + config.kl_coef * (
-            reduced(of_tokens, config) if is_of_tokens else of_completions(of_tokens, completions, config)
-        )
+        if config.kind in OF_TOKENS:
+            own = own + config.kl_coef * reduced(of_tokens, config)
+        else:  # beside a loss of whole completions a term per token is averaged over each completion
+            per_completion = torch.stack([torch.stack(each).mean() for each in of_tokens])
+            own = own + config.kl_coef * per_completion.sum() / len(groups if config.kind in OF_PAIRS else completions)
     return own
-
-
-def of_completions(terms: Sequence[Sequence[Tensor]], completions: Sequence[Completion], config: LossConfig) -> Tensor:
-    """Beside a loss of whole completions a term per token is averaged over each completion."""
-    per_sequence = torch.stack([torch.stack(list(each)).mean() for each in terms])
-    return per_sequence.sum() / (len({c.group for c in completions}) if config.kind == "online_dpo" else len(completions))
 
 
 def reduced(terms: Sequence[Sequence[Tensor]], config: LossConfig) -> Tensor:
@@ -71,46 +73,54 @@ def reduced(terms: Sequence[Sequence[Tensor]], config: LossConfig) -> Tensor:
     return total / sum(len(each) for each in terms)
 
 
-def of_token(c: Completion, t: int, config: LossConfig) -> Tensor:
-    """The loss of one token."""
-    logp, now, a = c.current[t], c.current[t].detach(), c.advantage
-    proximal, behaviour = c.between(t, config), c.behaviour[t]
-    mask = kept(c, t, config)
-    match config.kind:
-        case "decoupled_ppo":
-            return -weight(c, t, config) * mask * surrogate(exp(logp - proximal), a, config)
-        case "ppo_clip":
-            return -mask * surrogate(exp(logp - behaviour), a, config)
-        case "cispo":
-            return -weight(c, t, config) * mask * exp(now - proximal).clamp(max=1 + config.clip_high) * a * logp
-        case "truncated_is":
-            w = torch.ones((), dtype=torch.float64) if config.is_cap is None else exp(now - behaviour).clamp(max=config.is_cap)
-            return -mask * w * a * logp
-        case "topr":
-            whole = sum((float(c.current[i].detach()) - c.behaviour[i] for i in range(len(c))), 0.0)
-            return -mask * (1.0 if a > 0 else min(1.0, float(exp(torch.tensor(whole, dtype=torch.float64))))) * a * logp
-        case _:
-            assert config.kind == "best_of_n"
-            return -logp
+def decoupled_ppo(c: Completion, t: int, config: LossConfig) -> Tensor:
+    return -surrogate(exp(c.current[t] - c.between(t, config)), c.advantage, config)
 
 
-def of_sequence(c: Completion, config: LossConfig) -> Tensor:
-    """The loss of one completion, its ratio a single number."""
-    old = [c.between(t, config) if config.kind == "gspo" else c.behaviour[t] for t in range(len(c))]
-    logs = torch.stack([logp - o for logp, o in zip(c.current, old, strict=True)])
-    r = exp(logs.mean() if config.kind == "gspo" else logs.sum())
-    return -(weight(c, 0, config) if config.kind == "gspo" else 1.0) * kept(c, 0, config) * surrogate(r, c.advantage, config)
+def ppo_clip(c: Completion, t: int, config: LossConfig) -> Tensor:
+    return -surrogate(exp(c.current[t] - c.behaviour[t]), c.advantage, config)
 
 
-def online_dpo(completions: Sequence[Completion], config: LossConfig) -> Tensor:
-    losses = []
-    for group in sorted({c.group for c in completions}):
-        members = [c for c in completions if c.group == group]
-        best, worst = max(members, key=lambda c: c.advantage), min(members, key=lambda c: c.advantage)
-        h_best = sum((p - q for p, q in zip(best.current, best.reference, strict=True)), torch.zeros(()))
-        h_worst = sum((p - q for p, q in zip(worst.current, worst.reference, strict=True)), torch.zeros(()))
-        losses.append(-torch.log(torch.sigmoid(config.dpo_beta * (h_best - h_worst))))
-    return torch.stack(losses).mean()
+def cispo(c: Completion, t: int, config: LossConfig) -> Tensor:
+    return -exp(c.now(t) - c.between(t, config)).clamp(max=1 + config.clip_high) * c.advantage * c.current[t]
+
+
+def truncated_is(c: Completion, t: int, config: LossConfig) -> Tensor:
+    ratio = 1.0 if config.is_cap is None else exp(c.now(t) - c.behaviour[t]).clamp(max=config.is_cap)
+    return -ratio * c.advantage * c.current[t]
+
+
+def topr(c: Completion, t: int, config: LossConfig) -> Tensor:
+    whole = sum((c.now(i) - c.behaviour[i] for i in range(len(c))), torch.zeros((), dtype=torch.float64))
+    return -(1.0 if c.advantage > 0 else exp(whole).clamp(max=1.0)) * c.advantage * c.current[t]
+
+
+def best_of_n(c: Completion, t: int, config: LossConfig) -> Tensor:
+    return -c.current[t]
+
+
+def gspo(c: Completion, config: LossConfig) -> Tensor:
+    logs = torch.stack([logp - c.between(t, config) for t, logp in enumerate(c.current)])
+    return -surrogate(exp(logs.mean()), c.advantage, config)
+
+
+def proximal_rloo(c: Completion, config: LossConfig) -> Tensor:
+    logs = torch.stack([logp - old for logp, old in zip(c.current, c.behaviour, strict=True)])
+    return -surrogate(exp(logs.sum()), c.advantage, config)
+
+
+def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tensor:
+    h_best, h_worst = (
+        sum((p - q for p, q in zip(c.current, c.reference, strict=True)), torch.zeros(())) for c in (best, worst)
+    )
+    return -torch.log(torch.sigmoid(config.dpo_beta * (h_best - h_worst)))
+
+
+OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
+    f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, topr, best_of_n)
+}
+OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo)}
+OF_PAIRS: dict[str, Callable[[Completion, Completion, LossConfig], Tensor]] = {"online_dpo": online_dpo}
 
 
 def kl(c: Completion, t: int, config: LossConfig) -> Tensor:
@@ -146,10 +156,16 @@ def sequence_ratio(c: Completion, config: LossConfig) -> float:
     return float(exp(torch.tensor(whole, dtype=torch.float64)))
 
 
+def correction(c: Completion, t: int, config: LossConfig) -> float:
+    """What a term of a loss is multiplied by, as it declares."""
+    corrects = loss_spec(config.kind).corrects
+    return {"weights and masks": weight(c, t, config) * kept(c, t, config), "masks": kept(c, t, config)}.get(corrects, 1.0)
+
+
 def weight(c: Completion, t: int, config: LossConfig) -> float:
     if config.is_cap is None:
         return 1.0
-    if config.is_level == "sequence" or config.kind == "gspo":
+    if config.is_level == "sequence" or config.kind in OF_COMPLETIONS:
         return min(sequence_ratio(c, config), config.is_cap)
     return min(float(exp(torch.tensor(log_ratios(c, config)[t], dtype=torch.float64))), config.is_cap)
 

@@ -91,7 +91,7 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
             is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # what is left is evaluated
             hub["state"] = "ending" if is_over else f"the hub does not answer: {error}"
         scorer = _scorer(f"ipc://{sockets}/scorer") if (sockets / "scorer").exists() else {}
-    spent = Spent.after(metrics)
+    spent = Spent.until(metrics[-1] if metrics else {})
     done = config.budget.ended(spent)
     end = None if alive else run.end()
     if end is not None:

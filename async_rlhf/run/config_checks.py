@@ -14,8 +14,8 @@ from async_rlhf.buffers.config import SecurityConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import check_own_code
 from async_rlhf.buffers.parsing import json_value
-from async_rlhf.learner.check import RunContext, check_division, check_machine
-from async_rlhf.learner.check import check as check_learning
+from async_rlhf.learner.config import check_division
+from async_rlhf.run import learning_checks
 from async_rlhf.run.shipped import FETCHED
 
 if TYPE_CHECKING:
@@ -44,21 +44,7 @@ def check(config: Config, *, has_model: bool = True) -> None:
     if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
     config.engine.check_kv_policy(longest=config.generation.max_prompt_length + config.generation.longest_completion)
-    truncation = config.generation.truncation
-    data = RunContext(
-        group_size=config.generation.group_size,
-        max_staleness=config.queue.max_staleness,
-        lowest_staleness=bound.lowest_staleness,
-        exact=config.queue.exact,
-        truncated=f"generation.{truncation}" if truncation else None,
-        support_recorded=config.engine.kind == "torch"
-        or config.generation.top_k > 0
-        or bool(config.engine.vllm.arguments.get("return_sampling_mask")),
-        normalised=config.rewards.normalise,
-        compressed=None if config.engine.kv_budget is None else f"engine.kv_policy = {config.engine.kv_policy!r}",
-    )
-    check_machine(config.learner, config.groups_per_batch, config.max_steps)
-    check_learning(config.learner, config.advantage, config.loss, config.guard, data)
+    learning_checks.check(config)
     _check_episodes(config)
     _check_security(config.security)
     if config.address:

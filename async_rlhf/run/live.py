@@ -32,7 +32,6 @@ LIVE = (
     "guard.max_kl",
     "guard.min_entropy",
     "guard.min_reward",
-    "guard.max_diverged_steps",
     "checkpoint.save_every",
     "checkpoint.keep_last",
     "checkpoint.keep_every",

@@ -19,10 +19,10 @@ from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.loop.trainer import estimated
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.learner.objective.estimation import Rewards
-from async_rlhf.learner.objective.loss import denominator
+from async_rlhf.learner.objective.objective import denominator
 from async_rlhf.learner.step.controller import Controller
 from async_rlhf.learner.step.ranks import Ranks
-from async_rlhf.learner.step.torch_machine import make_machine
+from async_rlhf.learner.step.torch_machine import Machine
 from async_rlhf.run.config import Config
 
 # What holds the whole gradient in one process, however many the run had.
@@ -38,10 +38,9 @@ class Gradients:
 
     def __init__(self, config: Config, checkpoint: Path, step: int, loss: LossConfig) -> None:
         self._config, self._step = config, step
-        self._learner, self._ranks = config.learner.model_copy(update=_ALONE), Ranks()
         referred = loss.needs_reference and not config.scoring.reference_is_stage
         model = Path(model_directory(config.model))
-        self._machine = make_machine(model, self._learner, self._ranks, with_reference=referred)
+        self._machine = Machine(model, config.learner.model_copy(update=_ALONE), Ranks(), with_reference=referred)
         self._machine.load(checkpoint)
         policy = self._machine.policy
         self.num_parameters = sum(p.numel() for p in policy.parameters() if p.requires_grad)
@@ -61,7 +60,7 @@ class Gradients:
         Advantages, and masks that look at the whole batch, are made from all groups before the cut. progress: groups that are
         done, and of how many. Raises NonFiniteError.
         """
-        backend = Controller(self._machine, self._learner, loss, self._ranks)
+        backend = Controller(self._machine, loss)
         estimates, _ = estimated(groups, rewards, backend, self._config.advantage, loss)
         rows = make_rows(groups, estimates.advantages, backend.row_tokens, estimates.targets)
         of_group = {each[0].group.number: each for each in by_group(rows)}

@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.corrections import second_moment_mask
-from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.objective.objective import LossInputs
 
 STALENESS = (0, 1, 4, 8, 16, 32)
 # A cap that nothing reaches: the untruncated estimator.
@@ -78,9 +78,9 @@ def measure(case: Case, current: Tensor, behaviour: Tensor, reward: Tensor, stal
     )
 
 
-def measure_all(seed: int = 0) -> tuple[Mapping[str, Mapping[int, Measured]], Mapping[int, float]]:
+def measure_all() -> tuple[Mapping[str, Mapping[int, Measured]], Mapping[int, float]]:
     """Every case at every staleness, and the divergence KL(current | behaviour) reached there, in nats."""
-    reward, behaviour = policy.rewards(seed), policy.initial(seed + 1)
+    reward, behaviour = policy.rewards(), policy.initial()
     currents = {steps: policy.later(behaviour, reward, steps) for steps in STALENESS}
     found = {case.name: {n: measure(case, now, behaviour, reward, n) for n, now in currents.items()} for case in CASES}
     return found, {n: _divergence(now, behaviour) for n, now in currents.items()}

@@ -49,11 +49,9 @@ _ROLES = ("actor", "hub", "learner")
 _CHANGES: tuple[dict[str, Any], ...] = (
     {"learner.learning_rate": 1e-4},
     {"checkpoint.keep_last": 3},
-    {"evaluation.every": 4000},
     {"learner.learning_rate": 2e-4},
     {"checkpoint.keep_last": 2},
     {"checkpoint.save_every": 80},
-    {"evaluation.every": 5000},
     {"checkpoint.save_every": 100},
 )
 # What an open page asks for, and Prometheus.

@@ -328,7 +328,8 @@ def state_of(cell: Cell, num_prompts: int) -> State:
     if directory.is_alive():
         raise ConfigError(f"cell {str(config.run_dir)!r} is being run by {holder(directory.lock_file)}; wait, or stop it")
     evaluated = {record["label"] for record in directory.read_evaluations() if "missing" not in record}
-    spent = Spent.after(directory.read_metrics())
+    metrics = directory.read_metrics()
+    spent = Spent.until(metrics[-1] if metrics else {})
     done = spent.steps >= num_steps(config, num_prompts) or config.budget.ended(spent)
     return "finished" if done and (not config.evaluation.at_end or "end" in evaluated) else "unfinished"
 

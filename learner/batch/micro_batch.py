@@ -25,7 +25,7 @@ from torch import Tensor
 from async_rlhf.buffers.attention import FULL, Reach
 from async_rlhf.buffers.record import Rollout
 from async_rlhf.learner.batch.rows import Member, Row, by_group
-from async_rlhf.learner.objective.loss import Counts
+from async_rlhf.learner.objective.objective import Counts
 
 
 class SamplingMasks(NamedTuple):

@@ -14,12 +14,11 @@ full disk) is counted and logged; the checkpoints before it stay, and the next t
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -28,21 +27,23 @@ from torch import Tensor
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.learner.checkpoint.store import Checkpoints
 
-_COPY_S = 600.0
+_log = logging.getLogger(__name__)
+_COPY_S, _WRITE_S = 600.0, 3600.0
+T = TypeVar("T")
+
+
+def _result(future: Future[T], within_s: float, what: str) -> T:
+    try:
+        return future.result(within_s)
+    except TimeoutError as error:
+        raise DeadlineError(f"{what} within {within_s:.0f} s") from error
 
 
 def begin_copy(tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> Callable[[], dict[str, Tensor]]:
     """A thread begins to copy into host memory, which is used again; tensors that share storage share it in the copy as well.
     What comes back waits for the copies, by name. Raises DeadlineError, or what copying raised."""
     copying = ThreadPoolExecutor(1, "freeze").submit(_copied, dict(tensors), memory)
-
-    def wait() -> dict[str, Tensor]:
-        try:
-            return copying.result(_COPY_S)
-        except TimeoutError as error:
-            raise DeadlineError(f"the copy of the training state was not made within {_COPY_S:.0f} s") from error
-
-    return wait
+    return lambda: _result(copying, _COPY_S, "the copy of the training state was not made")
 
 
 def _copied(tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> dict[str, Tensor]:
@@ -59,19 +60,12 @@ def _copied(tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> dict[st
     return copied
 
 
-_log = logging.getLogger(__name__)
-_WRITE_S = 3600.0
-
-Writer = Callable[[Path], None]
-
-
 class CheckpointWriter:
     """See the module docstring."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
-        self._thread: threading.Thread | None = None
-        self._raised: BaseException | None = None
+        self._attempt: Future[None] | None = None
         self.durable = checkpoints.newest
         """Step of the newest checkpoint, 0 when there is none."""
         self.floor = checkpoints.floor
@@ -83,23 +77,17 @@ class CheckpointWriter:
         self.seconds = 0.0
         """How long the last attempt took."""
 
-    def begin(self, step: int, write: Writer, state: dict[str, Any]) -> None:
+    def begin(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> None:
         """Start to write the checkpoint of `step` steps; waits for the attempt before, if that is not over."""
         self.wait()
-        self._thread = threading.Thread(target=self._save, args=(step, write, state), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._attempt = ThreadPoolExecutor(1, "checkpoint").submit(self._save, step, write, state)
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises DeadlineError, and what no disk can be blamed for."""
-        if self._thread is not None:
-            self._thread.join(_WRITE_S)
-            if self._thread.is_alive():
-                raise DeadlineError(f"a checkpoint was not written within {_WRITE_S:.0f} s")
-            self._thread = None
-        if self._raised is not None:
-            raise self._raised
+        if self._attempt is not None:
+            _result(self._attempt, _WRITE_S, "a checkpoint was not written")
 
-    def _save(self, step: int, write: Writer, state: dict[str, Any]) -> None:
+    def _save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> None:
         began = time.monotonic()
         try:
             self._checkpoints.save(step, write, state)
@@ -107,8 +95,6 @@ class CheckpointWriter:
             self.failed += 1
             self.reason = f"the checkpoint of step {step} could not be written: {error}"
             _log.error("%s; the one before it stays", self.reason)
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-            self._raised = error
         else:
             self.durable, self.floor, self.reason = step, self._checkpoints.floor, ""
         self.seconds = time.monotonic() - began

@@ -10,7 +10,7 @@ times: a resumed run goes on counting, and neither the time between two starts c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,6 @@ class Spent:
             tokens if isinstance(tokens, int) else 0,
             seconds if isinstance(seconds, int | float) else 0.0,
         )
-
-    @classmethod
-    def after(cls, records: Sequence[Mapping[str, Any]]) -> Spent:
-        """By the last of these lines of `metrics.jsonl`."""
-        return cls.until(records[-1]) if records else cls()
 
     @classmethod
     def before(cls, record: Mapping[str, Any]) -> Spent:

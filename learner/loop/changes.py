@@ -26,7 +26,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -34,7 +34,7 @@ from typing import IO, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.files import DISK
+from async_rlhf.buffers.files import Appending
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES = 16 << 20
@@ -163,7 +163,7 @@ class Ledger:
             return History()
         if stamp != self._read[0]:
             try:
-                with self._open(os.O_RDONLY) as file:
+                with self._open() as file:
                     self._read = stamp, self._history(file.read())
             except FileNotFoundError:
                 return History()
@@ -172,31 +172,30 @@ class Ledger:
     def append(self, decide: Callable[[History], Sequence[Line]], *, wait: bool = True) -> History:
         """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
         OSError, BlockingIOError without `wait`; nothing is added then."""
-        with self._open(os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
+        with self._open(os.O_CREAT) as file:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = file.read()
             history, end = self._history(data), data.rfind(b"\n") + 1
             if not (lines := decide(history)):
                 return history
-            try:
-                os.truncate(self.path, end)
-                file.write("".join(f"{line.model_dump_json()}\n" for line in lines).encode())
-                DISK.sync(file)
-                DISK.sync_path(self.path.parent)
-            except OSError:
-                with suppress(OSError):
-                    os.truncate(self.path, end)
-                raise
+            with closing(Appending(self.path)) as appending:
+                try:
+                    appending.cut(end)
+                    appending.append("".join(f"{line.model_dump_json()}\n" for line in lines).encode())
+                except OSError:
+                    with suppress(OSError):
+                        appending.cut(end)
+                    raise
         return history.then(lines)
 
-    def _open(self, flags: int) -> IO[bytes]:
-        """Unbuffered, at its beginning; never waits for the other end of a pipe."""
-        descriptor = os.open(self.path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    def _open(self, flags: int = 0) -> IO[bytes]:
+        """To be read, unbuffered; never waits for the other end of a pipe."""
+        descriptor = os.open(self.path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
             os.close(descriptor)
             raise DamagedError(f"{self.path} is no regular file of at most {_MAX_BYTES} bytes")
-        return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
+        return os.fdopen(descriptor, "rb", buffering=0)
 
     def _history(self, data: bytes) -> History:
         whole = data[: data.rfind(b"\n") + 1].splitlines()

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MIN_ESS, _MAX_SECOND_MOMENT, _MAX_CLIP_RATIO = 0.5, 0.1, 0.3
 # One bad step is noise; and a target that was lowered for a reason is raised with more care.
 PATIENCE, RECOVERY, _MARGIN = 3, 10, 0.2
-_MAX_NONFINITE_STEPS = 3  # refused in a row: one may be a batch's, three are the model's
+# Refused, or beyond a limit, in a row: one may be a batch's, three are the model's.
+_MAX_BAD_STEPS = 3
 # Too few scores are no measure of a ratio; a batch of the smallest sensible size already passes this.
 _MIN_SCORES = 8
 # Of fewer tokens a mean is noise.
@@ -98,7 +99,7 @@ class Safeguards:
         numbers = [group.number for group in groups]
         if not report.applied:
             _log.error("step %d refused: its gradient is not finite; groups %s", step, numbers)
-        if (steps := self._count("refused", not report.applied)) >= _MAX_NONFINITE_STEPS:
+        if (steps := self._count("refused", not report.applied)) >= _MAX_BAD_STEPS:
             raise NonFiniteError(
                 f"{steps} steps in a row had a gradient that is not finite, the last with groups {numbers}. Lower "
                 "learner.learning_rate, or look at rollouts.jsonl."
@@ -117,11 +118,10 @@ class Safeguards:
     def count_diverged(self, metrics: Mapping[str, Any], step: int) -> None:
         """Raises DivergedError after too many steps in a row beyond one of the guard's limits."""
         found = beyond(metrics, self.config.guard)
-        if (steps := self._count("diverged", bool(found))) >= self.config.guard.max_diverged_steps:
+        if (steps := self._count("diverged", bool(found))) >= _MAX_BAD_STEPS:
             raise DivergedError(
-                f"the policy was beyond a limit for {steps} steps in a row (guard.max_diverged_steps); "
-                f"step {step} had {', '.join(found)}. Change values or the limit with async-rlhf set, and go back with "
-                "--resume --from-step"
+                f"the policy was beyond a limit for {steps} steps in a row; step {step} had {', '.join(found)}. "
+                "Change values or the limit with async-rlhf set, and go back with --resume --from-step"
             )
 
 

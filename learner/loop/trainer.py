@@ -86,8 +86,8 @@ class TrainerConfig:
 
 
 class Trainer:
-    """See the module docstring. `run` returns the reason why it ended. changed: `config` with these values for dotted keys of
-    the run's configuration; without it nothing changes.
+    """See the module docstring. `run` returns the reason why it ended. settings: with these values for dotted keys of the run's
+    configuration, which an operator changed.
 
     Raises StalenessError, NonFiniteError, MismatchError, DivergedError, RewardError, DeadlineError, DamagedError.
     """
@@ -97,10 +97,10 @@ class Trainer:
         source: BatchSource,
         backend: Controller,
         directory: Path,
-        config: TrainerConfig,
-        changed: Callable[[Mapping[str, Any]], TrainerConfig] | None = None,
+        settings: Callable[[Mapping[str, Any]], TrainerConfig],
     ) -> None:
-        self._backend, self._config = backend, config
+        self._backend, self._settings, config = backend, settings, settings({})
+        self._config = self._first = config
         keep, evaluations = config.checkpoint, directory / "evaluations.jsonl"
         self._checkpoints = Checkpoints(
             directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(evaluations, config.evaluate_every)
@@ -113,7 +113,6 @@ class Trainer:
             self.step, self._statistics = state["step"], Statistics(state.get("rewards"))
             _log.info("resumed at step %d from %s", self.step, path)
         self._spent = spent(directory, self.step)
-        self._changed = changed or (lambda values: config)
         self._changes, self._values = LiveChanges(directory, self.step, last_step(directory)), dict[str, Any]()
         self._recording = Recording(directory, config.max_log_bytes)
         steps = config.budget.max_steps
@@ -158,9 +157,8 @@ class Trainer:
         if values == self._values:
             return
         _log.info("from step %d on: %s", self.step + 1, values)
-        self._values, self._config = dict(values), self._changed(values)
+        self._values, self._config = dict(values), self._settings(values)
         self._checkpoints.keep(self._config.checkpoint.keep_last, self._config.checkpoint.keep_every)
-        self._backend.learn_at(self._config.learner.learning_rate)
         self._safeguards.config = self._config
         self._staleness.follow(self._config.guard)
 
@@ -226,10 +224,10 @@ class Trainer:
         return split_updates(rows, learner.updates_per_step) * learner.epochs
 
     def _update(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> StepReport:
-        updates = self._updates(groups, estimates)
-        report = self._backend.step(updates, self.step) if updates else StepReport.of_nothing()
-        if updates:
-            self._safeguards.count_refused(groups, report, self.step)
+        if not (updates := self._updates(groups, estimates)):
+            return StepReport.of_nothing()
+        report = self._backend.step(updates, self.step, self._config.learner.learning_rate)
+        self._safeguards.count_refused(groups, report, self.step)
         return report
 
     def _record(self, batch: TakenBatch, data: Mapping[str, Any], report: StepReport) -> None:

@@ -1,5 +1,5 @@
-"""Corrections for data that other weights sampled: ratios, truncated weights, masks, and how they are multiplied; and the
-divergence of the policy from a frozen reference, estimated from sampled tokens.
+"""Corrections for data that other weights sampled: ratios, truncated weights and masks; and the divergence of the policy
+from a frozen reference, estimated from sampled tokens.
 
 The three policies are called behaviour (sampled the token), proximal (the learner at the start of the step) and current (with
 gradient). Log-ratios are clamped before `exp`, since `where(mask, exp(x), 0)` has NaN gradients at overflow; what is not a
@@ -12,8 +12,6 @@ Axes: N tokens of S completions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -22,8 +20,6 @@ import torch
 from torch import Tensor
 
 from async_rlhf.buffers.record import Float32Array
-from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.loss import LossInputs
 
 # e^20 is far beyond any useful weight and far below float32 overflow; 20 is also the clamp of verl.
 MAX_LOG_RATIO = 20.0
@@ -130,45 +126,6 @@ def interpolated(logp_current_N: Tensor, logp_behaviour_N: Tensor, staleness_N: 
     """
     age_N = staleness_N.abs().clamp(min=1).to(logp_current_N.dtype)
     return logp_behaviour_N + (age_N - 1) / age_N * (logp_current_N.detach() - logp_behaviour_N)
-
-
-@dataclass(frozen=True)
-class Correction:
-    """weight_N: float32, masks multiplied in, no gradient. kept_N: bool, what no mask took. sums: over tokens."""
-
-    weight_N: Tensor
-    kept_N: Tensor
-    sums: Mapping[str, Tensor]
-
-
-def correct(inputs: LossInputs, config: LossConfig, *, weigh: bool, whole_sequences: bool) -> Correction:
-    """The correction of proximal against behaviour that a loss multiplies its terms by.
-
-    weigh: False for a loss that has the ratio to the behaviour policy in it already: it takes masks only.
-    whole_sequences: True for a loss whose terms are completions: its weight is the completion's, whatever `is_level` is.
-    """
-    proximal_N, behaviour_N, sequence_N = inputs.logp_proximal_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N
-    geometric = config.sequence_ratio == "geometric"
-    weight_N = torch.ones_like(inputs.advantage_N)
-    if weigh and config.is_cap is not None:
-        if whole_sequences or config.is_level == "sequence":
-            weight_N = sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
-        else:
-            weight_N = truncated_weight(proximal_N, behaviour_N, config.is_cap)
-    kept_N = torch.ones_like(inputs.advantage_N, dtype=torch.bool) if inputs.mask_N is None else inputs.mask_N > 0
-    if config.token_mask is not None:
-        kept_N = kept_N & token_mask(proximal_N, behaviour_N, *config.token_mask)
-    if config.sequence_mask is not None:
-        kept_N = kept_N & sequence_mask(proximal_N, behaviour_N, sequence_N, *config.sequence_mask, geometric=geometric)
-    if config.off_policy_delta is not None:
-        kept_N = kept_N & off_policy_mask(proximal_N, behaviour_N, inputs.advantage_N, sequence_N, config.off_policy_delta)
-    beyond_N = (proximal_N - behaviour_N).abs() > MAX_LOG_RATIO
-    sums = {
-        "is/masked_ratio": (~kept_N).float().sum(),
-        "is/clamped_ratio": beyond_N.float().sum(),
-        "is/weight_mean": weight_N.sum(),
-    }
-    return Correction(weight_N * kept_N, kept_N, sums)
 
 
 Estimator = Literal["k1", "k2", "k3"]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.loss import LossInputs
-from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.objective.objective import LossInputs, objective
 
 V, T = 5, 3
 COMPLETIONS = torch.tensor(list(product(range(V), repeat=T)))
@@ -22,8 +21,7 @@ Y = len(COMPLETIONS)
 C = sum(V**t for t in range(T))
 
 
-def prefixes() -> Tensor:
-    """int64 [Y, T]: which of the C prefixes each token follows."""
+def _prefixes() -> Tensor:
     columns, offset = [], 0
     for t in range(T):
         codes = sum((COMPLETIONS[:, i] * V ** (t - 1 - i) for i in range(t)), torch.zeros(Y, dtype=torch.int64))
@@ -32,61 +30,62 @@ def prefixes() -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-PREFIXES = prefixes()
+PREFIXES = _prefixes()
+"""int64 [Y, T]: which of the C prefixes each token follows."""
 
 
-def rewards(seed: int = 0) -> Tensor:
+def rewards() -> Tensor:
     """float64 [Y]: a reward for each completion, without structure."""
-    return torch.randn(Y, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(Y, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def initial(seed: int = 1, scale: float = 0.5) -> Tensor:
+def initial() -> Tensor:
     """float64 [C, V]: logits."""
-    return scale * torch.randn(C, V, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return 0.5 * torch.randn(C, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def logprobs(logits: Tensor, temperature: float = 1.0) -> Tensor:
+def logprobs(logits: Tensor) -> Tensor:
     """float64 [..., Y, T]: of every token of every completion, from logits [..., C, V]."""
-    return torch.log_softmax(logits / temperature, -1)[..., PREFIXES, COMPLETIONS]
+    return torch.log_softmax(logits, -1)[..., PREFIXES, COMPLETIONS]
 
 
-def probabilities(logits: Tensor, temperature: float = 1.0) -> Tensor:
+def probabilities(logits: Tensor) -> Tensor:
     """float64 [..., Y], summing to 1."""
-    return logprobs(logits, temperature).sum(-1).exp()
+    return logprobs(logits).sum(-1).exp()
 
 
-def jacobian(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """float64 [N, P]: d log p(token) / d logits, in closed form: (onehot - softmax) / temperature at the token's prefix."""
-    p = torch.softmax(logits / temperature, -1)[PREFIXES]
+def jacobian(logits: Tensor) -> Tensor:
+    """float64 [N, P]: d log p(token) / d logits, in closed form: onehot - softmax at the token's prefix."""
+    p = torch.softmax(logits, -1)[PREFIXES]
     full = torch.zeros(Y, T, C, V, dtype=torch.float64)
     index = PREFIXES[..., None, None].expand(Y, T, 1, V)
     own = torch.nn.functional.one_hot(COMPLETIONS, V).double() - p
-    return (full.scatter(2, index, own[:, :, None]) / temperature).reshape(Y * T, C * V)
+    return full.scatter(2, index, own[:, :, None]).reshape(Y * T, C * V)
 
 
-def exact_gradient(logits: Tensor, reward: Tensor, temperature: float = 1.0) -> Tensor:
+def exact_gradient(logits: Tensor, reward: Tensor) -> Tensor:
     """float64 [P]: of the expected reward under the policy itself."""
     leaf = logits.clone().requires_grad_()
-    (probabilities(leaf, temperature) * reward).sum().backward()  # type: ignore[no-untyped-call]
+    (probabilities(leaf) * reward).sum().backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     return leaf.grad.flatten()
 
 
-def later(logits: Tensor, reward: Tensor, steps: int, learning_rate: float = 0.5) -> Tensor:
+def later(logits: Tensor, reward: Tensor, steps: int) -> Tensor:
     """The policy after `steps` of exact gradient ascent: what a learner is when its data were sampled so many steps ago."""
     for _ in range(steps):
-        logits = logits + learning_rate * exact_gradient(logits, reward).reshape(C, V)
+        logits = logits + 0.5 * exact_gradient(logits, reward).reshape(C, V)
     return logits
 
 
-def inputs_for(current: Tensor, behaviour: Tensor, advantage_Y: Tensor, staleness: int, temperature: float = 1.0) -> LossInputs:
+def inputs_for(current: Tensor, behaviour: Tensor, advantage_Y: Tensor, staleness: int) -> LossInputs:
     """Every completion once, as one call of a loss; the proximal policy is the current one, as at the start of a step."""
-    now = logprobs(current, temperature).flatten()
+    now = logprobs(current).flatten()
     each = torch.arange(Y)
     return LossInputs(
         logp_current_N=now.clone().requires_grad_(),
         logp_proximal_N=now,
-        logp_behaviour_N=logprobs(behaviour, temperature).flatten(),
+        logp_behaviour_N=logprobs(behaviour).flatten(),
         advantage_N=advantage_Y.repeat_interleave(T),
         sequence_N=each.repeat_interleave(T),
         group_S=each,
@@ -94,21 +93,19 @@ def inputs_for(current: Tensor, behaviour: Tensor, advantage_Y: Tensor, stalenes
     )
 
 
-def gradients(inputs: LossInputs, config: LossConfig, logits: Tensor, temperature: float = 1.0) -> Tensor:
+def gradients(inputs: LossInputs, config: LossConfig, logits: Tensor) -> Tensor:
     """float64 [Y, P]: the ascent direction each completion alone gives, in the unit of its sum over tokens."""
     leaf = inputs.logp_current_N.detach().requires_grad_()
     objective(replace(inputs, logp_current_N=leaf), config).total.backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
-    per_token = -leaf.grad[:, None] * jacobian(logits, temperature)
+    per_token = -leaf.grad[:, None] * jacobian(logits)
     return per_token.reshape(Y, T, C * V).sum(1)
 
 
-def expected(
-    config: LossConfig, current: Tensor, behaviour: Tensor, reward: Tensor, staleness: int, temperature: float = 1.0
-) -> Tensor:
+def expected(config: LossConfig, current: Tensor, behaviour: Tensor, reward: Tensor, staleness: int) -> Tensor:
     """float64 [P]: the expected ascent direction over completions of behaviour, which is the reference too; the advantage is
     the reward less its mean there."""
-    weights = probabilities(behaviour, temperature)
-    inputs = inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness, temperature)
-    inputs = replace(inputs, logp_reference_N=logprobs(behaviour, temperature).flatten())
-    return (weights[:, None] * gradients(inputs, config, current, temperature)).sum(0)
+    weights = probabilities(behaviour)
+    inputs = inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
+    inputs = replace(inputs, logp_reference_N=logprobs(behaviour).flatten())
+    return (weights[:, None] * gradients(inputs, config, current)).sum(0)

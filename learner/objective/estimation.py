@@ -132,7 +132,7 @@ def estimate_advantages(
     """Advantages from all rewards, for the completions in `chosen`; token targets for those in `evaluated`, and for all where
     the estimator gives every token an advantage of its own."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if advantage.level == "completion" and advantage_spec(advantage.kind).level in ("group", "batch"):
+    if advantage.level == "completion" and advantage_spec(advantage.kind).level == "group":
         values = _counting(_from_rewards(_penalised(rewards, evaluated, loss), advantage))
         estimates = AdvantageEstimates(
             _nested({index: values[index] for index in _counting(chosen)}, chosen),
@@ -180,7 +180,7 @@ def _estimator(config: AdvantageConfig) -> Callable[..., Any]:
 
 def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float | None]]:
     function = _estimator(config)
-    values = function(rewards) if advantage_spec(config.kind).level == "batch" else [function(group) for group in rewards]
+    values = [function(group) for group in rewards]
     for group, own in zip(rewards, values, strict=True):
         if [value is None for value in own] != [reward is None for reward in group]:
             raise ValueError(

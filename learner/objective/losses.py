@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.corrections import ratio, sequence_log_ratio
-from async_rlhf.learner.objective.loss import LossInputs
+from async_rlhf.learner.objective.objective import LossInputs
 from async_rlhf.learner.registry import loss
 
 Terms = tuple[Tensor, Mapping[str, Tensor]]

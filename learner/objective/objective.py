@@ -1,19 +1,100 @@
-"""One number to differentiate: correction, loss, reduction, KL and entropy terms, as configured; and the critic's own."""
+"""The seam between the mathematics and the machine: what a loss is given and what it gives back; and the one number to
+differentiate: correction, loss, reduction, KL and entropy terms, as configured, and the critic's own.
+
+Axes: N loss-bearing tokens of one call (a micro-batch, packed, no padding), S completions ("sequences") among them.
+
+*Cutting.* A sequence is never cut between two calls. When the `level` of its declaration is "pair", neither is a group.
+
+*Adding.* A loss returns a **sum**. The machine divides every sum of an update by one number, `denominator(config, counts)`,
+where `counts` are those of the whole update over all micro-batches and ranks; masked tokens count too, so that a mask never
+changes the learning rate of what is left. So micro-batches, minibatches and ranks add exactly, and nothing about the batch
+needs to be known inside a call. Metrics in `sums` are sums over tokens: divide by `counts.num_tokens`.
+
+*Looking at the whole batch.* What cannot be computed within one call (a critic's advantages, KL in the reward, the second
+moment mask) is computed before the first update: the trainer takes from `Controller.evaluate(rows)` a `PolicyEvaluation` of
+every completion, and hands back `TokenTargets`, which come with the rows (`Member.targets`) into these inputs. `evaluate` is
+called only when `needs_evaluation` is true; otherwise the backend finds log p_proximal itself as it goes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.corrections import correct, interpolated, kl_loss
-from async_rlhf.learner.objective.loss import LossInputs, LossOutputs
+from async_rlhf.learner.objective.corrections import (
+    MAX_LOG_RATIO,
+    interpolated,
+    kl_loss,
+    off_policy_mask,
+    sequence_mask,
+    sequence_weight,
+    token_mask,
+    truncated_weight,
+)
 from async_rlhf.learner.registry import load_loss, loss_spec
 
 # PPO's: how far from the value at the start of a step a new one counts.
 VALUE_CLIP = 0.2
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """float32 [N] unless noted otherwise; only `logp_current_N` and `entropy_N` carry a gradient.
+
+    logp_current_N, logp_proximal_N, logp_behaviour_N: log-probabilities of the chosen tokens at the sampling temperature,
+    now, at the start of the step, and when sampled. logp_reference_N: under the frozen reference (`needs_reference`).
+    advantage_N. mask_N: 0 or 1, from corrections that look at the whole batch; None is all ones.
+    sequence_N: int64, ascending from 0 to S - 1. group_S: int64, equal for siblings. staleness_N: int64, in steps.
+    entropy_N: of the current policy at each token, needed with its gradient only when `entropy_coef` is not 0.
+    """
+
+    logp_current_N: Tensor
+    logp_proximal_N: Tensor
+    logp_behaviour_N: Tensor
+    advantage_N: Tensor
+    sequence_N: Tensor
+    group_S: Tensor
+    staleness_N: Tensor
+    mask_N: Tensor | None = None
+    logp_reference_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """`total`: the scalar to differentiate, a sum; `sums`: sums over tokens, to be divided by their number for a mean."""
+
+    total: Tensor
+    sums: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much there is to learn from in one optimizer update, over all its micro-batches and ranks, masked or not."""
+
+    num_tokens: int
+    num_sequences: int
+    num_groups: int
+
+
+def denominator(config: LossConfig, counts: Counts) -> float:
+    """What the sum of an update is divided by: a constant of the data, never of masks or weights.
+
+    token: every token weighs the same. sequence: every completion does. fixed: every token does, and the divisor is the
+    number of completions times `fixed_length`, so that it does not move with the lengths (Dr. GRPO, arXiv 2503.20783).
+    """
+    level = loss_spec(config.kind).level
+    if level == "pair":
+        return counts.num_groups
+    if level == "sequence" or config.reduction == "sequence":
+        return counts.num_sequences
+    if config.reduction == "fixed":
+        return counts.num_sequences * float(config.fixed_length or 1)
+    return counts.num_tokens
 
 
 def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
@@ -29,10 +110,10 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     none, all_N = weight_N.new_zeros(()), weight_N.sum()
     sums = {"clip_ratio/region_mean": none, "is/masked_ratio": none, "is/clamped_ratio": none, "is/weight_mean": all_N}
     if kind.corrects != "nothing":
-        correction = correct(
+        weight_N, own = correct(
             inputs, config, weigh=kind.corrects == "weights and masks", whole_sequences=kind.level == "sequence"
         )
-        weight_N, sums = correction.weight_N, {**sums, **correction.sums}
+        sums |= own
     terms, own_sums = load_loss(config.kind)(inputs, weight_N, config)
     per_token_N = _per_token(inputs, config, sums)
     if kind.level == "token":
@@ -40,6 +121,39 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     else:
         total = terms.sum() + _reduced(per_token_N, inputs.sequence_N, kind.level, config)
     return LossOutputs(total=total, sums={**sums, **own_sums})
+
+
+def correct(
+    inputs: LossInputs, config: LossConfig, *, weigh: bool, whole_sequences: bool
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """[N], no gradient: the correction of proximal against behaviour that a loss multiplies its terms by, masks multiplied in;
+    and sums over tokens.
+
+    weigh: False for a loss that has the ratio to the behaviour policy in it already: it takes masks only.
+    whole_sequences: True for a loss whose terms are completions: its weight is the completion's, whatever `is_level` is.
+    """
+    proximal_N, behaviour_N, sequence_N = inputs.logp_proximal_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N
+    geometric = config.sequence_ratio == "geometric"
+    weight_N = torch.ones_like(inputs.advantage_N)
+    if weigh and config.is_cap is not None:
+        if whole_sequences or config.is_level == "sequence":
+            weight_N = sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
+        else:
+            weight_N = truncated_weight(proximal_N, behaviour_N, config.is_cap)
+    kept_N = torch.ones_like(inputs.advantage_N, dtype=torch.bool) if inputs.mask_N is None else inputs.mask_N > 0
+    if config.token_mask is not None:
+        kept_N = kept_N & token_mask(proximal_N, behaviour_N, *config.token_mask)
+    if config.sequence_mask is not None:
+        kept_N = kept_N & sequence_mask(proximal_N, behaviour_N, sequence_N, *config.sequence_mask, geometric=geometric)
+    if config.off_policy_delta is not None:
+        kept_N = kept_N & off_policy_mask(proximal_N, behaviour_N, inputs.advantage_N, sequence_N, config.off_policy_delta)
+    beyond_N = (proximal_N - behaviour_N).abs() > MAX_LOG_RATIO
+    sums = {
+        "is/masked_ratio": (~kept_N).float().sum(),
+        "is/clamped_ratio": beyond_N.float().sum(),
+        "is/weight_mean": weight_N.sum(),
+    }
+    return weight_N * kept_N, sums
 
 
 def _per_token(inputs: LossInputs, config: LossConfig, sums: dict[str, Tensor]) -> Tensor:

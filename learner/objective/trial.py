@@ -6,6 +6,7 @@ what differs is no rounding; those of the law about finite numbers are float32, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,12 +17,12 @@ from torch import Tensor
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable
-from async_rlhf.learner.objective.loss import LossInputs
-from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.objective.objective import LossInputs, objective
 from async_rlhf.learner.registry import load_loss, loss_spec
 
 STALENESS = (0, 1, 4, 16)
 _CLOSE = 1e-9
+_CLOSE_SUMS = 1e-5  # they may be float32
 # Of three groups of two completions; where a loss is given the best alone, each second one is left out.
 _LENGTHS = (3, 1, 4, 2, 5, 3)
 _DIRECTION = 0.99
@@ -151,10 +152,16 @@ def _terms(config: LossConfig) -> tuple[bool, str]:
 
 def _adds_up(config: LossConfig) -> tuple[bool, str]:
     inputs = _inputs(config)
+    groups = [_of_group(inputs, group) for group in sorted(set(inputs.group_S.tolist()))]
     whole, gradient = _gradient(inputs, config)
-    parts = [_gradient(_of_group(inputs, group), config) for group in sorted(set(inputs.group_S.tolist()))]
+    parts = [_gradient(each, config) for each in groups]
     apart = abs(float(sum(total for total, _ in parts) - whole))
     apart = max(apart, float((torch.cat([each for _, each in parts]) - gradient).abs().max()))
+    sums, of_parts = objective(inputs, config).sums, [objective(each, config).sums for each in groups]
+    for name, value in sums.items():
+        found = sum(float(each.get(name, 0.0)) for each in of_parts)
+        if not math.isclose(found, value, rel_tol=_CLOSE_SUMS, abs_tol=_CLOSE_SUMS):
+            return False, f"{name} is no sum over tokens: {float(value):.3g} of all, {found:.3g} in parts"
     return apart < _CLOSE, f"largest difference {apart:.1g}"
 
 
@@ -175,12 +182,14 @@ def _finite(config: LossConfig) -> tuple[bool, str]:
 
 
 def _not_hidden(config: LossConfig) -> tuple[bool, str]:
-    inputs = _inputs(config)
-    spoilt = inputs.logp_current_N.detach().clone()
-    spoilt[0] = torch.nan
-    total, gradient = _gradient(replace(inputs, logp_current_N=spoilt), config)
-    hidden = bool(torch.isfinite(total) and torch.isfinite(gradient).all())
-    return not hidden, "the sum is finite: the step would not be refused" if hidden else ""
+    inputs, spec = _inputs(config), loss_spec(config.kind)
+    for name in ("current", *spec.needs, *(("behaviour",) if spec.takes_ratios else ())):
+        spoilt = getattr(inputs, f"logp_{name}_N").detach().clone()
+        spoilt[inputs.advantage_N.argmin()] = torch.nan
+        total, gradient = _gradient(replace(inputs, **{f"logp_{name}_N": spoilt}), config)
+        if torch.isfinite(total) and torch.isfinite(gradient).all():
+            return False, f"the sum is finite where logp_{name}_N is not: the step would not be refused"
+    return True, ""
 
 
 def _declared_only(config: LossConfig) -> tuple[bool, str]:

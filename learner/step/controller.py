@@ -12,6 +12,7 @@ moves.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -28,12 +29,11 @@ from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, Update, pa
 from async_rlhf.learner.batch.rows import Row, check_row
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.objective.estimation import PolicyEvaluation
-from async_rlhf.learner.objective.loss import Counts, LossInputs, denominator
-from async_rlhf.learner.objective.objective import objective, value_loss
+from async_rlhf.learner.objective.objective import Counts, LossInputs, denominator, objective, value_loss
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.learner.step.ranks import Ranks
 from async_rlhf.learner.step.report import StepReport, StepSums
-from async_rlhf.learner.step.torch_machine import Machine, make_machine
+from async_rlhf.learner.step.torch_machine import Machine
 
 # Weight of the critic's loss beside the policy's, as in PPO's own implementation.
 _CRITIC = 0.5
@@ -42,8 +42,9 @@ _CRITIC = 0.5
 class Controller:
     """Owns model, optimizer and schedule. The learner's loop calls rank 0's public methods; a worker rank is in `work`."""
 
-    def __init__(self, machine: Machine, config: LearnerConfig, loss: LossConfig, ranks: Ranks) -> None:
-        self.machine, self._learner, self._loss, self._ranks = machine, config, loss, ranks
+    def __init__(self, machine: Machine, loss: LossConfig) -> None:
+        self.machine, self._loss = machine, loss
+        config, ranks = self._learner, self._ranks = machine.config, machine.ranks
         # ranks that share rows compute the whole loss each: there is nothing to add up
         self._adding = ranks if config.ranks_per_row == 1 else Ranks()
         spec = loss_spec(loss.kind)
@@ -60,19 +61,16 @@ class Controller:
     @property
     def row_tokens(self) -> int:
         """Most tokens of a row that holds several completions; 1 where each has a row of its own."""
-        return self.machine.config.row_tokens if self.machine.policy.packs else 1
+        return self._learner.row_tokens if self.machine.policy.packs else 1
 
     def evaluate(self, rows: Sequence[Row]) -> Mapping[int, PolicyEvaluation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
         return self._together("evaluate", [rows])  # type: ignore[no-any-return]
 
-    def learn_at(self, rate: float) -> None:
-        """From the next step on `learner.learning_rate` is this, on all ranks; the others get it with each step."""
-        self.machine.learn_at(rate)
-
-    def step(self, updates: Sequence[Sequence[Row]], step: int) -> StepReport:
-        """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0."""
-        return self._together("train", updates, step=step, rate=self.machine.config.learning_rate)  # type: ignore[no-any-return]
+    def step(self, updates: Sequence[Sequence[Row]], step: int, rate: float | None = None) -> StepReport:
+        """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0. rate: in place of
+        `learner.learning_rate`."""
+        return self._together("train", updates, step=step, rate=rate)  # type: ignore[no-any-return]
 
     def dry_run(self, updates: Sequence[Sequence[Row]], step: int) -> None:
         """All that `step` does with these updates but the updates: forward, loss, backward, norm, report. Raises what `step`
@@ -172,23 +170,22 @@ class Controller:
             found.setdefault(int(member), {})[name] = tensor.numpy()
         return {member: PolicyEvaluation(**arrays) for member, arrays in found.items()}
 
-    def _train(self, updates: Sequence[Update], step: int, rate: float, applies: bool = True) -> StepReport:
-        """A learner step; rank 0's report is of all ranks, the others' of nothing. rate: `learner.learning_rate`. applies:
-        False refuses the updates as those are whose gradient is not finite, and goes on to the next."""
-        self.machine.learn_at(rate)
+    def _train(self, updates: Sequence[Update], step: int, rate: float | None, applies: bool = True) -> StepReport:
+        """A learner step; rank 0's report is of all ranks, the others' of nothing. applies: False refuses the updates as those
+        are whose gradient is not finite, and goes on to the next."""
         sums = StepSums(interpolates=self._loss.proximal == "interpolate")
         proximal = self._proximal(updates)
         applied = True
         for update in updates:
             loss = self._accumulate(update, proximal.get(update.number), step, sums)
-            norm, applied = self.machine.apply(step, finite=applies and math.isfinite(loss))
+            norm, applied = self.machine.apply(step, finite=applies and math.isfinite(loss), rate=rate)
             sums.ended(loss, norm)
             if applies and not applied:
                 break
         return sums.report(self._adding, applied, self._loss.is_cap)
 
     def _dry_run(self, updates: Sequence[Update], step: int) -> None:
-        self._train(updates, step, self.machine.config.learning_rate, applies=False)
+        self._train(updates, step, None, applies=False)
         self.machine.begin()
 
     def _gradient(self, updates: Sequence[Update], step: int) -> Tensor:
@@ -271,6 +268,10 @@ def make_backend(
 ) -> Controller:
     """This rank's part of the learner. publish_dtype: what the engines serve. reference_recorded: rollouts carry their
     log-probabilities under the reference, so it is not loaded here. Raises ConfigError as `Machine`."""
-    ranks = ranks or Ranks()
-    machine = make_machine(model_dir, config, ranks, publish_dtype, loss.needs_reference and not reference_recorded)
-    return Controller(machine, config, loss, ranks)
+    # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
+    os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
+    kind = Machine
+    if config.backend == "deepspeed":
+        from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
+    with_reference = loss.needs_reference and not reference_recorded
+    return Controller(kind(model_dir, config, ranks or Ranks(), publish_dtype, with_reference), loss)

@@ -33,8 +33,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
-from async_rlhf.learner.check import check_division
-from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.config import LearnerConfig, check_division
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model
 from async_rlhf.learner.model.policy import Policy
@@ -86,7 +85,7 @@ class DeepSpeedMachine(Machine):
 
     def _load_model(self) -> nn.Module:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        _join(self._ranks, self.device)
+        _join(self.ranks, self.device)
         model = load_model(self._model_dir, torch.device("cpu"))
         text = cast(Any, model).config.get_text_config()
         check_division(self.config, lambda name: getattr(text, name, None))
@@ -108,11 +107,11 @@ class DeepSpeedMachine(Machine):
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
     def reference(self, batch: MicroBatch) -> Tensor | None:
-        with self._ranks.named("a forward pass of the reference"):
+        with self.ranks.named("a forward pass of the reference"):
             return super().reference(batch)
 
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        with self._ranks.named("a forward pass"):
+        with self.ranks.named("a forward pass"):
             return self._engine(batch)  # type: ignore[no-any-return]
 
     def begin(self) -> None:
@@ -120,19 +119,19 @@ class DeepSpeedMachine(Machine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        replicas = self._ranks.size // self.config.tensor_parallel
-        with self._ranks.named("a backward pass"):
+        replicas = self.ranks.size // self.config.tensor_parallel
+        with self.ranks.named("a backward pass"):
             self._engine.backward(loss * replicas)  # DeepSpeed takes the mean over them, the loss is a part of a sum
 
     def gradient(self) -> Tensor:
         raise ConfigError("learner.backend = 'deepspeed' gives no whole gradient; 'torch' does")
 
-    def apply(self, step: int, finite: bool) -> tuple[float, bool]:
-        set_learning_rate(self._optimizer, self.config, step)
+    def apply(self, step: int, finite: bool, rate: float | None = None) -> tuple[float, bool]:
+        set_learning_rate(self._optimizer, self.config, step, rate)
         if not finite:  # the last it calls before it looks whether to refuse, at every stage and in every type
             self._optimizer._update_scale = self._refuse
         try:
-            with self._ranks.named("an update"):
+            with self.ranks.named("an update"):
                 self._engine.step()
         finally:
             vars(self._optimizer).pop("_update_scale", None)
@@ -148,21 +147,21 @@ class DeepSpeedMachine(Machine):
         found: dict[str, RawTensor] = {}
         small = lora.adapters(self.policy.model)
         large = {name: p for name, p in self.policy.model.named_parameters() if name not in small}
-        with self._ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
+        with self.ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
             if self._lora is not None and self._lora.publish == "adapter":
-                leaving = lora.factors(self.policy.model) if self._ranks.rank == 0 else []
+                leaving = lora.factors(self.policy.model) if self.ranks.rank == 0 else []
                 return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in leaving}
             waiting = iter(large.items())
             for bucket in buckets(large.values(), _BUCKET // self.config.tensor_parallel):
-                with self._ranks.named("a gathering of weights"), self._gathered(bucket):
+                with self.ranks.named("a gathering of weights"), self._gathered(bucket):
                     chosen = dict(islice(waiting, len(bucket))) | small
                     named = {name: self._joined(f"model.{name}", p.detach()) for name, p in chosen.items()}
-                    if self._ranks.rank == 0:
+                    if self.ranks.rank == 0:
                         found |= self._copies(lora.merged(self.policy.model, named))
         return found
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:
-        with self._ranks.named("the canary"):
+        with self.ranks.named("the canary"):
             return super().canary(ids)
 
     def snapshot(self) -> Callable[[Path], None]:
@@ -170,19 +169,19 @@ class DeepSpeedMachine(Machine):
         weights: dict[str, Tensor] = {}
         moments: dict[str, Tensor] = {}
         self._begin_moments()
-        with self._ranks.named("the gathering of a checkpoint"):
+        with self.ranks.named("the gathering of a checkpoint"):
             for name, p in self._named():
                 parts = {"": safe_get_full_fp32_param(p)} if p.requires_grad else {"": self._whole(p)}
                 if p.requires_grad:
                     parts |= {key: safe_get_full_optimizer_state(p, key) for key in _MOMENTS}
                 whole = {key: self._joined(name, value) for key, value in parts.items() if value is not None}
-                if self._ranks.rank == 0:
+                if self.ranks.rank == 0:
                     weights[name] = whole.pop("").cpu().clone()
                     moments |= {f"{name}.{key}": value.cpu().clone() for key, value in whole.items()}
         moments |= {f"{name}.step": self._count().cpu().clone() for name, p in self._named() if p.requires_grad}
 
         def write(directory: Path) -> None:
-            if self._ranks.rank > 0:
+            if self.ranks.rank > 0:
                 return
             own = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
             named = lora.merged(self.policy.model, own)
@@ -202,7 +201,7 @@ class DeepSpeedMachine(Machine):
         saved = parts["optimizer"]
         count = torch.zeros(())
         self._begin_moments()
-        with self._ranks.named("the sharing out of a checkpoint"):
+        with self.ranks.named("the sharing out of a checkpoint"):
             for name, p in self._named():
                 if name not in weights:
                     continue  # what adapters are added to stays as it was loaded
@@ -250,11 +249,11 @@ class DeepSpeedMachine(Machine):
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
         """On rank 0 the whole of what ranks share by `learner.tensor_parallel`; elsewhere what was given. On all at once."""
-        dimension, leads = self._dimensions[name], self._ranks.rank == 0
+        dimension, leads = self._dimensions[name], self.ranks.rank == 0
         if dimension is None:
             return part
         part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self._ranks.size)] if leads else None
+        parts = [torch.empty_like(part) for _ in range(self.ranks.size)] if leads else None
         dist.gather(part, parts, dst=0)
         return part if parts is None else torch.cat(parts, dimension)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.objective.corrections import effective_sample_size, log_ratio, ratio
-from async_rlhf.learner.objective.loss import LossInputs, LossOutputs
+from async_rlhf.learner.objective.objective import LossInputs, LossOutputs
 from async_rlhf.learner.step.ranks import Ranks
 
 _QUANTILES = {"is/ratio_q01": 0.01, "is/ratio_q50": 0.5, "is/ratio_q99": 0.99}

@@ -8,7 +8,6 @@ come on the machine's device.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +26,7 @@ from async_rlhf.learner.checkpoint.writer import begin_copy
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model, saved_weights, write_model
-from async_rlhf.learner.model.policy import Policy
-from async_rlhf.learner.model.verification import check_policy
+from async_rlhf.learner.model.policy import Policy, check_policy
 from async_rlhf.learner.step.ranks import Ranks, take_device
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
@@ -51,7 +49,7 @@ class Machine:
     def __init__(
         self, model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
     ) -> None:
-        self.config, self.with_reference, self._model_dir, self._ranks = config, with_reference, model_dir, ranks
+        self.config, self.with_reference, self._model_dir, self.ranks = config, with_reference, model_dir, ranks
         torch.set_num_threads(config.threads)
         self.publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         self.device = take_device(config.device, ranks.rank)
@@ -82,11 +80,6 @@ class Machine:
 
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
-    def learn_at(self, rate: float) -> None:
-        """From the next update on `learner.learning_rate` is this."""
-        if rate != self.config.learning_rate:
-            self.config = self.config.model_copy(update={"learning_rate": rate})
-
     def reference(self, batch: MicroBatch) -> Tensor | None:
         """[N]: log-probabilities under the frozen reference, or None without one."""
         return None if self._reference is None else self._reference(batch)[0]
@@ -102,10 +95,10 @@ class Machine:
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add this rank's gradient; after the `last` of an update it is summed over the ranks."""
         loss.backward()  # type: ignore[no-untyped-call]
-        if last and self._ranks.size > 1:
+        if last and self.ranks.size > 1:
             for p in self._learning():
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            self._ranks.add_up([p.grad for p in self._learning() if p.grad is not None])
+            self.ranks.add_up([p.grad for p in self._learning() if p.grad is not None])
 
     def gradient(self) -> Tensor:
         """float32 [P], a copy: what `backward` has summed, of every parameter that learns, one after the other; 0 for one that
@@ -113,14 +106,15 @@ class Machine:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._learning()]
         return torch.cat([grad.detach().float().reshape(-1) for grad in grads])
 
-    def apply(self, step: int, finite: bool) -> tuple[float, bool]:
+    def apply(self, step: int, finite: bool, rate: float | None = None) -> tuple[float, bool]:
         """Norm of the gradient before clipping, and whether the update was made: not when `finite` is False or the norm is
-        not; weights and optimizer are then as they were. Waits for a snapshot that still reads the weights."""
+        not; weights and optimizer are then as they were. rate: in place of `learner.learning_rate`. Waits for a snapshot that
+        still reads the weights."""
         norm = torch.nn.utils.clip_grad_norm_(self._learning(), self.config.max_grad_norm)
         if not finite or not bool(torch.isfinite(norm)):
             return float(norm), False
         self._await_readers()
-        set_learning_rate(self._optimizer, self.config, step)
+        set_learning_rate(self._optimizer, self.config, step, rate)
         self._optimizer.step()
         return float(norm), True
 
@@ -234,7 +228,7 @@ class Machine:
             return {f"{part} {name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
         found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "critic": {}}
-        for key, tensor in self._ranks.shared(read).items():
+        for key, tensor in self.ranks.shared(read).items():
             part, _, name = key.partition(" ")
             found[part][name] = tensor
         return found
@@ -244,18 +238,6 @@ class Machine:
         yield from self.policy.model.named_parameters()
         if self.policy.critic is not None:
             yield from self.policy.critic.named_parameters(prefix="critic")
-
-
-def make_machine(
-    model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
-) -> Machine:
-    """The machine of `learner.backend`."""
-    # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
-    os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
-    kind = Machine
-    if config.backend == "deepspeed":
-        from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
-    return kind(model_dir, config, ranks, publish_dtype, with_reference)
 
 
 def learning_rate(config: LearnerConfig, step: int, peak: float | None = None) -> float:
@@ -273,9 +255,9 @@ def learning_rate(config: LearnerConfig, step: int, peak: float | None = None) -
     return peak * (1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: LearnerConfig, step: int) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: LearnerConfig, step: int, rate: float | None = None) -> None:
     for group in optimizer.param_groups:
-        peak = config.critic.learning_rate if group.get("name") == "critic" else config.learning_rate
+        peak = config.critic.learning_rate if group.get("name") == "critic" else rate
         group["lr"] = learning_rate(config, step, peak)
 
 

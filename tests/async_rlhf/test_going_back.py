@@ -1,4 +1,5 @@
-"""A run whose newest checkpoint is damaged goes on from one before it, by the command that it advises."""
+"""A run whose newest checkpoint is damaged goes on from one before it, by the command that it advises; and one that has ended
+by its budget goes on with more of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from async_rlhf.api import run as train
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.cli.commands import app
+from async_rlhf.inspect.chaos import problems
+from async_rlhf.inspect.status import lines, read
+from async_rlhf.preparation import prepare
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
 from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
@@ -114,12 +122,12 @@ def test_damage_that_only_the_digests_tell_is_found_by_the_learner_and_nothing_i
     assert code != 0 and "has other bytes than were written" in output and f"--resume --from-step {older}" in output, output
     assert RunDir(run).metrics.read_bytes() == before
 
-    code, output = command(*stopped, "--resume", "--from-step", str(newest)).finish()
+    code, output = invoke(*stopped, "--resume", "--from-step", str(newest))
     others = ", ".join(map(str, saved(run)[:-1]))  # more than one where it was killed before the oldest was removed
     assert code == 8 and f"step_{newest:06d} is torn" in output and re.search(f"can go on from steps? {others}", output), output
-    code, output = command(*stopped, "--resume", "--from-step", str(newest + 1)).finish()
+    code, output = invoke(*stopped, "--resume", "--from-step", str(newest + 1))
     assert code == 3 and f"--from-step {newest + 1}: there is no checkpoint of that step" in output, output
-    code, output = command(*stopped, "--from-step", str(older)).finish()
+    code, output = invoke(*stopped, "--from-step", str(older))
     assert code == 3 and "give --resume too" in output, output
     assert saved(run)[-2:] == [older, newest], "and what is refused sets nothing aside"
     state = json.loads((run / "checkpoints" / "latest" / "state.json").read_text())
@@ -134,9 +142,9 @@ def test_a_group_of_a_step_that_will_be_done_again_is_taken_back_and_the_other_s
     again = saved(run)[-1] + 1
     bad, done = before[again][1], before[1][0]
     for number in (done, 1 << 40):
-        code, output = command("rollouts", "quarantine", str(run), "--group", str(number)).finish()
+        code, output = invoke("rollouts", "quarantine", str(run), "--group", str(number))
         assert code == 1 and re.search(r"trained: group|unknown: group", output), output
-    code, output = command("rollouts", "quarantine", str(run), "--group", str(bad), "--reason", "a wrong answer key").finish()
+    code, output = invoke("rollouts", "quarantine", str(run), "--group", str(bad), "--reason", "a wrong answer key")
     assert code == 0 and f"group {bad} is quarantined" in output, output
     assert "a wrong answer key" in (run / "quarantine.jsonl").read_text()
 
@@ -148,3 +156,46 @@ def test_a_group_of_a_step_that_will_be_done_again_is_taken_back_and_the_other_s
     assert sorted(number for groups in after.values() for number in groups) == sorted({*range(num_groups)} - {bad})
     ledger = RunDir(run).read_ledger()["ledger"]
     assert ledger["closes"] and ledger["quarantined"] == 1 and ledger["committed"] == num_groups - 1
+
+
+LIMITED = {"max_steps": 500, "queue.max_staleness": 2, "evaluation.at_end": True, "queue.keep_rollouts": True}
+
+
+@pytest.mark.rest
+def test_a_run_ends_by_its_tokens_and_goes_on_with_more_of_them(small: Callable[..., Any], tmp_path: Path) -> None:
+    config = small(**LIMITED, max_trained_tokens=150)
+    result = train(config, quiet=True)
+    run, used = RunDir(result.run_dir), [record["num_tokens_total"] for record in result.metrics]
+    assert result.finished and used[-2] < 150 <= used[-1]
+    assert (result.checkpoint or Path()).resolve().parent.name == f"step_{len(used):06d}"
+    assert [(record["label"], record["step"]) for record in result.evaluations] == [("end", len(used))]
+    assert problems(run, config) == [], "every step once, and the ledger closes"
+    ledger = run.read_ledger()["ledger"]
+    assert ledger["leased"] == ledger["in_flight"] == ledger["quarantined"] == 0 and ledger["tokens_trained"] == used[-1]
+    assert [run.read_ledger()["state"], run.end() and run.end().reason] == ["finished", "max_trained_tokens = 150 reached"]
+    told = lines(run, read(run))
+    assert told[0].endswith(f"finished, step {len(used)} of 500, {used[-1]} of 150 tokens")
+    assert told[1] == "ended: max_trained_tokens = 150 reached"
+
+    assert train(config, resume=True, quiet=True).metrics == result.metrics, "nothing is left"
+    larger = small(**LIMITED | {"evaluation.at_end": False}, max_trained_tokens=used[-1] + 1)
+    more = train(larger, resume=True, quiet=True)
+    assert more.finished and more.metrics[:-1] == result.metrics and problems(run, larger) == []
+    with pytest.raises(ConfigError, match=rf"max_trained_tokens = 150 reached before step {len(used) + 1}, .*--from-step"):
+        prepare(config, resume=True)
+
+    again = CliRunner().invoke(app, ["rollouts", "replay", str(run.path), "--name", "again"])
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "runs/again/checkpoints/latest/model/model.safetensors").read_bytes() == (
+        run.latest / "model/model.safetensors"
+    ).read_bytes()
+
+
+def test_what_a_killed_supervisor_left_is_finished_by_what_was_recorded(small: Callable[..., Any]) -> None:
+    run = RunDir.create(small(**LIMITED, max_seconds=9))
+    run.retire()
+    steps = [{"step": step, "num_tokens_total": 9 * step, "step_time_total": 4.5 * step} for step in (1, 2)]
+    for recorded, head in ((steps[:1], "stopped, step 1 of 500, 4 of 9 seconds"), (steps, "finished, step 2 of 500, 9 of 9")):
+        run.metrics.write_text("".join(json.dumps(step) + "\n" for step in recorded))
+        assert head in lines(run, read(run))[0]
+    assert read(run)["used_up"] == "max_seconds = 9 reached"

@@ -18,7 +18,7 @@ from async_rlhf.run.live import ask, changed_at, check_resumed, effective, inher
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
 from tests.async_rlhf.test_faults import steps
-from tests.async_rlhf.test_same_bits import measured
+from tests.async_rlhf.test_synchronous import measured
 from tests.conftest import has_ended, invoke, wait_for
 
 RATE = "learner.learning_rate"

@@ -17,8 +17,7 @@ from async_rlhf.actors.config import EngineConfig, GenerationConfig
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.policy import Policy
-from async_rlhf.learner.objective.loss import LossInputs
-from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.objective.objective import LossInputs, objective
 from async_rlhf.learner.step.torch_machine import make_adamw
 from async_rlhf.run.checks import memory
 from async_rlhf.run.checks.memory import Shape

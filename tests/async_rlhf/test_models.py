@@ -1,8 +1,13 @@
-"""Whatever model a run is given: it is computed right by engine and learner, or refused by name before anything is trained."""
+"""Whatever model a run is given: it is computed right by engine and learner, or refused by name before anything is trained; by
+its name on the Hugging Face Hub from the cache of huggingface_hub, whose layout is made here, or from nowhere."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +27,12 @@ from async_rlhf.launch.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
+from async_rlhf.run.config import load
+from async_rlhf.run.shipped import is_name
 from tests.conftest import QUICK, invoke
 
-GROUP_SIZE, STEPS, MISMATCH = 3, 3, 0.01
+GROUP_SIZE, STEPS, MISMATCH = 3, 3, 1e-5
+SAMPLING = Sampling(temperature=0.8)
 # Each has a part that no other of them has: plain, learned positions, sliding windows and soft caps, experts, sinks, latents.
 SLICE = (
     "llama",
@@ -55,16 +63,19 @@ def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Pat
             prompt = rng.integers(3, 64, 6 + 5 * number).astype(np.int32)
             keys = [RolloutKey(number, step, member) for member in range(GROUP_SIZE)]
             engine.submit(
-                [Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, Sampling(), seed=key.member) for key in keys]
+                [Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, SAMPLING, seed=key.member) for key in keys]
             )
             ended = {}
             while engine.num_unfinished:
                 ended |= {completion.key: completion for completion in engine.step()}
             made = [ended[key] for key in keys]
             rollouts = tuple(Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason) for c in made)
-            groups.append(Group(number, 0, prompt, rollouts, Sampling()))
+            groups.append(Group(number, 0, prompt, rollouts, SAMPLING))
         report = backend.step([make_rows(groups, [[1.0, -1.0, 0.5]] * 2, backend.row_tokens)], step)
         assert report.applied and report.metrics["mismatch/abs_log_ratio"] < MISMATCH
+        assert report.metrics["is/ess"] == pytest.approx(1.0, abs=1e-6), "at staleness 0 the importance weight is 1"
+        assert report.metrics["is/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+        assert report.metrics["kl/behaviour"] == pytest.approx(0.0, abs=1e-5)
 
 
 def told_by_check(path: Path, kind: str, **own: Any) -> str:
@@ -126,3 +137,64 @@ def test_a_run_whose_engine_and_learner_disagree_ends_by_name_and_is_not_tried_a
     assert code == REFUSED_TO_TRAIN, output
     assert "log-probabilities of learner and engine differ by" in output and "raise engine.mismatch_limit" in output
     assert "starting it again" not in output
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """`owner/speller` in a cache, as huggingface_hub keeps it."""
+    repository = tmp_path / "cache" / "models--owner--speller"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "snapshots").mkdir()
+    directory = repository / "snapshots" / COMMIT
+    directory.mkdir()
+    for file in (QUICK.parent / "models" / "tiny-speller").iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+def check(tmp_path: Path, model: str) -> tuple[int, str]:
+    """`check` of the quick configuration with this model, where no network leads anywhere."""
+    done = subprocess.run(
+        [sys.executable, "-m", "async_rlhf", "check", str(QUICK), "--set", f"model={model}"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": "http://127.0.0.1:9"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_model_in_the_cache_is_used_without_a_network(tmp_path: Path, snapshot: Path) -> None:
+    for name in ("owner/speller", f"owner/speller@{COMMIT}"):
+        code, output = check(tmp_path, name)
+        assert code == 0 and "good." in output and "fetching" not in output, output
+
+
+def test_a_part_of_a_model_is_fetched_again_and_what_cannot_be_fetched_is_refused(tmp_path: Path, snapshot: Path) -> None:
+    shards = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(shards))
+    code, output = check(tmp_path, "owner/speller")
+    assert code == 3 and "fetching owner/speller from the Hugging Face Hub" in output, output
+    assert "or only a part of it could be fetched" in output
+    code, output = check(tmp_path, "owner/other")
+    assert code == 3 and "model = 'owner/other' is neither a directory nor a GGUF file" in output, output
+    assert "cannot be fetched: " in output
+
+
+def test_a_path_is_no_name(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    assert is_name("Qwen/Qwen3-0.6B", tmp_path) and is_name("owner/name@v1.0", tmp_path)
+    for path in ("models/mistyped", "./models/x", "../x/y", "/x/y", "~/x", "x", "a/b/c", "Qwen/", "owner/na me"):
+        assert not is_name(path, tmp_path), path
+
+
+def test_a_name_that_is_overridden_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    values = tomllib.loads(QUICK.read_text()) | {"model": "owner/other"}
+    assert load(values, {"model": "tiny-speller"}).model == load(QUICK).model

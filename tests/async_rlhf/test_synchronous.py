@@ -1,22 +1,27 @@
-"""With max_staleness = 0 the asynchronous system is the synchronous loop, bit for bit."""
+"""With max_staleness = 0 the asynchronous system is the synchronous loop, bit for bit; and a run whose processes are killed
+ends with the bits of an uninterrupted one, where that is promised."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
+from async_rlhf import api
 from async_rlhf.actors.engine import Completion
 from async_rlhf.actors.loop.work import Work
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.api import train
 from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group, Rollout, Score
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.objective.advantages import group_relative
@@ -24,6 +29,8 @@ from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
 from async_rlhf.run.processes.roles import make_work
+from async_rlhf.run.run_dir import RunDir
+from tests.conftest import has_ended, wait_for
 
 STEPS = 20
 
@@ -76,7 +83,7 @@ def generate(engine: Any, work: Work, numbers: Sequence[int]) -> list[Group]:
 
 def test_bound_zero_is_the_synchronous_loop_bit_for_bit(small: Any) -> None:
     config = small(**{"max_steps": STEPS, "queue.max_staleness": 0})
-    result = train(config, quiet=True)
+    result = api.train(config, quiet=True)
     assert result.checkpoint is not None
     trained = load_file(result.checkpoint / "model.safetensors")
     expected = synchronous_loop(config)
@@ -86,3 +93,106 @@ def test_bound_zero_is_the_synchronous_loop_bit_for_bit(small: Any) -> None:
     assert all(record["staleness/max"] == 0 for record in result.metrics)
     start = load_file(Path(config.model) / "model.safetensors")
     assert any(not np.array_equal(start[name], trained[name]) for name in trained)  # it did learn something
+
+
+NUM_STEPS = 24
+# Metrics that tell of time, of how many actors there are, or of what a hub that was away had not been told yet.
+OF_TIME = ("time", "step_time", "samples_per_second", "tokens_per_second", "broadcast/", "checkpoint/", "idle/", "stages/")
+OF_OTHERS = ("actors", "canary/", "queue/depth", "version")
+
+
+def num_steps(run: Path) -> int:
+    return len(RunDir(run).read_metrics()) if (run / "metrics.jsonl").exists() else 0
+
+
+def trained(run: Path) -> list[bytes]:
+    """Weights, optimizer and counters of the last checkpoint, as they lie on disk."""
+    last = run / "checkpoints" / "latest"
+    assert json.loads((last / "state.json").read_text())["step"] == NUM_STEPS
+    return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer.safetensors", "state.json")]
+
+
+def measured(run: Path) -> list[dict[str, Any]]:
+    """What was measured in each step, without time."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith((*OF_TIME, *OF_OTHERS))}
+        for record in RunDir(run).read_metrics()
+    ]
+
+
+@pytest.fixture
+def train(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> Callable[..., tuple[list[bytes], list[dict[str, Any]]]]:
+    """`train("name", [(step, role), ...], **overrides)`: `trained` and `measured` of a run in which those were killed."""
+
+    def run(name: str, kills: list[tuple[int, str]], **overrides: Any) -> tuple[list[bytes], list[dict[str, Any]]]:
+        settings = {"name": name, "max_steps": NUM_STEPS, "checkpoint.save_every": 3, "learner.learning_rate": 1e-3}
+        started = command(*small_arguments(**settings, **overrides))
+        directory = tmp_path / "runs" / name
+        for step, role in kills:
+            wait_for(lambda step=step: num_steps(directory) >= step, f"step {step}")
+            victim = started.child(role)
+            victim.kill()
+            wait_for(lambda victim=victim: has_ended(victim), f"the end of {role}")
+        code, output = started.finish()
+        assert code == 0, output
+        assert output.count("signal 9") == output.count("starting it again") == len(kills), output
+        return trained(directory), measured(directory)
+
+    return run
+
+
+def drawn_kills(seed: int, *more: str) -> list[tuple[int, str]]:
+    """Every role once, in a drawn order, after drawn steps."""
+    draw, roles = random.Random(seed), ["actor", "hub", "learner", *more]
+    steps = sorted(draw.sample(range(1, 9), len(roles)))
+    return list(zip(steps, draw.sample(roles, len(roles)), strict=True))
+
+
+@pytest.mark.rest
+def test_with_staleness_0_kills_change_no_bit_of_what_two_ranks_learn(train: Callable[..., Any]) -> None:
+    """A rank that is killed takes the other with it; both go on from the checkpoint."""
+    settings = {"queue.max_staleness": 0, "learner.ranks": 2}
+    weights, metrics = train("whole", [], **settings)
+    assert train("killed", drawn_kills(0, "learner_rank"), **settings) == (weights, metrics)
+
+
+ENVIRONMENT = """
+from async_rlhf import Feedback, Score, environment
+
+@environment(max_turns=3, timeout_s=60)
+def thrice(prompt, answer):
+    text, right = (yield prompt), 0
+    for turn in range(2):
+        right += text == answer
+        text = yield Feedback(chr(10) + prompt, 0.1 * (text == answer))
+    yield Score((right + (text == answer)) / 3)
+"""
+
+
+@pytest.mark.rest
+def test_with_an_environment_kills_change_no_bit_and_what_is_read_is_not_trained_on(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "thrice.py").write_text(ENVIRONMENT)
+    settings: dict[str, Any] = {"environment": str(tmp_path / "thrice.py:thrice"), "rewards.functions": []}
+    settings |= {"generation.max_episode_length": 180, "queue.keep_rollouts": True, "queue.max_staleness": 0}
+    weights, metrics = train("whole", [], **settings)
+    assert train("killed", drawn_kills(1), **settings) == (weights, metrics)
+    assert metrics[0]["mismatch/abs_log_ratio"] < 1e-5, "the engine sampled what the learner reads, behind observations too"
+    assert all(record["episodes/mean_turns"] == 3 and record["staleness/max"] == 0 for record in metrics)
+    for batch in read_batches(tmp_path / "runs" / "whole" / "queue"):
+        for rollout in (rollout for group in batch.groups for rollout in group.rollouts):
+            read = [span for span in rollout.spans if span.version is None]
+            assert len(read) == 2 and len(rollout.turn_scores) == 2
+            assert rollout.length - rollout.num_tokens == sum(span.num_tokens for span in read) > rollout.num_tokens
+
+
+@pytest.mark.parametrize("num_actors", [pytest.param(2, marks=pytest.mark.rest), 3])
+def test_in_exact_mode_neither_kills_nor_the_number_of_actors_change_a_bit(num_actors: int, train: Callable[..., Any]) -> None:
+    settings = {"queue.max_staleness": 2, "queue.exact": True}
+    weights, metrics = train("one", [], **settings)
+    assert max(record["staleness/max"] for record in metrics) == 2
+    again = train("killed", drawn_kills(num_actors), **settings, **{"actors.count": num_actors})
+    assert again == (weights, metrics)

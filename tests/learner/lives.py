@@ -146,7 +146,7 @@ class Life:
         hub: ScriptedHub,
         *,
         background: bool = False,
-        changed: Callable[[TrainerConfig, Mapping[str, Any]], TrainerConfig] | None = None,
+        changed: Callable[[TrainerConfig, Mapping[str, Any]], TrainerConfig] = lambda whole, values: whole,
         **settings: Any,
     ) -> None:
         def of(names: Iterable[str], **usual: Any) -> dict[str, Any]:
@@ -162,8 +162,7 @@ class Life:
         learner = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **settings})
         whole = TrainerConfig(learner=learner, **parts)
         self.backend = make_backend(model_dir, learner, whole.loss)
-        source, change = cast(LearnerClient, hub), changed and (lambda values: changed(whole, values))
-        self.trainer = Trainer(source, self.backend, directory, whole, change)
+        self.trainer = Trainer(cast(LearnerClient, hub), self.backend, directory, lambda values: changed(whole, values))
         if not background:
             writer, begin = self.trainer._writer, self.trainer._writer.begin
             writer.begin = lambda *args: (begin(*args), writer.wait())[1]  # type: ignore[method-assign]
@@ -192,3 +191,10 @@ class Life:
 
 
 Live = Callable[..., Life]
+
+
+def assert_each_batch_was_trained_once(life: Life, undisturbed: dict[str, bytes]) -> None:
+    assert [record["step"] for record in life.metrics()] == list(range(1, STEPS + 1))
+    assert [record["groups"] for record in life.metrics()] == [[2 * step, 2 * step + 1] for step in range(STEPS)]
+    assert [record["step"] for record in life.read("rollouts.jsonl")] == list(range(1, STEPS + 1))
+    assert life.weights == undisturbed

@@ -45,12 +45,11 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     reports = []
     for step in range(first, last):
         advantages = [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]] if job.get("poison") == step else ADVANTAGES
-        if (rate := job.get("rates", {}).get(str(step))) is not None:
-            backend.learn_at(rate)
         if job.get("dry_run"):
             for values in (ADVANTAGES, [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]]):
                 backend.dry_run(split_updates(make_rows(GROUPS, values, 512), 2), step)
-        reports.append(backend.step(split_updates(make_rows(GROUPS, advantages, 512), job.get("updates", 1)), step))
+        updates = split_updates(make_rows(GROUPS, advantages, 512), job.get("updates", 1))
+        reports.append(backend.step(updates, step, job.get("rates", {}).get(str(step))))
         if job.get("watch"):
             sys.stdout.write(f"step {step}\n")
             sys.stdout.flush()

@@ -1,9 +1,10 @@
-"""Advantages from rewards and from a critic's values, and the critic's loss: against twins and numbers by hand."""
+"""From rewards and a critic's values to advantages and token targets: against twins, and with the baselines of all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from making import make_group, make_rollout
 
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.learner.loop.metrics import data_metrics
 from async_rlhf.learner.objective.advantages import (
     best,
     constant,
@@ -26,6 +30,16 @@ from async_rlhf.learner.objective.advantages import (
     reinforce_pp,
     traced,
     v_trace,
+)
+from async_rlhf.learner.objective.corrections import kl_penalty, second_moment_mask
+from async_rlhf.learner.objective.estimation import (
+    AdvantageEstimates,
+    PolicyEvaluation,
+    TokenTargets,
+    estimate_advantages,
+    num_masked,
+    select_members,
+    turn_returns,
 )
 from async_rlhf.learner.objective.objective import value_loss
 
@@ -46,14 +60,6 @@ def test_what_a_group_is_compared_by_is_the_twin(values: list[float | None]) -> 
     for scale in (True, False):
         assert group_relative(values, scale_by_std=scale) == near(oracles.group_relative(values, scale_by_std=scale))
     assert leave_one_out(values) == near(oracles.leave_one_out(values))
-
-
-def test_an_example_by_hand() -> None:
-    # mean 1, squares 1 + 1 + 0 + 4 + 4 = 10: variance 10 / 4, as torch.std has it in TRL and verl
-    rewards, centred = [0.0, 2.0, None, 1.0, 3.0, -1.0], [-1.0, 1.0, None, 0.0, 2.0, -2.0]
-    assert group_relative(rewards, scale_by_std=False) == centred
-    expected = [None if each is None else each / math.sqrt(10 / 4) for each in centred]
-    assert group_relative(rewards, scale_by_std=True) == near(expected)
 
 
 @given(groups)
@@ -169,3 +175,159 @@ def test_a_value_that_has_moved_beyond_the_clip_towards_its_target_is_pulled_no_
     assert value.grad is not None
     # moved 0.5 towards 1: stop; moved 0.5 away from -1: back; moved 0.1: on
     assert value.grad.tolist() == pytest.approx([0.0, 1.5, -0.9])
+
+
+GROUPS = [make_group(0, [3, 1, 4], rewards=[1.0, 0.0, 0.5]), make_group(1, [2, 2, 5], rewards=[None, 2.0, -1.0])]
+REWARDS: list[list[float | None]] = [[1.0, 0.0, 0.5], [None, 2.0, -1.0]]
+COUNTING = {0: 1.0, 1: 0.0, 2: 0.5, 4: 2.0, 5: -1.0}
+ROLLOUTS = [rollout for group in GROUPS for rollout in group.rollouts]
+# Of every completion, by index in the batch: proximal above behaviour or below, reference 0.3 below, values rising.
+SEEN = {
+    index: PolicyEvaluation(
+        logp_proximal=r.logprobs + np.float32(0.1) * (1 + index) * (-1) ** index,
+        logp_reference=r.logprobs - np.float32(0.3),
+        value=np.linspace(0, 1, r.num_tokens, dtype=np.float32),
+    )
+    for index, r in enumerate(ROLLOUTS)
+}
+LOG_RATIOS = [SEEN[index].logp_proximal - r.logprobs for index, r in enumerate(ROLLOUTS)]
+
+
+def estimates(
+    advantage: dict[str, Any],
+    loss: dict[str, Any] | None = None,
+    seen: dict[int, PolicyEvaluation] | None = None,
+    groups: Any = GROUPS,
+    rewards: Any = REWARDS,
+) -> AdvantageEstimates:
+    estimator, objective = AdvantageConfig.model_validate(advantage), LossConfig.model_validate(loss or {})
+    chosen = select_members(groups, rewards, estimator, objective)
+    return estimate_advantages(groups, rewards, chosen, seen or {}, estimator, objective)
+
+
+def of_tokens(found: AdvantageEstimates, index: int, name: str = "advantage") -> np.ndarray:
+    values = getattr(found.targets[index], name)
+    assert values is not None and values.dtype == np.float32
+    return values  # type: ignore[no-any-return]
+
+
+def test_the_baseline_is_of_all_that_count_also_of_those_that_are_left_out() -> None:
+    plain = estimates({})
+    assert plain.advantages == [group_relative(group, scale_by_std=True) for group in REWARDS]
+    assert plain.targets == {} and plain.zero_advantage_groups == 0
+    first, second = map(leave_one_out, REWARDS)
+    pairs = estimates({"kind": "leave_one_out"}, {"kind": "online_dpo"}).advantages
+    assert pairs == [[first[0], first[1], None], [None, second[1], second[2]]]
+
+
+def test_a_divergence_taken_from_the_reward_costs_each_completion_its_own() -> None:
+    loss = {"kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"}
+    found = estimates({"scale_by_std": False}, loss, SEEN)
+    cost = {i: 0.2 * (seen.logp_proximal - seen.logp_reference) for i, seen in SEEN.items()}  # type: ignore[operator]
+    less = {i: reward - float(cost[i].sum()) for i, reward in COUNTING.items()}
+    expected = [group_relative([less.get(3 * g + m) for m in range(3)], scale_by_std=False) for g in (0, 1)]
+    for values, wanted in zip(found.advantages, expected, strict=True):
+        assert values == [None if each is None else pytest.approx(each, abs=1e-5) for each in wanted]
+    # and each token what is still to come, where tokens have advantages of their own
+    found = estimates({"kind": "reinforce_pp"}, loss, SEEN)
+    returns = {i: reward - np.cumsum(cost[i][::-1])[::-1] for i, reward in COUNTING.items()}
+    every = np.concatenate(list(returns.values()))
+    for i, own in returns.items():
+        np.testing.assert_allclose(of_tokens(found, i), (own - every.mean()) / every.std(), rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="log-probabilities under the reference"):
+        estimates({"kind": "reinforce_pp"}, loss, {0: SEEN[0]})
+
+
+CAPS = {"rho_cap": 1.2, "c_cap": 0.9}
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(
+    ("estimate", "own"),
+    [(gae, {}), (traced, CAPS), (v_trace, CAPS | {"bootstrap": "mixed"}), (v_trace, CAPS | {"bootstrap": "target"})],
+)
+def test_a_critic_gives_every_token_its_own_advantage_normalised_over_the_batch_where_asked_and_a_return(
+    estimate: Callable[..., Any], own: dict[str, Any], normalise: bool
+) -> None:
+    """From the ratio of proximal to behaviour, where the estimator looks at it."""
+    settings = {"gamma": 0.9, "lam": 0.8, **own}
+    found = estimates({"kind": estimate.__name__, "normalise": normalise, **settings}, {}, SEEN)
+    assert sorted(found.targets) == list(COUNTING) and found.advantages[1][0] is None  # a failed score has no advantage
+    lengths = [ROLLOUTS[i].num_tokens for i in COUNTING]
+    ends = np.isin(np.arange(sum(lengths)), np.cumsum(lengths) - 1)
+    rewards = np.zeros(len(ends), np.float32)
+    rewards[ends] = list(COUNTING.values())
+    values, ratios = (np.concatenate(each) for each in zip(*((SEEN[i].value, LOG_RATIOS[i]) for i in COUNTING), strict=True))
+    advantages, returns = estimate(rewards, values, ratios, ends, **settings)
+    expected = normalised(advantages) if normalise else advantages
+    np.testing.assert_allclose(np.concatenate([of_tokens(found, i) for i in COUNTING]), expected, rtol=1e-6)
+    np.testing.assert_allclose(np.concatenate([of_tokens(found, i, "returns") for i in COUNTING]), returns, rtol=1e-6)
+    assert found.advantages[0][0] == pytest.approx(float(of_tokens(found, 0).mean()))
+
+
+def test_with_a_critic_a_return_is_less_what_its_tokens_cost() -> None:
+    loss = {"kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k3"}
+    found = estimates({"kind": "gae", "gamma": 1.0, "lam": 1.0}, loss, SEEN)
+    cost = 0.2 * kl_penalty(SEEN[2].logp_proximal, SEEN[2].logp_reference, "k3")  # type: ignore[arg-type]
+    left = np.cumsum((np.array([0, 0, 0, 0.5]) - cost)[::-1])[::-1]  # with gamma and lambda 1 the return is what is to come
+    np.testing.assert_allclose(of_tokens(found, 2, "returns"), left, rtol=1e-5, atol=1e-6)
+
+
+def test_the_second_moment_mask_sees_the_whole_batch() -> None:
+    found = estimates({}, {"second_moment": 0.05}, SEEN)
+    logs = np.concatenate([LOG_RATIOS[i] for i in COUNTING])
+    mask = np.concatenate([of_tokens(found, i, "mask") for i in COUNTING])
+    assert mask.tolist() == second_moment_mask(logs, 0.05).astype(float).tolist()
+    assert 0 < mask.sum() < len(mask)  # of the farther completions tokens are masked, of the nearer none
+    assert found.targets[3].mask is None
+
+
+@pytest.mark.parametrize("kind", ["leave_one_out", "reinforce_pp"])
+def test_a_cut_completion_leaves_the_loss_where_asked_and_its_reward_stays_in_the_baseline(kind: str) -> None:
+    groups = [make_group(0, [3, 1, 4], truncated=[1]), make_group(1, [2, 2, 5], truncated=[0, 1, 2])]
+    rewards = [[1.0, 0.0, 0.4], [1.0, 0.0, 0.0]]
+    plain, masked = (estimates({"kind": kind}, {"mask_truncated": mask}, {}, groups, rewards) for mask in (False, True))
+    (first, _, third), _ = plain.advantages
+    assert masked.advantages == [[first, None, third], [None, None, None]]
+    assert [each.zero_advantage_groups for each in (plain, masked)] == [0, 1]
+    pairs = estimates({"kind": kind}, {"mask_truncated": True, "kind": "online_dpo"}, {}, groups, rewards).advantages
+    assert [[value is not None for value in group] for group in pairs] == [[True, False, True], [False] * 3]
+
+
+@pytest.mark.parametrize(("reason", "is_cut"), [("stop", False), ("length", True), ("context", True), ("max_turns", False)])
+def test_what_a_budget_of_tokens_ended_was_cut_and_a_game_played_to_its_last_turn_was_not(reason: str, is_cut: bool) -> None:
+    group = make_group(0, [3, 1, 4])
+    ended = replace(group, rollouts=tuple(replace(rollout, finish_reason=reason) for rollout in group.rollouts))  # type: ignore[arg-type]
+    assert num_masked([ended], [[1.0, None, 0.4]], LossConfig(mask_truncated=True)) == 2 * is_cut
+    assert data_metrics([ended], [[1.0, 0.0, 0.4]], 0, 0)["completions/clipped_ratio"] == float(is_cut)
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_its_siblings() -> None:
+    """Three members of three, two and two turns, the last of which does not count."""
+    long = replace(make_rollout(9, spans=[(0, 2), (None, 1), (0, 1), (None, 2), (0, 3)]), turn_scores=(0.25, None))
+    short = replace(make_rollout(5, spans=[(0, 1), (None, 2), (0, 2)]), turn_scores=(1.0,))
+    group = replace(make_group(0, [1, 1, 1]), rollouts=(long, short, short))
+    assert turn_returns(long, 0.5) == [0.75, 0.5, 0.5] and turn_returns(short, 1.0) == [2.0, 1.0]
+    found = estimates({"kind": "leave_one_out", "level": "turn"}, {}, {}, [group], [[0.5, 1.0, None]])
+    assert [of_tokens(found, index).tolist() for index in (0, 1)] == [
+        [0.75 - 2.0] * 2 + [0.5 - 1.0] + [0.0] * 3,  # no sibling has a third turn
+        [2.0 - 0.75] + [1.0 - 0.5] * 2,
+    ]
+    assert found.advantages[0][2] is None and 2 not in found.targets
+
+
+def test_without_scores_of_turns_a_completion_of_one_turn_has_the_advantage_of_a_completion() -> None:
+    by_turn, whole = estimates({"level": "turn"}), estimates({})
+    flat = {i: value for i, value in enumerate(value for group in whole.advantages for value in group) if value is not None}
+    assert by_turn.targets.keys() == flat.keys()
+    for index, value in flat.items():
+        assert of_tokens(by_turn, index).tolist() == pytest.approx([value] * ROLLOUTS[index].num_tokens)
+
+
+def test_groups_whose_rewards_are_all_equal_have_no_advantage_though_they_are_kept() -> None:
+    groups = [make_group(n, [2, 2, 2]) for n in range(3)]
+    rewards: list[list[float | None]] = [[0.1, 0.1, 0.1], [0.7, None, None], [0.1, 0.1, 0.2]]
+    for kind in ("group_relative", "leave_one_out"):
+        assert estimates({"kind": kind}, {}, {}, groups, rewards).zero_advantage_groups == 2
+    by_token = TokenTargets(advantage=np.array([1.0, -1.0], np.float32))
+    assert AdvantageEstimates([[0.0], [0.0]], {1: by_token}).zero_advantage_groups == 1, "a mean of 0 is no advantage of 0"

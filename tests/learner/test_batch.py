@@ -74,19 +74,6 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut_and_ordered(
     assert_same_gradient(gradient(tmp_path, make_model("llama"), mixed, **cut), whole)
 
 
-def test_each_token_is_predicted_by_the_position_before_it() -> None:
-    group = make_group(0, [3, 1, 2], prompt_length=2, temperature=0.5)
-    p0, p1 = group.prompt_ids.tolist()
-    (a0, a1, a2), (b0,), _ = (rollout.completion_ids.tolist() for rollout in group.rollouts)
-    (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0, None]], 512), Packing(8192))
-    assert batch.ids_RL.tolist() == [[p0, p1, a0, a1]]  # the last token of a completion is never read
-    assert batch.positions_RL.tolist() == [[0, 1, 2, 3]]
-    assert batch.target_N.tolist() == [a0, a1, a2, b0]
-    assert batch.source_N.tolist() == [1, 2, 3, 1]
-    assert (batch.member_N.tolist(), batch.advantage_N.tolist()) == ([0, 0, 0, 1], [1.0, 1.0, 1.0, -1.0])
-    assert (batch.temperature_N.tolist(), batch.version_N.tolist()) == ([0.5] * 4, [0] * 4)
-
-
 def test_a_token_behind_older_keys_or_cut_from_an_unknown_distribution_is_not_comparable() -> None:
     def comparable(group: Group) -> list[bool]:
         (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), Packing(8192))
@@ -101,23 +88,6 @@ def test_a_token_behind_older_keys_or_cut_from_an_unknown_distribution_is_not_co
     masked = replace(first, sampling_mask=SamplingMask(np.ones(4, np.int32), first.sampled_ids))
     cut = replace(mixed, rollouts=(masked, group.rollouts[1]), sampling=Sampling(top_k=3))
     assert comparable(cut) == [True, False, False, True, False, False]
-
-
-def test_a_row_that_begins_anew_stands_beside_its_prompt_or_in_a_row_of_its_own() -> None:
-    group = make_group(0, [6, 2], prompt_length=2, observed=[(2, 4)], anew=[0])
-    p0, p1 = group.prompt_ids.tolist()
-    (a0, a1, n0, n1, a2, a3), (b0, b1) = (rollout.completion_ids.tolist() for rollout in group.rollouts)
-    (packed,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), Packing(8192))
-    assert packed.ids_RL.tolist() == [[p0, p1, a0, n0, n1, a2, b0]], "of each piece the last token is never read"
-    assert packed.segments_RL.tolist() == [[0, 0, 1, -2, -2, -2, 2]] and packed.is_packed
-    assert packed.positions_RL.tolist() == [[0, 1, 2, 0, 1, 2, 2]]
-    assert packed.target_N.tolist() == [a0, a1, a2, a3, b0, b1]
-    assert packed.source_N.tolist() == [1, 2, 4, 5, 1, 6]
-    assert packed.member_N.tolist() == [0] * 4 + [1] * 2
-    (alone,) = make_micro_batches(make_rows([group], [[1.0, None]], 512), Packing(8192))
-    assert alone.ids_RL.tolist() == [[p0, p1, a0], [n0, n1, a2]] and not alone.is_packed
-    assert alone.positions_RL.tolist() == [[0, 1, 2]] * 2
-    assert alone.source_N.tolist() == [1, 2, 4, 5] and alone.member_N.tolist() == [0] * 4
 
 
 # what is sampled, then what is read before it is gone on, and whether the row begins anew

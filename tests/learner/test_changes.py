@@ -5,6 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import resource
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.errors import DamagedError, DivergedError
 from async_rlhf.buffers.files import Disk
+from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, LiveChanges, Undone, described
+from async_rlhf.learner.loop.trainer import TrainerConfig
+from tests.learner.lives import Killed, Live, make_batches
 
 RATE = "learner.learning_rate"
 
@@ -146,6 +155,18 @@ def test_on_a_full_disk_a_change_waits_and_the_run_goes_on(tmp_path: Path, monke
     assert [learner.made[step] for step in (2, 3)] == [{}, {RATE: 0.5}]
 
 
+def test_where_there_is_room_for_a_part_of_a_line_nothing_is_applied(tmp_path: Path) -> None:
+    ask(tmp_path, 0.5)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (Ledger(tmp_path).path.stat().st_size + 20, hard))
+    try:
+        with pytest.raises(OSError):
+            Ledger(tmp_path).append(lambda history: history.apply(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [change.step for change in Ledger(tmp_path).read().changes] == [None]
+
+
 def test_an_operator_who_hangs_while_asking_holds_up_no_step(tmp_path: Path) -> None:
     learner = Learner(tmp_path)
     ask(tmp_path, 0.5)
@@ -155,6 +176,25 @@ def test_an_operator_who_hangs_while_asking_holds_up_no_step(tmp_path: Path) -> 
         learner.train()
     learner.train()
     assert learner.made == {1: {}, 2: {}, 3: {RATE: 0.5}}
+
+
+def test_of_two_who_ask_at_once_the_second_decides_by_what_the_first_has_asked(tmp_path: Path) -> None:
+    decided = threading.Event()
+
+    def first(history: History) -> list[Line]:
+        other.start()
+        assert not decided.wait(0.2), "the ledger is locked from the reading of it to the last line"
+        return [Asked(number=history.last_number + 1, values={RATE: (history.asked().get(RATE), 1.0)})]
+
+    def second(history: History) -> list[Line]:
+        decided.set()
+        return [Asked(number=history.last_number + 1, values={RATE: (history.asked().get(RATE), 2.0)})]
+
+    other = threading.Thread(target=Ledger(tmp_path).append, args=(second,))
+    Ledger(tmp_path).append(first)
+    other.join(60)
+    asked = [(change.number, change.values[RATE]) for change in Ledger(tmp_path).read().changes]
+    assert asked == [(1, (None, 1.0)), (2, (1.0, 2.0))]
 
 
 def test_a_learner_that_lives_goes_on_with_what_it_knows_beside_a_damaged_ledger(tmp_path: Path) -> None:
@@ -184,3 +224,74 @@ def test_a_run_without_changes_has_no_ledger_and_one_that_is_there_is_read_where
             ledger.read()
     ledger.path.unlink()
     assert ledger.read() == History()
+
+
+STEPS = 8
+
+
+def changed(config: TrainerConfig, values: Mapping[str, Any]) -> TrainerConfig:
+    """As `run.learning` makes it of the whole configuration."""
+    sections: dict[str, dict[str, Any]] = {"learner": {}, "checkpoint": {}, "guard": {}}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.get(section, {})[name] = value
+    return replace(
+        config,
+        **{name: getattr(config, name).model_copy(update=update) for name, update in sections.items()},
+        composition=Composition({"judge": values.get("rewards.weights.judge", 1.0)}),
+    )
+
+
+@pytest.fixture
+def changing(live: Live) -> Live:
+    """Of eight steps, with whatever changes lie in its directory."""
+    return partial(live, make_batches(STEPS), max_steps=STEPS, changed=changed)
+
+
+def apply(run: Path, step: int, **values: Any) -> None:
+    """A change that the learner takes up at this step."""
+    run.mkdir(exist_ok=True)
+    pairs = {name.replace("__", "."): (None, value) for name, value in values.items()}
+    Ledger(run).append(lambda history: [Asked(number=history.last_number + 1, values=pairs)])
+    Ledger(run).append(lambda history: history.apply(step))
+
+
+@pytest.mark.parametrize("killed_at", [("publish", 5), ("trained", 4)])
+def test_a_learner_that_dies_behind_a_change_ends_with_the_bits_of_one_that_lives(
+    tmp_path: Path, changing: Live, killed_at: tuple[str, int]
+) -> None:
+    for name in ("whole", "killed"):
+        apply(tmp_path / name, 4, learner__learning_rate=5e-2, rewards__weights__judge=3.0)
+    whole = changing(name="whole", save_every=3).ran()
+    assert [record["learning_rate"] for record in whole.metrics()] == [5e-4, 1e-3, 1e-3, *[5e-2] * 5]
+    assert [record["changes/in_force"] for record in whole.metrics()] == [0, 0, 0, *[1] * 5]
+    assert whole.metrics()[3]["reward"] == pytest.approx(3 * whole.metrics()[2]["reward"], rel=0.5)
+
+    with pytest.raises(Killed):
+        changing({killed_at: "kill"}, name="killed", save_every=3).trainer.run()
+    again = changing(name="killed", save_every=3)
+    assert 3 <= again.trainer.step < 6
+    assert again.ran().weights == whole.weights
+    assert changing(name="plain", save_every=3).ran().weights != whole.weights
+
+
+def test_other_checkpoints_and_targets_hold_from_the_step_of_a_change_on(tmp_path: Path, live: Live) -> None:
+    apply(tmp_path / "life", 3, checkpoint__save_every=1, checkpoint__keep_last=1, guard__target=0)
+    apply(tmp_path / "life", 6, checkpoint__save_every=100, guard__target=None)
+    life = live(make_batches(STEPS, lag=0), max_steps=STEPS, changed=changed, save_every=2).ran()
+    assert life.saved() == [8]
+    assert life.hub.targets[:STEPS] == [None, None, 0, 0, 0, None, None, None]
+    assert [record["staleness/target"] for record in life.metrics()] == [1, 1, 0, 0, 0, 1, 1, 1]
+
+
+def test_a_policy_beyond_a_limit_ends_the_run_after_so_many_steps_in_a_row_and_the_steps_are_recorded(
+    tmp_path: Path, changing: Live
+) -> None:
+    guard = GuardConfig(min_reward=0.9)
+    life = changing(guard=guard)
+    with pytest.raises(DivergedError, match=r"for 3 steps in a row; step 3 had reward 0\.\d+ below guard\.min_reward = 0\.9"):
+        life.trainer.run()
+    assert [record["step"] for record in life.metrics()] == [1, 2, 3] and life.saved() == [2]
+
+    apply(tmp_path / "life", 1, guard__min_reward=0.0)  # the limit is moved, and the run goes on
+    assert changing(guard=guard).ran().trainer.step == STEPS

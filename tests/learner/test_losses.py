@@ -1,23 +1,43 @@
-"""Every loss against its twin, and the laws every loss obeys, whatever its kind."""
+"""Every loss of the registry: its twin, its laws, its expected gradient over all completions of a small policy; and the
+corrections that it is multiplied by."""
 
 from __future__ import annotations
 
 import math
 import random
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import loss_oracles
+import numpy as np
+import oracles
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from loss_oracles import Completion
 from torch import Tensor
 
+from async_rlhf.experiments.gradient_laws.__main__ import CASES, Case, markdown
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.loss import Counts, LossInputs, denominator
-from async_rlhf.learner.objective.objective import objective
+from async_rlhf.learner.objective import enumerable
+from async_rlhf.learner.objective.corrections import (
+    MAX_LOG_RATIO,
+    Estimator,
+    effective_sample_size,
+    estimate,
+    interpolated,
+    kl_loss,
+    kl_penalty,
+    ratio,
+    second_moment_mask,
+    truncated_weight,
+)
+from async_rlhf.learner.objective.objective import Counts, LossInputs, denominator, objective
+from async_rlhf.learner.objective.trial import try_loss
 from async_rlhf.learner.registry import loss_spec, losses
+from tests.conftest import REPOSITORY
 
 ALL = sorted(losses())
 OF_TOKENS = [kind for kind in ALL if loss_spec(kind).level == "token"]
@@ -58,7 +78,7 @@ def completions(seed: int, *, groups: int = 3, members: int = 2, spread: float =
     return found
 
 
-def inputs_of(batch: list[Completion], start: int = 0) -> LossInputs:
+def inputs_of(batch: list[Completion]) -> LossInputs:
     """The packed layout of these completions; all float64, so that twins agree to the last digits."""
 
     def flat(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -78,13 +98,10 @@ def inputs_of(batch: list[Completion], start: int = 0) -> LossInputs:
     )
 
 
-def counts_of(batch: list[Completion]) -> Counts:
-    return Counts(sum(len(c) for c in batch), len(batch), len({c.group for c in batch}))
-
-
-def value_and_gradient(batch: list[Completion], config: LossConfig, counts: Counts | None = None) -> tuple[float, Tensor]:
+def value_and_gradient(batch: list[Completion], config: LossConfig) -> tuple[float, Tensor]:
     inputs = inputs_of(batch)
-    loss = objective(inputs, config).total / denominator(config, counts or counts_of(batch))
+    counts = Counts(sum(map(len, batch)), len(batch), len({c.group for c in batch}))
+    loss = objective(inputs, config).total / denominator(config, counts)
     loss.backward()  # type: ignore[no-untyped-call]
     assert inputs.logp_current_N.grad is not None
     return float(loss.detach()), inputs.logp_current_N.grad
@@ -116,21 +133,36 @@ def test_value_and_gradient_are_the_twins(kind: str, correction: str) -> None:
         torch.testing.assert_close(gradient, expected.double(), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("reduction", ["token", "sequence", "fixed"])
 @pytest.mark.parametrize("kind", ALL)
-def test_micro_batches_and_ranks_add_exactly_and_report_what_is_promised(kind: str, reduction: str) -> None:
-    config = LossConfig.model_validate({"kind": kind, "reduction": reduction, "fixed_length": 6, "kl_coef": 0.1})
-    batch = completions(7, groups=4)
-    value, gradient = value_and_gradient(batch, config)
-    sums = objective(inputs_of(batch), config).sums
-    assert sums.keys() >= {"clip_ratio/region_mean", "is/weight_mean", "is/masked_ratio", "is/clamped_ratio"}
-    for cut in (2, 6):  # between groups, which a loss on pairs needs whole
-        cut_up = batch[:cut], batch[cut:]
-        parts = [value_and_gradient(part, config, counts_of(batch)) for part in cut_up]
-        assert sum(part for part, _ in parts) == pytest.approx(value, rel=1e-12)
-        torch.testing.assert_close(torch.cat([each for _, each in parts]), gradient)
-        of_parts = [objective(inputs_of(part), config).sums for part in cut_up]
-        assert sums == {name: pytest.approx(sum(float(each[name]) for each in of_parts)) for name in sums}
+def test_it_obeys_the_laws_and_reports_what_is_promised(kind: str) -> None:
+    config = LossConfig.model_validate({"kind": kind, "kl_coef": 0.1})
+    trial = try_loss(config)
+    assert trial.holds, [law for law in trial.laws if law.holds is False]
+    inputs = inputs_of(completions(11))
+    masked_N = inputs.sequence_N == 2  # that a masked token gives no gradient is one of the laws
+    sums = objective(replace(inputs, mask_N=(~masked_N).double()), config).sums
+    assert sums.keys() >= {"clip_ratio/region_mean", "is/weight_mean", "is/masked_ratio", "is/clamped_ratio", "kl/reference"}
+    assert float(sums["is/masked_ratio"]) == (int(masked_N.sum()) if kind in CORRECTED else 0)
+
+
+def test_every_loss_has_a_row_in_the_guide_and_one_of_all_completions_is_in_the_table_of_gradients() -> None:
+    guide = (REPOSITORY / "docs" / "learner.md").read_text()
+    assert set(re.findall(r"(?m)^\| `(\w+)`[^|]*\| (?:token|completion|pair) \|", guide)) == set(ALL)
+    assert {case.config.kind for case in CASES} == {kind for kind in ALL if loss_spec(kind).learns_from == "all"}
+    assert markdown() in guide, "python -m async_rlhf.experiments.gradient_laws makes it"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_data_of_its_own_the_expected_gradient_is_that_of_the_expected_reward(case: Case) -> None:
+    behaviour, reward = enumerable.initial(), enumerable.rewards()
+    found = enumerable.expected(case.config, behaviour, behaviour, reward, 0) / case.scale
+    torch.testing.assert_close(found, enumerable.exact_gradient(behaviour, reward))
+
+
+def test_the_jacobian_in_closed_form_is_that_of_autograd() -> None:
+    logits = enumerable.initial()
+    columns = torch.autograd.functional.jacobian(lambda x: enumerable.logprobs(x).flatten(), logits)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(enumerable.jacobian(logits), columns.reshape(enumerable.Y * enumerable.T, -1))
 
 
 @pytest.mark.parametrize("kind", ["decoupled_ppo", "ppo_clip", "gspo", "proximal_rloo"])
@@ -181,36 +213,106 @@ def test_whatever_the_log_probabilities_loss_and_gradient_are_finite(
     assert math.isfinite(float(total.detach())) and bool(torch.isfinite(current.grad).all())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_a_log_probability_that_is_read_and_no_number_refuses_the_step_and_a_masked_completion_is_counted(kind: str) -> None:
-    config, spec = LossConfig.model_validate({"kind": kind}), loss_spec(kind)
-    for name in {"current", *spec.needs, *(("behaviour",) if kind in CORRECTED else ())}:
-        batch = completions(1)
-        nan = [math.nan] * len(batch[0])
-        batch[0] = replace(batch[0], advantage=-1.0, **{name: list(map(torch.tensor, nan)) if name == "current" else nan})
-        value, gradient = value_and_gradient(batch, config)
-        assert not (math.isfinite(value) and bool(torch.isfinite(gradient).all())), name
-    inputs = inputs_of(completions(11))
-    masked_N = inputs.sequence_N == 2  # that a masked token gives no gradient is a law of `try_loss`
-    sums = objective(replace(inputs, mask_N=(~masked_N).double()), config).sums
-    assert float(sums["is/masked_ratio"]) == (int(masked_N.sum()) if kind in CORRECTED else 0)
-
-
 def test_an_entropy_bonus_pulls_towards_entropy_and_needs_it() -> None:
-    batch = completions(2)
-    inputs = inputs_of(batch)
+    inputs = inputs_of(completions(2))
     entropy = torch.ones_like(inputs.advantage_N, requires_grad=True)
     config = LossConfig(entropy_coef=0.5)
     out = objective(replace(inputs, entropy_N=entropy), config)
-    (out.total / denominator(config, counts_of(batch))).backward()  # type: ignore[no-untyped-call]
+    out.total.backward()  # type: ignore[no-untyped-call]
     assert entropy.grad is not None
-    torch.testing.assert_close(entropy.grad, torch.full_like(entropy, -0.5 / len(entropy)))
+    torch.testing.assert_close(entropy.grad, torch.full_like(entropy, -0.5))
     with pytest.raises(ValueError, match="entropy"):
         objective(inputs, config)
 
 
-def test_shipped_losses_are_found_by_their_declarations_and_an_unknown_name_is_refused() -> None:
-    shipped = "decoupled_ppo ppo_clip cispo gspo topr truncated_is proximal_rloo online_dpo best_of_n"
-    assert set(losses()) >= set(shipped.split())
+def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'ppo' is none of .*decoupled_ppo"):
         LossConfig.model_validate({"kind": "ppo"})
+
+
+logps = st.lists(st.tuples(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32)), min_size=1, max_size=20)
+
+
+def columns(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = zip(*pairs, strict=True)
+    return torch.tensor(a), torch.tensor(b)
+
+
+@given(logps, st.floats(0.1, 10))
+def test_a_ratio_is_the_twin_and_a_weight_is_cut_above_and_never_raised(pairs: list[tuple[float, float]], cap: float) -> None:
+    expected = [oracles.ratio(*pair) for pair in pairs]
+    assert ratio(*columns(pairs)).tolist() == pytest.approx(expected, rel=1e-4)
+    assert truncated_weight(*columns(pairs), cap).tolist() == pytest.approx([min(each, cap) for each in expected], rel=1e-4)
+
+
+def test_a_ratio_beyond_all_measure_is_finite_and_so_is_its_gradient() -> None:
+    logp = torch.tensor([-1e4, 1e4, 0.0, -3e38, 3e38], requires_grad=True)
+    r = ratio(logp, torch.zeros(5))
+    r.sum().backward()  # type: ignore[no-untyped-call]
+    low, high = math.exp(-MAX_LOG_RATIO), math.exp(MAX_LOG_RATIO)
+    torch.testing.assert_close(r.detach(), torch.tensor([low, high, 1.0, low, high]))
+    assert logp.grad is not None and logp.grad.tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
+
+
+@given(st.lists(st.floats(math.exp(-20), math.exp(20)), min_size=1, max_size=30))
+@example([0.3] * 29)  # equal weights waste nothing, but for rounding
+@example([math.exp(20.0), *[math.exp(-20.0)] * 9])  # one above all others leaves one sample
+def test_the_effective_sample_size_is_the_twin_and_a_share(weights: list[float]) -> None:
+    found = float(effective_sample_size(torch.tensor(weights)))
+    assert 0 < found <= 1
+    assert found == pytest.approx(min(1.0, oracles.effective_sample_size(weights)), rel=1e-4)
+
+
+log_ratios = st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=20, unique_by=abs)
+
+
+@given(log_ratios, st.floats(1e-4, 4))
+def test_the_second_moment_mask_is_the_twin_and_leaves_the_moment_below_its_limit(drawn: list[float], limit: float) -> None:
+    kept = second_moment_mask(np.array(drawn, np.float32), limit)
+    assert kept.tolist() == oracles.second_moment_mask(drawn, limit)
+    assert not kept.any() or float(np.mean(np.square(np.array(drawn)[kept]))) <= limit * (1 + 1e-6)
+    with_nan = second_moment_mask(np.array([*drawn, math.nan], np.float32), limit)
+    assert with_nan.tolist() == [*kept.tolist(), True], "what is not a number is not hidden"
+
+
+def test_the_interpolated_policy_lies_between_the_other_two_by_the_age_of_each_token() -> None:
+    current, behaviour = torch.tensor([-1.0] * 5, requires_grad=True), torch.tensor([-3.0] * 5)
+    found = interpolated(current, behaviour, torch.tensor([0, 1, 2, 4, -2]))
+    # a version behind it is behaviour itself; two behind, half of the way; ages from the future count by their distance
+    torch.testing.assert_close(found, torch.tensor([-3.0, -3.0, -2.0, -1.5, -2.0]))
+    assert not found.requires_grad
+
+
+P = torch.tensor([0.3, -0.2, 0.9, 0.0, -1.0], dtype=torch.float64)
+Q = torch.tensor([-1.0, 0.7, 0.1, -0.5, 1.2], dtype=torch.float64)
+SAMPLED_BY = torch.tensor([0.8, 0.1, 0.2, -0.6, 0.3], dtype=torch.float64)
+ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
+
+
+def exact() -> tuple[float, Tensor]:
+    """KL(p | q) and its gradient in p's logits."""
+    leaf = P.clone().requires_grad_()
+    logp = torch.log_softmax(leaf, -1)
+    divergence = (logp.exp() * (logp - torch.log_softmax(Q, -1))).sum()
+    divergence.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return float(divergence.detach()), leaf.grad
+
+
+def gradient_of(terms: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of the mean over `SAMPLED_BY` in P's logits."""
+    leaf = P.clone().requires_grad_()
+    (torch.log_softmax(SAMPLED_BY, -1).exp() * terms(torch.log_softmax(leaf, -1))).sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_estimate_has_the_divergence_as_its_mean_and_weighed_by_importance_its_gradient(estimator: Estimator) -> None:
+    logp, logq, behaviour = (torch.log_softmax(each, -1) for each in (P, Q, SAMPLED_BY))
+    divergence, gradient = exact()
+    found = estimate(logp, logq, estimator)
+    assert (float((logp.exp() * found).sum()) == pytest.approx(divergence)) == (estimator != "k2")
+    torch.testing.assert_close(gradient_of(lambda now: kl_loss(now, behaviour, logq, estimator, cap=None)), gradient)
+    assert not torch.allclose(gradient_of(lambda now: estimate(now, logq, estimator)), gradient, atol=1e-2), "unweighed"
+    np.testing.assert_allclose(kl_penalty(logp.float().numpy(), logq.float().numpy(), estimator), found, rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,11 @@ from making import ADVANTAGES, CONFIGS, GROUPS, TINY_SPELLER, make_group, make_m
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.buffers.errors import ConfigError, NonFiniteError
+from async_rlhf.buffers.errors import ConfigError, NonFiniteError, RecordError
 from async_rlhf.buffers.record import Group, Rollout
-from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.batch.rows import make_rows, split_updates
+from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.objective.estimation import estimate_advantages
 from async_rlhf.learner.step import controller
 from async_rlhf.learner.step.controller import Controller
 from async_rlhf.learner.step.report import StepReport
@@ -224,31 +223,6 @@ def test_weights_leave_as_a_copy_in_memory_that_is_used_again(model_dir: Path, d
     assert left[0] != left[1]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_engine_and_learner_agree_on_what_was_sampled(tmp_path: Path, name: str, temperature: float) -> None:
-    """At staleness 0 the importance weight is 1: the engine adopts what was published and samples, the learner recomputes."""
-    make_model(name).save_pretrained(tmp_path)
-    backend = make_backend(tmp_path, warmup_steps=0)
-    backend.step(make_updates(), 0)  # weights the engine was not started with
-    engine = TorchEngine(make_model(name), slots=4, stop_ids=(), version=0, max_length=128)
-    engine.load_weights(1, WeightSet.of(1, 1, backend.tensors()).tensors())
-    sampling, prompts = Sampling(temperature=temperature), [group.prompt_ids for group in GROUPS]
-    for n, prompt in enumerate(prompts):
-        text = tuple(prompt.tolist())
-        engine.submit([Request(RolloutKey(n, 0, m), text, 4 + 3 * m, sampling, 10 * n + m) for m in range(3)])
-    done: dict[RolloutKey, Rollout] = {}
-    while engine.num_unfinished:
-        done |= {each.key: Rollout(each.token_ids, each.logprobs, each.spans, each.finish_reason) for each in engine.step()}
-    groups = [Group(n, 0, ids, tuple(done[RolloutKey(n, 0, m)] for m in range(3)), sampling) for n, ids in enumerate(prompts)]
-    for found, rollout in zip(of_all(backend, groups), (r for group in groups for r in group.rollouts), strict=True):
-        np.testing.assert_allclose(found.numpy(), rollout.logprobs, rtol=0, atol=1e-4)
-    report = backend.step(make_updates(1, groups), 1)
-    assert report.metrics["is/ratio_max"] == pytest.approx(1.0, abs=1e-4)
-    assert report.metrics["is/ess"] == pytest.approx(1.0, abs=1e-6)
-    assert report.metrics["kl/behaviour"] == pytest.approx(0.0, abs=1e-5)
-
-
 def targets(*names: str) -> dict[str, Any]:
     return {"lora": {"rank": 2, "targets": names}}
 
@@ -290,3 +264,49 @@ def test_rates_rise_over_the_warm_up_and_fall_to_0_from_a_peak_of_each_group(mod
         set_learning_rate(machine._optimizer, machine.config, step)
         rates = [group["lr"] for group in machine._optimizer.param_groups]
         assert rates == pytest.approx([1e-3 * expected, 1e-2 * expected], abs=1e-12)
+
+
+TEMPERED = [make_group(n, [3, 1, 6], temperature=0.8) for n in range(4)]
+
+
+def trained_with(path: Path, loss: LossConfig, *, recorded: bool = True) -> Controller:
+    config = LearnerConfig(learning_rate=1e-2, micro_batch_tokens=40)
+    return controller.make_backend(path, config, loss, reference_recorded=recorded)
+
+
+def with_reference(path: Path, loss: LossConfig, less: float = 0.0) -> list[Group]:
+    """The same groups with what the frozen model says of each token."""
+    seen = trained_with(path, loss, recorded=False).evaluate(make_rows(TEMPERED, ADVANTAGES, 512)).values()
+    said = iter([each.logp_reference - np.float32(less) for each in seen if each.logp_reference is not None])
+    return [replace(g, rollouts=tuple(replace(r, reference=next(said)) for r in g.rollouts)) for g in TEMPERED]
+
+
+@pytest.mark.parametrize(
+    "loss", [{"kl_coef": 0.3}, {"kl_coef": 0.3, "kl_in": "reward"}, {"kind": "online_dpo"}], ids=["loss", "reward", "pairs"]
+)
+def test_a_step_from_recorded_values_is_the_step_that_computes_them(model_dir: Path, loss: dict[str, Any]) -> None:
+    config, plain = LossConfig(**loss), AdvantageConfig()
+    told: list[tuple[dict[str, bytes], Any]] = []
+    for groups in (TEMPERED, with_reference(model_dir, config)):
+        trained = trained_with(model_dir, config, recorded=groups is not TEMPERED)
+        for step in range(2):  # in the second the policy is another than the reference
+            seen = trained.evaluate(make_rows(groups, ADVANTAGES, 512)) if config.needs_evaluation(plain) else {}
+            found = estimate_advantages(groups, ADVANTAGES, ADVANTAGES, seen, plain, config)
+            report = trained.step(split_updates(make_rows(groups, found.advantages, 512, found.targets), 2), step)
+        told.append((weights(trained), report.metrics))
+    assert told[0] == told[1]
+
+
+def test_what_was_recorded_is_used_no_second_model_is_held_and_one_without_is_no_guess(model_dir: Path) -> None:
+    loss = LossConfig(kl_coef=0.3)
+    groups = with_reference(model_dir, loss)
+    one, other = trained_with(model_dir, loss), trained_with(model_dir, loss)
+    assert one.machine._reference is None
+    lower = other.step([make_rows(with_reference(model_dir, loss, 1.0), ADVANTAGES, 512)], 0).metrics["kl/reference"]
+    assert lower == pytest.approx(one.step([make_rows(groups, ADVANTAGES, 512)], 0).metrics["kl/reference"] + 1, abs=1e-4)
+    lacking = replace(groups[2].rollouts[0], reference=None)
+    groups[2] = replace(groups[2], rollouts=(lacking, *groups[2].rollouts[1:]))
+    with pytest.raises(RecordError, match=r'group 2 carries no log-probabilities.*placement = "learner"'):
+        one.step([make_rows(groups, ADVANTAGES, 512)], 1)
+    without = [[None if (g, m) == (2, 0) else value for m, value in enumerate(row)] for g, row in enumerate(ADVANTAGES)]
+    assert one.step([make_rows(groups, without, 512)], 1).applied, "one that failed is left out, the others are trained on"

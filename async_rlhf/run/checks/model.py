@@ -173,8 +173,7 @@ def deep_check(config: Config) -> Iterator[str]:
     from async_rlhf.actors.torch_engine.loading import load_engine
     from async_rlhf.learner.model.files import load_model
     from async_rlhf.learner.model.lora import add_adapters
-    from async_rlhf.learner.model.policy import Policy
-    from async_rlhf.learner.model.verification import check_policy
+    from async_rlhf.learner.model.policy import Policy, check_policy
     from async_rlhf.learner.objective.estimation import check_estimator
     from async_rlhf.learner.objective.trial import check_loss
     from async_rlhf.learner.step.ranks import take_device

@@ -29,10 +29,10 @@ from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
 from async_rlhf.launch.forked import umask
 from async_rlhf.launch.sockets import socket_root
-from async_rlhf.learner.check import remarks
 from async_rlhf.run.checks.model import check_adapters, check_model_files, longest_prompt, names_end, no_room
 from async_rlhf.run.checks.spool import check_spool
 from async_rlhf.run.config import Config
+from async_rlhf.run.learning_checks import remarks
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import (
     OF_EPISODES,

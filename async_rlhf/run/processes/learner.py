@@ -29,7 +29,7 @@ def make_trainer(run: RunDir, config: Config, feed: BatchSource, backend: Contro
     limit, usual = config.engine.mismatch_limit or config.usual_mismatch, config.usual_mismatch
     if limit > usual:
         _log.warning("engine.mismatch_limit = %g: rounding makes at most %g, more is another policy", limit, usual)
-    return Trainer(feed, backend, run.path, _settings(config), lambda values: _settings(changed(config, values)))
+    return Trainer(feed, backend, run.path, lambda values: _settings(changed(config, values)))
 
 
 def _settings(config: Config) -> TrainerConfig:

@@ -11,26 +11,22 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.check import RunContext, check, check_division, check_machine, remarks
-from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.config import LearnerConfig, check_division
 from async_rlhf.learner.step.deepspeed_machine import deepspeed_settings
+from async_rlhf.run.config import changed, load
+from async_rlhf.run.learning_checks import check, remarks
+from tests.conftest import QUICK
 
-DATA = {"group_size": 4, "max_staleness": 2, "lowest_staleness": 0, "exact": False, "truncated": None}
+SIZES = {"max_steps": 100, "learner.batch_size": 16, "generation.group_size": 4, "queue.max_staleness": 2}
+BASE = load(QUICK, SIZES)
 
 
 def checked(*settings: str) -> None:
-    """Lines of a configuration, `;` between them; later ones win, and "none" is None. `data.` stands for the rest of it."""
-    sections: dict[str, dict[str, Any]] = {"learner": {}, "advantage": {}, "loss": {}, "guard": {}, "data": dict(DATA)}
+    """Lines of a configuration, `;` between them; later ones win."""
+    config = BASE
     for text in settings:
-        for name, values in tomllib.loads(text.replace(";", "\n")).items():
-            sections[name] |= {key: None if value == "none" and key != "kind" else value for key, value in values.items()}
-    check(
-        LearnerConfig(**sections["learner"]),
-        AdvantageConfig(**sections["advantage"]),
-        LossConfig(**sections["loss"]),
-        GuardConfig(**sections["guard"]),
-        RunContext(**sections["data"]),
-    )
+        config = changed(config, tomllib.loads(text.replace(";", "\n")))
+    check(config)
 
 
 # what is asked, what the refusal says, and what makes it right as the refusal says
@@ -45,12 +41,12 @@ CASES = [
      "advantage.kind='leave_one_out'"),
     ("advantage.level='turn'; loss.kind='gspo'", "'turn' has several.*'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
     ("advantage.level='turn'; advantage.constant_groups='drop'", "turns can differ", "advantage.constant_groups='keep'"),
-    ("loss.kind='online_dpo'; data.group_size=1", "group_size = 1; lowest: 2", "data.group_size=2"),
-    ("data.group_size=1", "every advantage would be 0.*advantage.kind = 'reinforce_pp'", "advantage.kind='reinforce_pp'"),
-    ("data.group_size=1; advantage.kind='reinforce_pp'; advantage.constant_groups='drop'", "equal to itself.*'keep'",
+    ("loss.kind='online_dpo'; generation.group_size=1", "group_size = 1; lowest: 2", "generation.group_size=2"),
+    ("generation.group_size=1", "every advantage would be 0.*advantage.kind = 'reinforce_pp'", "advantage.kind='reinforce_pp'"),
+    ("generation.group_size=1; advantage.kind='reinforce_pp'; advantage.constant_groups='drop'", "equal to itself.*'keep'",
      "advantage.constant_groups='keep'"),
-    ("advantage.constant_groups='refill'; data.normalised=['judge']",
-     r"rewards.normalise = \['judge'\].*'drop', or rewards.normalise = \[\]", "advantage.constant_groups='drop'"),
+    ("advantage.constant_groups='refill'; rewards.normalise=['reasoning_gym']",
+     r"rewards.normalise = \['reasoning_gym'\].*'drop', or rewards.normalise = \[\]", "advantage.constant_groups='drop'"),
     ("loss.kind='best_of_n'; loss.sequence_mask=[0.9, 1.1]", "which policy sampled.*'none'", "loss.sequence_mask='none'"),
     ("loss.kind='gspo'; loss.token_mask=[0.5, 2.0]", "masks single tokens.*'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
     ("loss.kind='ppo_clip'; loss.is_level='sequence'", "ratio to .*behaviour.* in itself.*= 'token'", "loss.is_level='token'"),
@@ -61,14 +57,14 @@ CASES = [
     ("loss.is_cap='none'", "max_staleness = 2 without an importance weight.*loss.is_cap = 2.0", "loss.is_cap=2.0"),
     ("loss.kind='truncated_is'; loss.is_cap='none'", "weight.*allow_uncorrected = true", "loss.allow_uncorrected=true"),
     ("advantage.kind='gae'; learner.critic={kind='head'}", "policies that sampled.*'traced'", "advantage.kind='traced'"),
-    ("data.truncated='generation.top_p = 0.9'; data.support_recorded=false",
-     "top_p = 0.9 cuts off.*would not be 1.*Set generation.top_k", "data.support_recorded=true"),
-    ("data.truncated='generation.min_p = 0.1'; data.support_recorded=false", "kind = 'online_dpo'", "loss.kind='online_dpo'"),
-    ("guard.enabled=true; data.exact=true", "exact = true fixes the staleness", "data.exact=false"),
-    ("guard.target=1; data.exact=true", r"exact = true fixes .* guard\.target = 'none'", "guard.target='none'"),
+    ("generation.top_p=0.9; engine.kind='vllm'",
+     "top_p = 0.9 cuts off.*would not be 1.*Set generation.top_k", "generation.top_k=64"),
+    ("generation.min_p=0.1; engine.kind='vllm'", "kind = 'online_dpo'", "loss.kind='online_dpo'"),
+    ("guard.enabled=true; queue.exact=true", "exact = true fixes the staleness", "queue.exact=false"),
+    ("guard.target=1; queue.exact=true", r"exact = true fixes .* guard\.target = 'none'", "guard.target='none'"),
     ("guard.target=9", r"target = 9 is not between .* the bound, queue\.max_staleness = 2; nearest: 2", "guard.target=2"),
     ("guard.enabled=true; guard.target=0", r"no room below guard\.target = 0.* = 1 or more, or guard", "guard.target=1"),
-    ("guard.enabled=true; data.lowest_staleness=2", r"no room below queue\.max.*= 2.*= 3 or more", "data.max_staleness=3"),
+    ("guard.enabled=true; learner.publish_every=3", r"no room below queue\.max.*= 2.*= 3 or more", "queue.max_staleness=3"),
 ]  # fmt: skip
 
 
@@ -113,7 +109,7 @@ MACHINES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("settings", "message"), MACHINES)
 def test_what_cannot_work_is_refused_with_what_can(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_machine(LearnerConfig(**settings), groups_per_batch=4, max_steps=100)
+        check(changed(BASE, {"learner": settings}))
     assert re.search(message, str(raised.value)), raised.value
 
 

@@ -1,54 +1,29 @@
-"""Combinations of settings without meaning, and settings of the machine that cannot work together. No torch.
+"""Combinations of settings of the learner without meaning, and settings of its machine that cannot work together. No torch.
 
 Both are refused before any process starts. Each refusal names the setting, the reason, and the nearest choice that works.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.config import AdvantageConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.registry import advantage_settings, advantage_spec, advantages, loss_spec
 
-
-@dataclass(frozen=True)
-class RunContext:
-    """The rest of the configuration, as far as it is about the data.
-
-    truncated: the setting that cuts off sampling, or None. support_recorded: whether the engine then records what was left.
-    normalised: the rewards that are measured by the learner's running statistics. compressed: the setting with which an engine
-    samples from another distribution than the model's, or None.
-    """
-
-    group_size: int
-    max_staleness: int
-    lowest_staleness: int
-    exact: bool
-    truncated: str | None
-    support_recorded: bool = True
-    normalised: tuple[str, ...] = ()
-    compressed: str | None = None
+if TYPE_CHECKING:
+    from async_rlhf.run.config import Config
 
 
-def check(learner: LearnerConfig, advantage: AdvantageConfig, loss: LossConfig, guard: GuardConfig, data: RunContext) -> None:
+def check(config: Config) -> None:
     """Raises ConfigError."""
-    _refuse(
-        _estimator(learner, advantage),
-        _advantages_and_loss(advantage, loss),
-        _groups(advantage, loss, data),
-        _corrections(loss),
-        _asynchrony(advantage, loss, data),
-        _guard(guard, data),
-    )
-
-
-def _refuse(*rules: Iterator[str]) -> None:
-    for message in chain(*rules):
+    learner, advantage, loss = config.learner, config.advantage, config.loss
+    machine = _shared_rows(learner), _ranks(learner, config.groups_per_batch), _schedule(learner, config.max_steps)
+    meaning = _estimator(learner, advantage), _advantages_and_loss(advantage, loss), _groups(config), _corrections(loss)
+    for message in chain(*machine, _backend(learner), *meaning, _asynchrony(config), _guard(config)):
         raise ConfigError(message)
 
 
@@ -89,21 +64,22 @@ def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterat
         yield f"{named_loss} has one advantage for a completion, {several} has several: set loss.kind = 'decoupled_ppo'"
 
 
-def _groups(advantage: AdvantageConfig, loss: LossConfig, data: RunContext) -> Iterator[str]:
-    alone = "generation.group_size = 1"
-    if data.group_size == 1 and loss_spec(loss.kind).learns_from != "all":
+def _groups(config: Config) -> Iterator[str]:
+    advantage, loss, size, alone = config.advantage, config.loss, config.generation.group_size, "generation.group_size = 1"
+    if size == 1 and loss_spec(loss.kind).learns_from != "all":
         yield f"loss.kind = {loss.kind!r} compares completions of one prompt, and {alone}; lowest: 2"
-    if data.group_size == 1 and advantage_spec(advantage.kind).level == "group":
+    if size == 1 and advantage_spec(advantage.kind).level == "group":
         yield (
             f"advantage.kind = {advantage.kind!r} compares completions of one prompt: with {alone} every advantage would be 0. "
             "Set generation.group_size = 2 or more, or advantage.kind = 'reinforce_pp'"
         )
-    if data.group_size == 1 and advantage.constant_groups != "keep":
+    if size == 1 and advantage.constant_groups != "keep":
         yield f"{alone}: a single completion is always equal to itself; set advantage.constant_groups = 'keep'"
-    if advantage.constant_groups == "refill" and data.normalised:  # together with `queue.exact`: with the bound
+    if advantage.constant_groups == "refill" and config.rewards.normalise:  # together with `queue.exact`: with the bound
         yield (
-            f"advantage.constant_groups = 'refill' with rewards.normalise = {list(data.normalised)}: actors find which groups "
-            "are constant, and only the learner has the running statistics. Set it to 'drop', or rewards.normalise = []"
+            f"advantage.constant_groups = 'refill' with rewards.normalise = {list(config.rewards.normalise)}: actors find "
+            "which groups are constant, and only the learner has the running statistics. Set it to 'drop', or "
+            "rewards.normalise = []"
         )
 
 
@@ -127,14 +103,16 @@ def _corrections(loss: LossConfig) -> Iterator[str]:
         yield f"loss.kl_in = 'reward' changes advantages, and {kind} only ranks completions: set loss.kl_in = 'loss'"
 
 
-def _asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: RunContext) -> Iterator[str]:
+def _asynchrony(config: Config) -> Iterator[str]:
+    advantage, loss, engine, generation = config.advantage, config.loss, config.engine, config.generation
     if loss.allow_uncorrected:
         return
     spec, on_purpose = loss_spec(loss.kind), "loss.allow_uncorrected = true to do it on purpose"
-    if data.max_staleness > 0 or data.compressed is not None:
-        asked = data.compressed or f"queue.max_staleness = {data.max_staleness}"
+    compressed = None if engine.kv_budget is None else f"engine.kv_policy = {engine.kv_policy!r}"
+    if config.queue.max_staleness > 0 or compressed is not None:
+        asked = compressed or f"queue.max_staleness = {config.queue.max_staleness}"
         if (spec.corrects == "weights and masks" or spec.truncates) and loss.is_cap is None:
-            others = "what another distribution sampled" if data.compressed else "data of other weights"
+            others = "what another distribution sampled" if compressed else "data of other weights"
             yield (
                 f"{asked} without an importance weight trains on {others} as if it were its own. Set loss.is_cap = 2.0, or "
                 f"{on_purpose}"
@@ -144,24 +122,25 @@ def _asynchrony(advantage: AdvantageConfig, loss: LossConfig, data: RunContext) 
                 f"{asked} with advantage.kind = {advantage.kind!r} fits the critic to the policies that sampled, not to the "
                 f"one that learns. Set advantage.kind = 'traced' (the same on fresh data), or {on_purpose}"
             )
-    if data.truncated is not None and not data.support_recorded and spec.takes_ratios:
+    recorded = engine.kind == "torch" or generation.top_k > 0 or engine.vllm.arguments.get("return_sampling_mask")
+    if generation.truncation and not recorded and spec.takes_ratios:
         yield (
-            f"{data.truncated} cuts off what is sampled, and vLLM does not report what is left unless top_k is set too: "
-            f"loss.kind = {loss.kind!r} takes ratios, which would not be 1 for an unchanged policy. Set generation.top_k as "
-            "well (64 is rarely felt beside top_p), engine.kind = 'torch', on a GPU "
+            f"generation.{generation.truncation} cuts off what is sampled, and vLLM does not report what is left unless "
+            f"top_k is set too: loss.kind = {loss.kind!r} takes ratios, which would not be 1 for an unchanged policy. Set "
+            "generation.top_k as well (64 is rarely felt beside top_p), engine.kind = 'torch', on a GPU "
             "engine.vllm.arguments.return_sampling_mask = true, or a loss without ratios: loss.kind = 'online_dpo'"
         )
 
 
-def _guard(guard: GuardConfig, data: RunContext) -> Iterator[str]:
-    lowest, highest = data.lowest_staleness, data.max_staleness
+def _guard(config: Config) -> Iterator[str]:
+    guard, lowest, highest = config.guard, config.bound(config.data.size).lowest_staleness, config.queue.max_staleness
     target = highest if guard.target is None else guard.target
     if not lowest <= target <= highest:
         yield (
             f"guard.target = {target} is not between {lowest}, the lowest that can run, and the bound, queue.max_staleness = "
             f"{highest}; nearest: {min(max(target, lowest), highest)}"
         )
-    if data.exact and (guard.enabled or guard.target is not None):
+    if config.queue.exact and (guard.enabled or guard.target is not None):
         yield "queue.exact = true fixes the staleness: set guard.target = 'none', guard.enabled = false, or queue.exact = false"
     if guard.enabled and target <= lowest:
         top = "queue.max_staleness" if guard.target is None else "guard.target"
@@ -169,11 +148,6 @@ def _guard(guard: GuardConfig, data: RunContext) -> Iterator[str]:
             f"guard.enabled = true has no room below {top} = {target}, which is the lowest that can run. Set {top} = "
             f"{lowest + 1} or more, or guard.enabled = false"
         )
-
-
-def check_machine(config: LearnerConfig, groups_per_batch: int, max_steps: int | None) -> None:
-    """`groups_per_batch`: prompts of one step; `max_steps`: steps of the run, None for one without end. Raises ConfigError."""
-    _refuse(_shared_rows(config), _ranks(config, groups_per_batch), _schedule(config, max_steps), _backend(config))
 
 
 def remarks(config: LearnerConfig) -> tuple[str, ...]:
@@ -184,23 +158,6 @@ def remarks(config: LearnerConfig) -> tuple[str, ...]:
         f"learner.dtype = 'float32' on learner.device = {config.device!r}: products take several times as long as in bfloat16, "
         "and there is no flash attention. Set learner.dtype = 'bfloat16'; weights and optimizer stay float32.",
     )
-
-
-def check_division(config: LearnerConfig, size_of: Callable[[str], int | None]) -> None:
-    """What ranks share must divide by them. `size_of`: a number in the model's configuration, None where it has no such.
-
-    Raises ConfigError.
-    """
-    heads = ("num_attention_heads", "num_key_value_heads")
-    shared = {"sequence_parallel": heads, "tensor_parallel": (*heads, "intermediate_size")}
-    for setting, names in shared.items():
-        ranks = int(getattr(config, setting))
-        sizes = {name: size for name in names if (size := size_of(name)) is not None}
-        most = math.gcd(*sizes.values())
-        if ranks > 1 and most % ranks:
-            model = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            choice = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-            raise ConfigError(f"learner.{setting} = {ranks} does not divide all of the model's {model}; choose {choice}")
 
 
 def _shared_rows(config: LearnerConfig) -> Iterator[str]:
