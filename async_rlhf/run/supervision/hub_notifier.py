@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 from async_rlhf.buffers.clients.control import Control
@@ -26,12 +25,15 @@ class HubNotifier:
     """See the module docstring. control: a connection to the hub with this patience in seconds."""
 
     def __init__(self, control: Callable[[float], AbstractContextManager[Control]]) -> None:
-        self._control, self._closing = control, threading.Event()
-        self._thread = ThreadPoolExecutor(1, "notifier")
-        self._sent: dict[str, Future[None]] = {}  # by actor that has ended; empty text: that the run drains
-        self._answers, self._errors = True, deque[str]()
+        self._control = control
+        self._news = threading.Condition()
+        self._closing = False
+        self._unconfirmed: deque[str] = deque()  # actors that have ended; empty text: that the run drains
         self.hub_goes_on = True
         """Whether the hub still gave work when it last confirmed an actor's end."""
+        self._last_error = ""
+        self._thread = threading.Thread(target=self._run, name="notifier", daemon=True)
+        self._thread.start()
 
     def drain(self) -> None:
         """To be called again for a hub that was started again, which begins without it."""
@@ -39,33 +41,51 @@ class HubNotifier:
 
     def gone(self, actor: str) -> None:
         """The process of this actor has ended. It may be started again once the hub has confirmed it."""
-        self._sent[actor] = self._thread.submit(self._send, actor)
+        with self._news:
+            self._unconfirmed.append(actor)
+            self._news.notify()
 
     def is_unconfirmed(self, actor: str) -> bool:
         """Whether the hub has not confirmed yet that this actor is gone."""
-        return actor in self._sent and not self._sent[actor].done()
+        with self._news:
+            return actor in self._unconfirmed
 
     def last_error(self) -> str:
         """Why the hub has confirmed nothing, once for each outage."""
-        return self._errors.popleft() if self._errors else ""
+        with self._news:
+            last_error, self._last_error = self._last_error, ""
+            return last_error
 
     def close(self) -> None:
-        self._closing.set()
-        self._thread.shutdown(cancel_futures=True)
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        self._thread.join(2 * _PATIENCE_S)
+
+    def _run(self) -> None:
+        answers = True
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._closing or self._unconfirmed)
+                if self._closing:
+                    return
+                actor = self._unconfirmed[0]
+            try:
+                self._send(actor)
+                answers = True
+            except AsyncRLHFError as error:
+                with self._news:
+                    if answers:
+                        self._last_error = str(error)
+                    self._news.wait_for(lambda: self._closing, _AGAIN_S)
+                answers = False
 
     def _send(self, actor: str) -> None:
-        while not self._closing.is_set():
-            try:
-                with self._control(_PATIENCE_S) as hub:
-                    if actor:
-                        hub.gone(actor)
-                        self.hub_goes_on = hub.status().get("state") in _GOES_ON
-                    else:
-                        hub.drain()
-                self._answers = True
-                return
-            except AsyncRLHFError as error:
-                if self._answers:
-                    self._errors.append(str(error))
-                self._answers = False
-                self._closing.wait(_AGAIN_S)
+        with self._control(_PATIENCE_S) as hub:
+            if actor:
+                hub.gone(actor)
+                self.hub_goes_on = hub.status().get("state") in _GOES_ON
+            else:
+                hub.drain()
+        with self._news:
+            self._unconfirmed.popleft()
