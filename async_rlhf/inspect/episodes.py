@@ -11,9 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from typer import style
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import Content, EnvironmentSpec
@@ -42,14 +45,14 @@ Write = Callable[[Content], str | None]
 class Part:
     """What the environment sent or the model wrote. score: what the environment gave for the turn before it.
 
-    shown: where a model plays, the content with its special tokens. anew: tokens of the whole conversation, where the model
-    read that instead of the content behind its turn.
+    pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token). anew:
+    tokens of the whole conversation, where the model read that instead of the content behind its turn.
     """
 
     who: Literal["environment", "model"]
     content: Content
     score: float | None = None
-    shown: str = ""
+    pieces: Sequence[tuple[str, bool]] = ()
     anew: int = 0
 
 
@@ -156,7 +159,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
             while num_left:
                 for played in episodes.step():
                     num_left -= 1
-                    parts = _parts(played, work.decode, tokenizer)
+                    parts = _parts(played, work.decode, partial(with_specials, tokenizer))
                     seconds = [ended - began for began, ended in played.steps]
                     yield Trial(played.completion.key.group, parts, played.completion.finish_reason, played.score, seconds)
                     last_answer = time.monotonic()
@@ -169,11 +172,19 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
         engine.close()
 
 
-def _parts(played: Played, decode: Callable[[Sequence[int]], str], tokenizer: PreTrainedTokenizerBase) -> list[Part]:
+def with_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[tuple[str, bool]]:
+    """Tokens as text, in runs: (text, whether it is of special tokens)."""
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return [(str(tokenizer.decode(list(run))), is_special) for is_special, run in groupby(ids, special.__contains__)]
+
+
+def _parts(
+    played: Played, decode: Callable[[Sequence[int]], str], in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]]
+) -> list[Part]:
     """What was read and written, one after the other; of a row that begins anew what the environment sent, not all of it."""
 
     def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
-        return Part(who, decode(ids), shown=str(tokenizer.decode(list(ids))))
+        return Part(who, decode(ids), pieces=in_pieces(ids))
 
     completion, sent = played.completion, iter(played.read)
     parts, at = [part("environment", played.prompt_ids)], 0
@@ -190,13 +201,19 @@ def _parts(played: Played, decode: Callable[[Sequence[int]], str], tokenizer: Pr
 
 
 def lines(trial: Trial) -> list[str]:
-    """An episode as a person reads it."""
+    """An episode as a person reads it; special tokens are dim where the terminal can show it."""
     found = [f"episode {trial.row}"]
     for part in trial.parts:
         scored = "" if part.score is None else f"   (the turn before: {part.score:g})"
         scored += f"   (in the whole conversation: {part.anew} tokens)" if part.anew else ""
-        found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {(part.shown or part.content)!r}{scored}")
+        found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {_shown(part)}{scored}")
     return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
+
+
+def _shown(part: Part) -> str:
+    if not part.pieces:
+        return repr(part.content)
+    return "".join(style(text, dim=True) if is_special else repr(text)[1:-1] for text, is_special in part.pieces)
 
 
 def _outcome(trial: Trial) -> str:
