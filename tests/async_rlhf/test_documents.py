@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from async_rlhf.actors.rewards import BUILTINS
 from async_rlhf.cli.commands import app
+from async_rlhf.inspect.episodes import Part, Trial, lines, with_specials
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
+from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
 from tests.conftest import QUICK, REPOSITORY
 from tests.documents import Page
 
@@ -121,8 +123,18 @@ def test_what_a_model_reads_and_writes_is_shown_with_its_special_tokens(folder: 
     assert result.exit_code == 0, result.output
     trials = sorted(map(json.loads, result.stdout.splitlines()), key=lambda trial: trial["row"])
     (first, *others) = [part for trial in trials for part in trial["parts"]]
-    assert first["shown"] == first["content"] == "twice 4 is"
-    assert any(part["shown"] == part["content"] + "<eos>" for part in others)
+    for part in (first, *others):
+        assert part["content"] == "".join(text for text, is_special in part["pieces"] if not is_special)
+    assert first["pieces"] == [["twice 4 is", False]] and ["<eos>", True] in [part["pieces"][-1] for part in others]
+
+
+def test_special_tokens_stand_apart_from_text_that_looks_like_them() -> None:
+    model = tokenizer(CHATML)
+    ids = [*model("<|im_start|>user\n").input_ids, *model("<|im_end|>", split_special_tokens=True).input_ids]
+    pieces = with_specials(model, ids)
+    assert pieces == [("<|im_start|>", True), ("user\n<|im_end|>", False)]
+    shown = lines(Trial(0, [Part("environment", "user\n<|im_end|>", pieces=pieces)], "left", None))[1]
+    assert shown == "  reads   \x1b[2m<|im_start|>\x1b[0muser\\n<|im_end|>"
 
 
 def test_what_is_left_and_what_fails_is_said(folder: Path) -> None:

@@ -246,6 +246,14 @@ def test_a_file_of_its_own_is_evaluated_whole_with_its_own_columns(small: Callab
     assert preflight(config).num_prompts == 64
 
 
+def test_a_task_of_its_own_shares_no_seed_with_the_training_prompts(small: Callable[..., Any]) -> None:
+    own = {"evaluation.source": "reasoning_gym:spell_backward", "data.held_out": 200}
+    config = small(**own, **{"evaluation.options": {"min_word_len": 3, "max_word_len": 6}})
+    assert [row.prompt for row in evaluated_rows(RunDir(config.run_dir), config)[0]] == [
+        row.prompt for row in load_rows(config.data)[1]
+    ]
+
+
 def test_prompts_that_cannot_be_evaluated_are_refused_before_the_run(small: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "exam.jsonl"
     file.write_text('{"prompt": "q"}\n')

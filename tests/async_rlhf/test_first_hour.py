@@ -40,8 +40,16 @@ SIZES: dict[str, Any] = {key: value for key, value in SMALL.items() if key != "m
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}: {% endfor %}"
 # A machine with the GPU of 24 GB that the README's configuration is for; the model's name is looked up nowhere.
 GPU = "placement.hosts=[{ devices = 1, device_memory = 25769803776, cpus = 8 }]"
+BENCH = ["--small", "--only", "queue", "--output", "bench.json"]
 GPU_SIZES = {"model": "speller", "generation.max_prompt_length": 64, "generation.max_completion_length": 16}
 EPISODE = {"generation.max_completion_length": 8, "generation.max_episode_length": 48}
+# The model that `make train-chat` fetches, and the package of one of its rewards, are not there: one that spells answers.
+CHAT: dict[str, Any] = {
+    **SIZES, "model": "speller", "max_steps": 1, "data.held_out": 4, "evaluation.at_end": True,
+    "generation.max_prompt_length": 128, "generation.max_completion_length": 8,
+    "rewards.functions": [str(REPOSITORY / "configs" / "chat" / "rewards.py") + ":concise"],
+    "evaluation.solved_by": "concise",
+}  # fmt: skip
 PROBLEMS = [{"prompt": f"{n} + 2 =", "question": f"{n} + 2 =", "answer": str(n + 2)} for n in range(64)]
 
 LOSS = """%%writefile my_loss.py
@@ -302,3 +310,27 @@ def test_the_program_for_those_who_come_from_trl_trains(folder: Path, command: C
     (folder / "program.py").write_text(program)
     code, output = command(str(folder / "program.py"), program=True).finish()
     assert code == 0 and "step     2/2" in output, output
+
+
+def made(verb: str) -> list[str]:
+    """The arguments of the command that this verb of make ends with."""
+    dry = ["make", "--dry-run", "--no-print-directory", verb]
+    done = subprocess.run(dry, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    words = shlex.split(done.stdout.splitlines()[-1])
+    return words[1 + next(place for place, word in enumerate(words) if word.startswith(".venv/bin/")) :]
+
+
+@pytest.mark.rest
+def test_make_train_chat_trains_a_chat_model(folder: Path, command: Callable[..., Any]) -> None:
+    (folder / "configs").symlink_to(REPOSITORY / "configs")
+    speller(folder)
+    code, output = command(*made("train-chat"), *sets(CHAT)).finish()
+    assert code == 0 and "all steps done: 1 steps in runs/chat-" in output and "held-out accuracy at the end" in output, output
+
+
+@pytest.mark.rest
+def test_make_bench_measures_its_parts(folder: Path, command: Callable[..., Any]) -> None:
+    code, output = command(*made("bench"), *BENCH, program=True).finish()
+    assert code == 0 and "-- queue: measured" in output, output
+    rows = json.loads((folder / "bench.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == {"queue"}

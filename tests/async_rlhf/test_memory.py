@@ -1,19 +1,28 @@
 """What `check` says a learner takes is what its own parts are seen to take, on made-up tensors of a 4B model's width.
 
-Layers are alike, so two and four of them are measured, and 36 follow on the same line.
+Layers are alike, so two and four of them are measured, and 36 follow on the same line. What an engine holds between turns and
+what a process of an environment takes are measured as they are.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from async_rlhf.actors.config import EngineConfig, GenerationConfig
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.environments import EnvironmentConfig, resolve
+from async_rlhf.actors.environments.pool import EpisodePool
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.policy import Policy
@@ -156,3 +165,57 @@ def test_an_engine_holds_keys_and_values_for_its_slots_or_up_to_its_limit() -> N
     assert cache(slots=64, kv_bytes=1 << 30, holds=True) == 2 << 30
     assert cache(kind="vllm") == cache(kind="vllm", holds=True) == (40 << 30) - 8_000_000_000 - memory.CONTEXT
     assert cache(kind="vllm", vllm={"tensor_parallel_size": 4}) == (40 << 30) - 2_000_000_000 - memory.CONTEXT
+
+
+@pytest.mark.parametrize("max_places", [None, 64], ids=["by slots", "engine.kv_bytes"])
+def test_what_an_engine_holds_between_turns_is_what_was_estimated_at_most(max_places: int | None) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes of a float32
+    generation = GenerationConfig(max_prompt_length=20, max_completion_length=12)
+    settings = EngineConfig(slots=4, kv_bytes=max_places and max_places * token)
+    shape = Shape.of(config.to_dict(), sum(each.numel() for each in model.parameters()))
+    estimate = memory.engine(settings, shape, generation, None, holds=True)["held between turns"]
+    engine = TorchEngine(model, slots=4, max_length=32, max_places=max_places)
+    engine.submit([Request(RolloutKey(n, 0, 0), (n,) * 20, 12, Sampling(), n, hold=True) for n in range(9)])
+    held = 0
+    while engine.num_unfinished:
+        engine.step()
+        holds = [hold for _, hold in engine._scheduler._holds._held.values()]
+        held = max(held, sum(part.nbytes for hold in holds for part in hold.cache))
+    assert 0.9 * estimate <= held <= estimate
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_of_an_environment_that_imports_nothing_takes_what_was_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "say.py").write_text("def say(prompt):\n    while True:\n        yield prompt\n")
+    main = sys.modules["__main__"]  # of pytest, which the process would import as it does a user's program
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.delattr(main, "__file__", raising=False)
+    config, bell = EnvironmentConfig(), threading.Event()
+    pool = EpisodePool[int](resolve("say.py:say", tmp_path), config, bell.set)
+    try:
+        for number in range(16):
+            pool.begin(number, {"prompt": "a"})
+        observed = list[Any]()
+        while len(observed) < 16:
+            assert bell.wait(60)
+            bell.clear()
+            observed += pool.poll()
+        (process,) = pool._sessions._workers.values()  # type: ignore[union-attr]
+        guard = process.process._popen._guard  # type: ignore[attr-defined]
+        taken = sum(private_bytes(pid) for pid in (process.process.pid, guard))
+    finally:
+        pool.close()
+    assert taken == pytest.approx(memory.EPISODES, rel=0.15)
+
+
+def private_bytes(pid: int) -> int:
+    """What a process shares with no other."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -19,7 +21,7 @@ from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_spec
-from tests.conftest import QUICK, SMALL
+from tests.conftest import QUICK, SMALL, has_ended, wait_for
 
 CONFIGS = QUICK.parent
 START = load_file(CONFIGS / "models" / "tiny-speller" / "model.safetensors")
@@ -113,6 +115,38 @@ def test_a_preset_trains_and_does_what_it_is_for(
     run = RunDir(result.run_dir)
     assert result.metrics[-1]["canary/drift"] < 1e-3 and run.read_ledger()["ledger"]["closes"]
     check(result, run)
+
+
+@pytest.mark.rest
+def test_a_learner_that_loses_a_rank_says_which_and_goes_on_from_its_checkpoint(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """ZeRO-3 on two ranks: real processes, published weights verified by the actor. A rank is aborted, as nccl does it, where
+    it waits for the other, which stands still and ends with it. The run then goes on for two steps with one rank and plain
+    torch."""
+    num_steps = 60
+    _, _, *overrides = small_arguments(**{"max_steps": num_steps, "checkpoint.save_every": 2})
+    started = command("train", str(CONFIGS / "zero3.toml"), *overrides)
+    directory = tmp_path / "runs" / "zero3"
+    wait_for(lambda: (directory / "checkpoints" / "latest").exists(), "a checkpoint")
+    learner = started.child("learner")
+    rank = started.child("learner_rank")
+    learner.suspend()
+    wait_for(lambda: rank.status() == psutil.STATUS_SLEEPING, "a rank that waits")
+    rank.send_signal(signal.SIGABRT)
+    code, output = started.finish()
+    assert code == 0, output
+    assert output.count("starting it again") == 1 and "rank 1 ended by signal 6 (SIGABRT)" in output, output
+    assert has_ended(rank) and has_ended(learner)
+    more = {"max_steps": num_steps + 2, "learner.ranks": 1, "learner.backend": "torch"}
+    sets = [word for key, value in more.items() for word in ("--set", f"{key}={value}")]
+    code, output = command("train", str(CONFIGS / "zero3.toml"), *overrides, *sets, "--resume").finish()
+    assert code == 0, output
+    run = RunDir(directory)
+    metrics = run.read_metrics()
+    assert [record["step"] for record in metrics] == list(range(1, num_steps + 3))
+    assert all(record["applied"] for record in metrics) and metrics[-1]["canary/drift"] < 1e-3
+    assert run.read_ledger()["ledger"]["closes"]
 
 
 # Environments

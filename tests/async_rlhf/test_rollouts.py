@@ -19,6 +19,7 @@ from async_rlhf.api import TrainResult, train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import plot
 from async_rlhf.inspect.plot import Curves, draw, picture, points
+from async_rlhf.inspect.trace import export
 from async_rlhf.run import run_files
 from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir
@@ -175,6 +176,8 @@ def test_what_cannot_be_drawn_is_refused_with_the_way_out(small: Callable[..., A
     run = RunDir.create(small())
     with pytest.raises(ConfigError, match=r"\.png or \.svg"):
         draw([run], tmp_path / "picture.pdf")
+    with pytest.raises(ConfigError, match="has recorded no group"):
+        export(run, tmp_path / "trace.json")
     with pytest.raises(ConfigError, match="no step is recorded"):
         draw([run], tmp_path / "picture.png")
     run.metrics.write_text(json.dumps(steps()[0]) + "\n")

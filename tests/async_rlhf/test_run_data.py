@@ -77,6 +77,15 @@ def test_a_source_that_changes_after_the_start_changes_no_run(tmp_path: Path, sm
         _ = RunData(run.path, config.data).rows
 
 
+def test_a_copy_of_the_rows_and_the_source_they_came_from_agree(tmp_path: Path) -> None:
+    source = tmp_path / "rows.json"
+    source.write_text(json.dumps(WORDS))
+    config = DataConfig(source=str(source))
+    (tmp_path / "copy").mkdir()
+    RunData(tmp_path / "copy", config).keep(RunData(tmp_path, config).rows, 0)
+    assert RunData(tmp_path / "copy", config).digest == RunData(tmp_path, config).digest
+
+
 def test_paths_of_several_sources_are_seen_from_the_file_that_names_them(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(
         f'model = "{QUICK.parent / "models" / "tiny-speller"}"\nmax_steps = 1\n[learner]\nbatch_size = 8\n'

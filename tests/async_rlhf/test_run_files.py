@@ -51,6 +51,16 @@ def test_a_tail_goes_on_behind_the_last_line_that_still_stands(tmp_path: Path) -
     assert seen(tail) == []
 
 
+def test_a_tail_can_leave_out_what_is_there_already(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(steps(1, 2))
+    tail = Tail(path)
+    tail.skip()
+    assert seen(tail) == []
+    path.write_text(steps(1, 2, 3))
+    assert seen(tail) == [3]
+
+
 def test_of_what_it_left_out_a_tail_knows_the_end_where_a_learner_that_starts_again_cuts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(steps(*range(1, 30_001), mark="x" * 300))

@@ -156,7 +156,7 @@ def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
     assert holder(path) is None
 
 
-def test_a_command_on_a_run_that_another_process_has_is_refused(
+def test_a_command_on_a_run_that_another_process_has_is_refused_until_that_is_killed(
     small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path, hold: Callable[..., subprocess.Popen[str]]
 ) -> None:
     RunDir.create(small()).retire()
@@ -169,8 +169,32 @@ def test_a_command_on_a_run_that_another_process_has_is_refused(
         RunDir.reopen(small())
     process.kill()
     process.wait(60)
+    lock = RunLock.take(small().run_dir / "lock")
+    assert holder(small().run_dir / "lock") == Holder(socket.gethostname(), os.getpid())
+    lock.release()
     stopped = CliRunner().invoke(app, ["stop", str(small().run_dir)])
     assert stopped.exit_code == 3 and "is not running" in stopped.output, stopped.output
+
+
+@pytest.mark.rest
+def test_of_two_at_the_same_time_exactly_one_goes_on(
+    command: Callable[..., Command], small: Any, small_arguments: Callable[..., list[str]]
+) -> None:
+    RunDir.create(small(max_steps=100_000)).retire()
+    both = [command(*small_arguments(max_steps=100_000), "--resume") for _ in range(2)]
+    lost = wait_for(lambda: next((each for each in both if each.process.poll() is not None), None), "the one that is refused")
+    code, output = lost.finish()
+    (won,) = (each for each in both if each is not lost)
+    assert code == 3 and f"process {won.process.pid} on host" in output, output
+    run = RunDir.existing(small().run_dir)
+    wait_for(run.read_metrics, "a step")
+    assert won.process.poll() is None
+    with pytest.raises(ConfigError, match="is running"):
+        RunDir.reopen(small(max_steps=100_000))
+    assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
+    code, output = won.finish()
+    assert code == 0, output
+    assert not run.is_alive() and CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 3
 
 
 def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(

@@ -16,7 +16,9 @@ from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load, override
+from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.scoring import stage_specs
 from tests.conftest import QUICK, wait_for
 
 ONE_JUDGE = {"rewards.functions": ["judge"], "rewards.options.judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
@@ -48,6 +50,16 @@ IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0
 def test_a_stage_that_cannot_be_meant_is_refused_with_the_way_out(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         preflight(load(QUICK, changed))
+
+
+def test_stages_may_stand_in_one_scorer_process_for_all_actors(small: Callable[..., Any], tmp_path: Path) -> None:
+    config = small(**{"scoring.placement": "process", "actors.count": 2, **IN_THE_ACTOR})
+    stages = {spec.name: config.scoring.in_process(spec.name) for spec in stage_specs(config)}
+    assert stages == {"reasoning_gym": True, "reference": False}
+    nodes = nodes_of(config, placement_of(config), RunDir(config.run_dir), tmp_path)
+    (scorer,) = [node for node in nodes if node.role == "scorer"]
+    served = [scorer.arguments[0] in node.arguments for node in nodes if node.role == "actor"]
+    assert served == [True, True]
 
 
 def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have_asked(small: Callable[..., Any]) -> None:

@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.launch import machine
 from async_rlhf.launch.exit_codes import InterruptedRunError
+from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.placement import Host, Part, Placement, Strategy, Wanted, cpu_sets, place, shares
-from async_rlhf.launch.program import Process
+from async_rlhf.launch.program import Node, Process
 from async_rlhf.preparation import prepare
 from async_rlhf.run.hosts.placement import placement_of, table, with_threads
 from tests.conftest import wait_for
@@ -64,8 +66,20 @@ def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
         assert sets["generation"] == sets["scoring"] != sets.get("learning")
 
 
+def test_on_two_cpus_scoring_is_with_the_learner_or_with_generation_and_on_four_it_has_its_own() -> None:
+    found = {name: cpu_sets(name, PARTS, Host(cpus=2)) for name in ("interleaving", "separation")}
+    assert found["interleaving"] == {"generation": (0,), "scoring": (1,), "learning": (1,)}
+    assert found["separation"] == {"generation": (0,), "scoring": (0,), "learning": (1,)}
+    assert cpu_sets("separation", PARTS, Host(cpus=4)) == {"generation": (0, 1), "scoring": (2,), "learning": (3,)}
+    assert cpu_sets("interleaving", PARTS, Host(cpus=4))["learning"] == (2, 3)
+
+
 def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
     return place(Wanted(scorer=True, **wanted), hosts)
+
+
+def test_without_a_strategy_a_process_is_held_to_nothing() -> None:
+    assert {(slot.cpus, slot.threads) for slot in on((Host(cpus=8),)).slots.values()} == {(None, None)}
 
 
 def test_processes_of_a_part_share_its_set_and_divide_its_threads_on_each_host() -> None:
@@ -183,6 +197,23 @@ def allowed(pid: int) -> set[int]:
                 first, _, last = part.strip().partition("-")
                 found |= set(range(int(first), int(last or first) + 1))
     return found
+
+
+def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    node = Node("hub", "hub", (), tmp_path / "hub.log", cpus=(0,), threads=1)
+    process = LocalLauncher().start(tmp_path, node)
+    try:
+        assert allowed(process.pid) == {min(before)} and os.sched_getaffinity(0) == before
+    finally:
+        process.kill()
+    assert machine.assigned_threads(machine.with_threads(7)) == 7 and machine.assigned_threads({}) is None
+    assert machine.with_threads(7, {})["OMP_WAIT_POLICY"] == "PASSIVE", "threads that wait leave their CPU to other parts"
+    assert machine.with_threads(7, {"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert machine.with_threads(None) == {}
+    with pytest.raises(ConfigError, match="CPU 4096 of this machine"):
+        LocalLauncher().start(tmp_path, Node("hub", "hub", (), tmp_path / "hub.log", cpus=(4096,)))
+    assert os.sched_getaffinity(0) == before
 
 
 def test_check_shows_the_cpus_of_each_process(small: Callable[..., Any]) -> None:

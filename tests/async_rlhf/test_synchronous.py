@@ -158,15 +158,24 @@ def test_with_staleness_0_kills_change_no_bit_of_what_two_ranks_learn(train: Cal
     assert train("killed", drawn_kills(0, "learner_rank"), **settings) == (weights, metrics)
 
 
+# Its process, too, ends once in mid-episode, where a file is to mark that.
 ENVIRONMENT = """
+import os
 from async_rlhf import Feedback, Score, environment
 
 @environment(max_turns=3, timeout_s=60)
-def thrice(prompt, answer):
+def thrice(prompt, answer, mark=""):
     text, right = (yield prompt), 0
     for turn in range(2):
         right += text == answer
         text = yield Feedback(chr(10) + prompt, 0.1 * (text == answer))
+    if mark:
+        try:
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass
+        else:
+            os._exit(9)
     yield Score((right + (text == answer)) / 3)
 """
 
@@ -179,7 +188,9 @@ def test_with_an_environment_kills_change_no_bit_and_what_is_read_is_not_trained
     settings: dict[str, Any] = {"environment": str(tmp_path / "thrice.py:thrice"), "rewards.functions": []}
     settings |= {"generation.max_episode_length": 180, "queue.keep_rollouts": True, "queue.max_staleness": 0}
     weights, metrics = train("whole", [], **settings)
-    assert train("killed", drawn_kills(1), **settings) == (weights, metrics)
+    mark = tmp_path / "mark"
+    assert train("killed", drawn_kills(1), **settings, **{"environment.options": {"mark": str(mark)}}) == (weights, metrics)
+    assert mark.exists()
     assert metrics[0]["mismatch/abs_log_ratio"] < 1e-5, "the engine sampled what the learner reads, behind observations too"
     assert all(record["episodes/mean_turns"] == 3 and record["staleness/max"] == 0 for record in metrics)
     for batch in read_batches(tmp_path / "runs" / "whole" / "queue"):

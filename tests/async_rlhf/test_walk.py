@@ -12,6 +12,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.learner_session import Outbox
 from async_rlhf.run.processes import roles
@@ -81,3 +83,10 @@ def test_a_rollout_walks_through_every_room(small: Any, socket_dir: Path, events
     before = AutoModelForCausalLM.from_pretrained(config.model).state_dict()
     after = AutoModelForCausalLM.from_pretrained(run.latest / "model").state_dict()
     assert any(not np.array_equal(before[name].numpy(), after[name].numpy()) for name in before)
+
+
+def test_a_learner_waits_with_a_deadline_and_says_for_what(socket_dir: Path) -> None:
+    client = LearnerClient(f"ipc://{socket_dir}/nobody", timeout_s=0.3)
+    with pytest.raises(DeadlineError, match="waited 0 s for the answer to 'register'"):
+        client.register(0, 0)
+    client.close()

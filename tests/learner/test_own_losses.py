@@ -10,6 +10,7 @@ import pytest
 from making import make_backend, make_group
 from typer.testing import CliRunner
 
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.learner.batch.rows import make_rows
@@ -218,3 +219,10 @@ def test_a_module_is_found_without_being_run_and_a_file_may_import_its_neighbour
     ):
         with pytest.raises(ConfigError, match=says):
             (load_loss if ".py" in kind else loss_spec)(kind)
+
+
+def test_a_function_that_cannot_be_imported_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    def local(inputs: Any, weight_N: Any, config: Any) -> Any: ...
+
+    with pytest.raises(ConfigError, match=r"is defined inside another function.*%%writefile my_loss.py"):
+        train(tmp_path / "none.toml", loss=local)
