@@ -174,6 +174,11 @@ def test_workers_killed_between_calls_are_replaced(bench: Callable[..., Bench]) 
     assert pool.one("2") == Score(2.0)
 
 
+def test_fields_that_cannot_travel_are_a_failure(bench: Callable[..., Bench]) -> None:
+    scores = bench("answered trl").score("4", answer=lambda: "4")[0]
+    assert all("pickle" in (score.failure or "") for score in scores.values())
+
+
 def test_as_many_asynchronous_calls_run_at_once_as_may(bench: Callable[..., Bench]) -> None:
     scores = bench("most_at_once", max_concurrency=8).score(*["x"] * 64)
     assert max(each["most_at_once"].value or 0 for each in scores) == 8.0

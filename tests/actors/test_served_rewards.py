@@ -12,18 +12,25 @@ import numpy as np
 import pytest
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.rewards import RewardSpec, resolve
+from async_rlhf.actors.rewards import Answer, RewardSpec, resolve
 from async_rlhf.actors.scoring.pool import Place
 from async_rlhf.actors.scoring.server import ScoringServer
 from async_rlhf.actors.workers.client import describe
 from async_rlhf.actors.workers.messages import (
     SERVED,
     STAGES,
+    Beat,
     Describe,
+    Description,
+    Leave,
+    Missing,
     Refused,
     Show,
     Step,
     Stepped,
+    frames_of,
+    to_answers,
+    to_fields,
 )
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.record import Score
@@ -283,6 +290,28 @@ def test_what_cannot_be_read_is_counted_and_refused_by_its_number_and_the_server
     assert server.counters["refused"] == 12
 
 
+def test_an_answer_is_kept_until_a_beat_names_its_session_no_longer_and_a_step_is_taken_once(
+    serve: Callable[..., ScoringServer],
+) -> None:
+    server = serve()
+    step = Step(id=3, members=[{"completion": "2"}])
+    with Peer(server.address) as peer:
+        peer.send(step, step)
+        answer = peer.receive()
+        assert isinstance(answer, Stepped) and answer.answers[0].value == 4.0
+        for again in (step, Beat(open=[(3, 0)])):
+            peer.send(again)
+            assert peer.receive() == answer
+        assert peer.receive() == Missing(ids=[]) and server.num_sessions == 1
+        peer.send(Beat(open=[(4, 0)]))
+        assert peer.receive() == Missing(ids=[4]) and server.num_sessions == 0
+        peer.send(step, Leave(ids=[3]), Describe())
+        while not isinstance(peer.receive(), Description):  # the step's answer may come first
+            pass
+        assert server.num_sessions == 0
+    assert server.counters["requested"] == 2
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -298,3 +327,16 @@ def test_what_cannot_be_read_is_counted_and_refused_by_its_number_and_the_server
 def test_what_is_no_message_is_one_error(data: bytes) -> None:
     with pytest.raises(WireError, match="what is no message of protocol 1"):
         SERVED.unpack(data)
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    answer = Answer(None, None, "", {"prefetched": 0.5}, 1.0, 2.0, None, np.array([-1.5, 0.0], np.float32))
+    for message in (
+        Stepped(id=3, turn=0, answers=[to_fields(answer)]),
+        Show(stage="r", stream=1, member={"completion": "x", "n": 1}),
+        Beat(open=[(1, 0), (2, -1)]),
+    ):
+        assert STAGES.unpack(frames_of(message, STAGES)[1]) == message
+    (back,) = to_answers([to_fields(answer)])
+    assert back._replace(logprobs=None) == answer._replace(logprobs=None)
+    assert back.logprobs is not None and back.logprobs.tolist() == [-1.5, 0.0]

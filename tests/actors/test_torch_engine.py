@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import find_max_places, load_engine
 from async_rlhf.buffers.errors import ConfigError, EngineError
@@ -182,3 +183,16 @@ def test_bytes_are_counted_as_the_model_stores_them_and_bound_the_cache(model: P
     engine = load_engine(str(tmp_path), EngineConfig(slots=16, kv_bytes=200_000, prefill_tokens=64))
     finished(engine, long_requests(8))
     assert 0 < engine.cache_bytes <= 200_000
+
+
+def test_a_counted_cache_gives_up_columns_for_rows_and_keeps_what_it_holds() -> None:
+    cache = RowCache(slots=8, max_places=128)
+    cache.reserve(60, 2)
+    cache.begin_tokens(torch.tensor([3, 3]), 60)
+    keys, _ = cache.write_tokens(0, torch.ones(2, 1, 4), torch.ones(2, 1, 4))
+    assert keys.shape == (2, 1, 60, 4) and cache.keys[0].shape == (2, 1, 64, 4)
+    cache.begin_tokens(torch.tensor([4, 4, 4, 4]), 20)
+    keys, _ = cache.write_tokens(0, torch.full((4, 1, 4), 2.0), torch.ones(4, 1, 4))
+    assert cache.keys[0].shape == (4, 1, 32, 4)
+    assert keys[:, 0, 3, 0].tolist() == [1, 1, 0, 0] and keys[:, 0, 4, 0].tolist() == [2, 2, 2, 2]
+    assert cache.fits(8, 16) and cache.fits(2, 64) and not cache.fits(8, 17) and not cache.fits(3, 60)

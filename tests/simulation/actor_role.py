@@ -191,6 +191,21 @@ class ActorRole:
     def freeze(self, seconds: float) -> None:
         self._frozen_until = self._hub.world.now + seconds
 
+    def load(self, seconds: float) -> None:
+        """The engine keeps the actor's thread for so long; the other one beats."""
+        self.freeze(seconds)
+        if seconds > self._pace.progress_timeout_s - 1:
+            self._hub.observer.ends += 1  # it may count
+        if self.link is not None:
+            self._beat_on(self._life, self._client)
+
+    def _beat_on(self, life: int, client: ActorClient) -> None:
+        if life != self._life or self._hub.world.now >= self._frozen_until:
+            return
+        if client._hello_sent and client._newest is not None:
+            client.beat(*client._newest)
+        self._hub.world.after(self._pace.beat_s, f"beat {self.name}", lambda: self._beat_on(life, client))
+
     def get_stuck(self) -> None:
         """Its engine samples nothing any more, until it is ended."""
         if self.link is not None:

@@ -29,7 +29,7 @@ PATIENCE_S = 120.0
 """Virtual seconds a run may go on after the last fault."""
 KINDS = (
     *("hub", "hub", "hub", "learner", "learner", "zombie", "zombie", "actor", "actor", "cut", "cut"),
-    *("freeze", "freeze", "full", "slow", "still", "stuck", "double", "publication", "publication"),
+    *("freeze", "full", "slow", "still", "load", "stuck", "double", "publication", "publication"),
 )
 """Each as often as it is named."""
 
@@ -277,6 +277,8 @@ def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: 
             hub.take_back(fault.victim)
         case "still":
             hub.stand_still(10 * fault.amount)
+        case "load":
+            actor.load(10 * fault.amount)
         case "stuck" if actor is not actors[0]:  # one at least goes on
             actor.get_stuck()
         case "double":

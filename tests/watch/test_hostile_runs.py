@@ -155,6 +155,20 @@ def test_any_name_of_a_run_is_shown(watched: Path, name: str) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("= no toml", "config.toml is damaged: "),
+        (f"max_steps = {'9' * 5000}\n", "config.toml is damaged: max_steps (line 1): numbers are integers from"),
+    ],
+)
+def test_a_damaged_configuration_marks_its_run_and_names_the_place(watched: Path, content: str, problem: str) -> None:
+    with bad_run(watched) as bad:
+        (bad / "config.toml").write_text(content)
+        summary = Runs(watched / "runs").summaries()["bad"]
+        assert summary["state"] == "cannot be read" and summary["problems"][0].startswith(problem)
+
+
 GOOD = {"step": 1, "reward": 0.5, "staleness/mean": 0, "staleness/max": 0, "tokens_per_second": 1, "idle/learner": 0}
 LEDGER = {"state": "running", "ledger": {"credited": 1, "trained": 1, "closes": True}}
 

@@ -22,6 +22,7 @@ from serving import Site, serving
 from starlette.requests import Request
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch import address
 from async_rlhf.watch.http import MAX_HEADER_BYTES, MAX_PATH_BYTES
 from async_rlhf.watch.runs import Runs
@@ -118,15 +119,25 @@ def test_a_token_that_others_know_or_could_guess_is_refused(tmp_path: Path, text
     assert address.read_token(file) == TOKEN
 
 
+def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no directory"):
+        Runs(tmp_path / "file")
+    for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
+        with pytest.raises(ConfigError, match=r"is no run directory \(it has no config\.toml\)$"):
+            RunDir.existing(path)
+    for name in ("queue", "runs"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"it is a queue of runs, which are in {tmp_path}/runs"):
+        RunDir.existing(tmp_path)
+
+
 @pytest.mark.parametrize("later", ["runs/new", "runs"])
 def test_a_page_that_is_opened_before_the_first_run_fills_when_it_begins_and_forgets_it_when_it_is_removed(
     tmp_path: Path, later: str
 ) -> None:
     """later: the directory of the run that begins below, or at, the watched one."""
     time = [0.0]
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is no directory"):
-        Runs(tmp_path / "file")
     with serving(runs := Runs(tmp_path / "runs", clock=lambda: time[0])) as site:
         assert json.loads(site.get("/api/runs").text) == {"one": False, "more": 0, "runs": []}
         assert [site.get(path).status for path in ("/", "/metrics", "/healthz", "/readyz")] == [200, 200, 200, 503]

@@ -21,11 +21,11 @@ from serving import serving
 from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.completions import decoder, pieces
-from async_rlhf.watch.events import Span, stacked, timeline
+from async_rlhf.watch.events import Span, changed_from, events, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.series import MAX_METRICS, History, ages, numbers
+from async_rlhf.watch.series import MAX_BUCKETS, MAX_METRICS, History, ages, numbers
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller" / "tokenizer.json"
 
@@ -53,6 +53,18 @@ def test_what_was_added_is_read_and_nothing_twice(tmp_path: Path, monkeypatch: p
     assert len(parsed) == 5
     assert steps(reading) == list(range(1, 10)) and reading.seen > seen
     assert reading.completions()[0]["step"] == 9 and reading.problems == []
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", 3)
+    line = json.dumps(group(4))
+    for part in (line[:40], line[40:] + "\n"):
+        with (run / "rollouts.jsonl").open("a") as file:
+            file.write(part)
+        if part == line[:40]:
+            reading = read(run)
+    reading.refresh()
+    assert [found["step"] for found in reading.completions()][:2] == [4, 3] and reading.problems == []
 
 
 def test_the_metrics_of_a_long_run_are_read_at_even_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +125,13 @@ def test_a_run_that_goes_back_says_so_and_is_changed_no_more_where_it_was_behind
     assert (newest["kind"], newest["step"]) == ("went back", 6) and "goes on from this step" in newest["text"]
 
 
+def test_what_is_no_line_of_a_file_of_events_spoils_no_other() -> None:
+    wild = [{"kind": ["x"], "step": "1", "time": None, "values": {"a": [1]}}, {"values": 5}, {}]
+    found = events(wild, wild, wild, wild, wild)
+    assert changed_from([*wild, {"kind": "applied", "step": True}, {"kind": "undone", "step": [1]}]) == []
+    assert len(found) == 15 and all(event["step"] is None and isinstance(event["text"], str) for event in found)
+
+
 def test_the_text_of_a_completion_is_divided_where_the_version_changed_or_stays_whole() -> None:
     decode = decoder(TOKENIZER, 0.0)
     assert pieces("leets", [24, 17, 17, 32, 31, 1], [[7, 3], [8, 3]], decode) == [(7, "lee"), (8, "ts")]
@@ -159,6 +178,14 @@ def test_however_long_it_is_a_curve_is_short_and_keeps_its_smallest_and_largest(
     counted = [sum(1 for step in range(1, len(values) + 1) if step // made.width == at // made.width) for at in found["step"]]
     whole = sum(mean * count for mean, count in zip(found["mean"], counted, strict=True))
     assert whole == pytest.approx(sum(values), abs=1e-3)
+
+
+def test_a_million_steps_have_as_many_points_as_a_picture_has_columns() -> None:
+    made = History()
+    for step in range(0, 1_000_000, 70):
+        made.add(step, {"reward": float(step)})
+    assert MAX_BUCKETS // 2 <= len(curve(made)["step"]) <= MAX_BUCKETS
+    assert curve(made)["max"][-1] == 999_999 // 70 * 70
 
 
 @given(st.lists(st.integers(1, 12), max_size=60), st.data())
@@ -237,6 +264,23 @@ def test_a_run_says_what_it_waits_for_and_one_without_a_spool_nothing_of_it(tmp_
     assert (found["async_rlhf_waits_for_prompts", "starved"], found["async_rlhf_spool_problem", "starved"]) == (1, 1)
     assert found["async_rlhf_waits_for_prompts", "filed"] == 0
     assert not [key for key in found if "spool" in key[0] and key[-1] == "filed"]
+
+
+def test_of_several_rewards_none_of_which_is_named_there_is_no_held_out_accuracy(tmp_path: Path) -> None:
+    line = {"label": "step", "step": 3, "mean_reward": 1.5, "accuracy": 1.0, "rewards": {"exact": 0.0, "brief": 1.5}}
+    for name, more in {"unnamed": {}, "named": {"solved_by": "brief"}}.items():
+        (made_run(tmp_path / name, 3) / "evaluations.jsonl").write_text(json.dumps({**line, **more}) + "\n")
+    runs = Runs(tmp_path)
+    found = samples(runs)
+    assert (
+        found["async_rlhf_evaluation", "mean_reward", "unnamed"]
+        == found["async_rlhf_evaluation", "mean_reward", "named"]
+        == 1.5
+    )
+    assert ("async_rlhf_evaluation", "accuracy", "unnamed") not in found
+    assert found["async_rlhf_evaluation", "accuracy", "named"] == 1.0
+    [shown] = runs.state("unnamed")["summary"]["evaluations"]
+    assert shown["accuracy"] is None and shown["rewards"] == {"exact": 0.0, "brief": 1.5}, "what the page draws"
 
 
 def test_every_metric_of_an_alert_rule_is_in_the_endpoint_s_output(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from async_rlhf import Score
 
 def do(act, path):
     if act == "exit": os._exit(7)
+    if act == "abort": os.abort()
     if act == "sleep":
         while True: time.sleep(1000)
 
@@ -137,6 +138,14 @@ def test_of_a_process_that_dies_suspects_are_begun_again_once_and_the_waiting_ar
     played.pool.reply("other", "")
     played.until(lambda: played.ended("other") is not None, lambda key, turn: "")
     assert played.pool.counters.episodes == {"failed": 1, "scored": 1}
+
+
+def test_the_asynchronous_step_that_was_on_the_loop_is_the_cause_and_fails_alone(bench: Callable[..., Bench]) -> None:
+    played = bench("asynchronous")
+    played.opens("other")
+    assert played.fails("cause", act="abort").startswith("its worker process ended with exit code -6")
+    assert lost(played, "cause") == 0
+    played.until(lambda: lost(played, "other") == 1 and isinstance(played.events["other"][-1], Read))
 
 
 def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[..., Bench]) -> None:

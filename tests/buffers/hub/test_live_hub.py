@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from async_rlhf.buffers.clients.learner import TakenBatch, WeightUpload
+from async_rlhf.buffers.clients.learner import SuspectGroup, TakenBatch, WeightUpload
 from async_rlhf.buffers.config import QueueConfig
 from async_rlhf.buffers.errors import HubRestartedError, RefusedError
 from async_rlhf.buffers.hub.hub import Hub
@@ -157,6 +157,27 @@ def test_a_second_learner_takes_over_and_the_first_is_told(place: Callable[..., 
     assert second.fence == 3
     assert [train(second, 0), train(second, 1)] == [[0], [1]], "the same batches again"
     assert hub.status()["ledger"]["trained"] == 2
+
+
+def test_a_batch_that_ends_learners_is_tried_group_by_group_and_goes_on_without_the_guilty_one(
+    make: Callable[..., Place],
+) -> None:
+    hub = make(max_attempts=2)
+    anna = hub.actor()
+    learner = hub.learner()
+    anna.makes(0, 1)
+    for _ in range(2):
+        assert taken(learner, 0) == [0, 1]
+        learner = hub.learner()  # the one before ended with that batch
+    first = learner.take(0)
+    assert isinstance(first, SuspectGroup) and first.group().number == first.number == 0
+    learner.tried(first)
+    second = learner.take(0)
+    assert isinstance(second, SuspectGroup) and second.number == 1
+    learner.commit(0)  # its answer says that the hub knows of the trial, with which this learner ends
+    assert train(hub.learner(), 0) == [0]
+    assert hub.status()["ledger"]["quarantined"] == 1
+    assert "ended the learner alone" in (hub.folder / "quarantine.jsonl").read_text()
 
 
 def test_an_operator_takes_a_group_back_and_it_stays_so_when_the_hub_is_restarted(make: Callable[..., Place]) -> None:

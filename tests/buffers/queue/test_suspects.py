@@ -8,7 +8,7 @@ import pytest
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.queue.bound import Bound
-from tests.buffers.queue.ready import Ready
+from tests.buffers.queue.ready import Ready, entry
 
 
 def hub_with(max_attempts: int) -> Ready:
@@ -238,6 +238,21 @@ def test_a_batch_of_one_bad_group_is_given_empty_and_the_run_goes_on_to_its_end(
     assert hub.take(0) == [] and hub.trial(0) is None
     hub.trained(0)
     assert hub.take(1) == [1] and hub.num_left == 10
+
+
+def test_what_was_taken_out_stays_out_when_the_hub_is_restarted() -> None:
+    hub = hub_with_batches()
+    hub.take(0)
+    learner_ends(hub)
+    with pytest.raises(RefusedError, match="unregistered"):
+        hub.quarantine(1, "an operator said so")
+    hub.publish(0)
+    hub.quarantine(1, "an operator said so")
+    again = Admission(hub.bound, max_attempts=MAX_ATTEMPTS)
+    again.restore(hub.remember(), {number: entry() for number in range(6)})
+    again.assign(0, [0, 1, 2])
+    again.register(hub.fence + 1, 0, 0, "another")
+    assert again.take(0) == [0, 2] and again.num_quarantined == 1 and again.ledger.closes
 
 
 def test_an_operator_takes_back_what_waits_or_is_being_made_and_never_what_the_learner_holds() -> None:

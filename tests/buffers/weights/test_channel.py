@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from async_rlhf.buffers.clients.actor import ActorState
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.protocol import wire
@@ -13,7 +18,8 @@ from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.weights.shared import HAS_SEALS
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import DEADLINE_S, until
-from tests.buffers.weights.fleet import WHOLE, Fleet, tensors
+from tests.buffers.weights.fleet import WHOLE, Adopter, Fleet, tensors
+from tests.conftest import REPOSITORY
 
 AUTO = WeightsConfig()
 sealed = pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
@@ -91,6 +97,91 @@ def test_on_one_host_the_hub_sends_nothing_and_remote_actors_get_deltas_still(fl
     # The learner was told of the remote actor when it published content 1, so content 2 comes with a delta.
     assert weights["deltas"] == 1 and weights["sets_mapped"] == 3
     assert weights["served_bytes"] == 2 * WHOLE + weights["delta_bytes"]
+
+
+@sealed
+def test_an_actor_that_cannot_map_what_it_is_offered_fetches_chunks(fleet: Callable[..., Fleet]) -> None:
+    class Elsewhere(Adopter):
+        """Its machine has no process of that number."""
+
+        def look(self) -> None:
+            fetching = self.client._weight_receiver
+            honest = fetching._begin
+
+            def begin(manifest: wire.Manifest) -> None:
+                place = manifest.place and manifest.place.model_copy(update={"pid": 1 << 30})
+                honest(manifest.model_copy(update={"place": place}))
+
+            fetching._begin = begin  # type: ignore[method-assign]
+            try:
+                super().look()
+            finally:
+                fetching._begin = honest  # type: ignore[method-assign]
+
+    hub = fleet(AUTO, AUTO)
+    hub.publish(0)
+    hub.keep(Elsewhere(hub, "anna", AUTO)).adopt(0)
+    assert hub.weights["served_bytes"] == WHOLE
+
+
+def test_an_actor_that_does_not_adopt_in_its_time_is_dropped_and_comes_back(fleet: Callable[..., Fleet]) -> None:
+    hub = fleet(progress_timeout_s=5.0)
+    anna, stubborn = hub.member("anna"), hub.member("stubborn")
+    hub.publish(0)
+    anna.adopt(0)
+
+    def dropped() -> int:
+        anna.look()
+        stubborn.client.poll(ActorState(0, 0, -1, ()), wire.Telemetry(), timeout_s=0.02)  # beats, and never adopts
+        return int(hub.weights["dropped_actors"])
+
+    until(dropped)
+    assert "anna" in hub.status()["actors"]
+    stubborn.adopt(0)
+    until(lambda: hub.status()["actors"].get("stubborn", {}).get("version") == 0, stubborn)
+
+
+LEARNER = """
+import os, sys
+from async_rlhf.buffers.clients.learner import LearnerClient
+from async_rlhf.buffers.tensors import RawTensor
+client = LearnerClient(sys.argv[1], timeout_s=30)
+client.register(0, 0)
+connection = client._weight_connection
+honest = connection.ask
+def ask(message, **options):
+    if message.type == "check":
+        print("published half", flush=True)
+        sys.stdin.read()
+    return honest(message, **options)
+connection.ask = ask
+client.publish(0, {"w": RawTensor("uint8", (1 << 20,), bytes(1 << 20))})
+"""
+
+
+@sealed
+def test_a_learner_killed_while_it_publishes_leaves_nothing_behind(fleet: Callable[..., Fleet]) -> None:
+    hub = fleet(AUTO, AUTO)
+    before = _mapped()
+    killed = subprocess.Popen(
+        [sys.executable, "-c", LEARNER, hub.address], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert killed.stdout is not None and killed.stdout.readline() == b"published half\n"
+    finally:
+        killed.kill()
+        killed.communicate()
+    assert hub.status()["version"] is None, "no half of a set is announced"
+    hub.publish(1)
+    anna = hub.member("anna", AUTO)
+    anna.adopt(1)
+    anna.close()
+    assert _mapped() - before <= 2, "the newest set, as the learner and the hub of this process map it"
+    assert not [name for name in os.listdir("/dev/shm") if "async-rlhf" in name]
+
+
+def _mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("async-rlhf-weights")
 
 
 def test_a_learner_that_says_twice_the_same_is_answered_and_believed_once(fleet: Callable[..., Fleet]) -> None:
