@@ -57,7 +57,7 @@ def main(
     slots: Annotated[int | None, typer.Option(min=1, help="Of engines: sequences decoded together.")] = None,
     output: Annotated[Path | None, typer.Option(help="Results file of several parts, instead of runs/bench/DATE.json.")] = None,
 ) -> None:
-    """Measure ratios side by side: engine, queue, learner, weights and the whole, each beside what it replaces."""
+    """Measure ratios side by side: engine, queue, learner, pipeline and weights, each beside what it replaces."""
     if unknown := set(parts or ()) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     given = {"--turns": turns, "--load": load, "--model": model, "--dtype": dtype, "--slots": slots}
