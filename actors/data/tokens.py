@@ -31,7 +31,7 @@ _RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "contin
 class PromptLengths:
     """What was found, by the numbers of prompts.
 
-    too_long: tokens of those over the limit. empty: those without a token. unknown: characters that the vocabulary lacks;
+    too_long: tokens of those over the limit. empty: those without a token. unknown: characters that are not in the vocabulary;
     num_unknown: prompts with one of them.
     """
 
@@ -125,7 +125,7 @@ class PromptTokenizer:
             yield from map(len, self._encode(texts[start : start + _BATCH], special))
 
     def _characters(self, texts: Sequence[str]) -> tuple[set[str], set[str], set[str]]:
-        """Characters of these texts that the vocabulary lacks, that leave no token, and that make more tokens than bytes."""
+        """Characters of these texts not in the vocabulary, that leave no token, and that make more tokens than bytes."""
         found: set[str] = set()
         found.update(*texts)
         try:

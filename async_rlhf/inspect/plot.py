@@ -20,7 +20,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import figures, is_long, is_step, read_steps
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart by readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
+"""For readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
 _FORMATS = (".png", ".svg")
 _COLUMNS = 3
 _STYLES: Sequence[Any] = ("-", ":", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))

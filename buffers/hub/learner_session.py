@@ -175,7 +175,7 @@ class LearnerSession:
             self._outbox.send(identity, wire.Waiting(step=take.step, detail=full or self.waiting_for()), request=request)
 
     @property
-    def lacks_prompts(self) -> bool:
+    def waits_for_prompts(self) -> bool:
         """Whether no batch can be made before further prompts come: all that are there have been made."""
         admission = self._admission
         can_come = admission.bound.coming and not admission.draining
@@ -184,7 +184,7 @@ class LearnerSession:
     def waiting_for(self) -> str:
         """What the learner waits for, in words."""
         admission = self._admission
-        if self.lacks_prompts:
+        if self.waits_for_prompts:
             if made := admission.bound.num_numbers:
                 return f"no prompts in the spool: all {made} groups of those that came were made"
             return "no prompts in the spool: none has come yet"

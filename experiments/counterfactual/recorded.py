@@ -68,12 +68,12 @@ def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, lis
     batches = {batch.step: batch.groups for batch in read_batches(run.path / "queue") if batch.step in checkpoints}
     for step in (*steps, *([] if batches else [max(checkpoints)])):
         if step not in batches:
-            lacks = "no batch that was trained on from it" if step in checkpoints else "no checkpoint of it"
+            missing = "no batch that was trained on from it" if step in checkpoints else "no checkpoint of it"
             nearest = min(batches, key=lambda other: abs(other - step), default="none")
             there = ", ".join(map(str, sorted(batches))) or "none"
             raise ConfigError(
-                f"--step {step}: {str(directory)!r} has {lacks} (checkpoint.keep_every and queue.keep_rollouts decide what is "
-                f"kept); the nearest with both is {nearest}. Steps with both: {there}"
+                f"--step {step}: {str(directory)!r} has {missing} (checkpoint.keep_every and queue.keep_rollouts decide what "
+                f"is kept); the nearest with both is {nearest}. Steps with both: {there}"
             )
     wanted = sorted(set(steps) or set(batches))
     return run, config, [_moment(config, step, checkpoints[step], batches[step]) for step in wanted]

@@ -1,7 +1,7 @@
 """Throughput benchmarks: `python -m async_rlhf.experiments.throughput [PART]...` (`make bench` runs all).
 
 One part runs in this process. Several run in a process each, so that threads and memory of one do not weigh on the next: a part
-that fails, lacks a package or exceeds its limit is named at the end, the others run, and the exit code is 1. Their rows go into
+that fails, needs a package or exceeds its limit is named at the end, the others run, and the exit code is 1. Their rows go into
 one file: runs/bench/DATE.json.
 """
 

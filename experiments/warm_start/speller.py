@@ -1,6 +1,6 @@
 """The tiny speller before it knows anything, and what it is shown before reinforcement: words with answers of mixed quality.
 
-A character tokenizer and a Llama of 0.9 million random weights. Shown right answers only, a tiny model either lacks the skill
+A character tokenizer and a Llama of 0.9 million random weights. Shown right answers only, a tiny model either has no skill
 or has nothing left to learn. Shown a mixture, it learns to spell backward and three bad habits beside it; reinforcement then
 has a behaviour to choose, not a skill to invent. Never shows a held-out word. No torch at import; the random generator is
 passed in. Called by `make_model`, by the makers of other models, and by tests.

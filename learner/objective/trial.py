@@ -184,9 +184,9 @@ def _finite(config: LossConfig) -> tuple[bool, str]:
 def _not_hidden(config: LossConfig) -> tuple[bool, str]:
     inputs, spec = _inputs(config), loss_spec(config.kind)
     for name in ("current", *spec.needs, *(("behaviour",) if spec.takes_ratios else ())):
-        spoilt = getattr(inputs, f"logp_{name}_N").detach().clone()
-        spoilt[inputs.advantage_N.argmin()] = torch.nan
-        total, gradient = _gradient(replace(inputs, **{f"logp_{name}_N": spoilt}), config)
+        corrupt = getattr(inputs, f"logp_{name}_N").detach().clone()
+        corrupt[inputs.advantage_N.argmin()] = torch.nan
+        total, gradient = _gradient(replace(inputs, **{f"logp_{name}_N": corrupt}), config)
         if torch.isfinite(total) and torch.isfinite(gradient).all():
             return False, f"the sum is finite where logp_{name}_N is not: the step would not be refused"
     return True, ""

@@ -114,7 +114,7 @@ class Controller:
         """For each rank its micro-batches of every update.
 
         Raises RecordError for a token that the model does not have; when the loss takes ratios to a truncated distribution
-        that was not recorded; and when a rollout lacks its log-probabilities under a reference that is not loaded here.
+        that was not recorded; and when a rollout is without its log-probabilities under a reference that is not loaded here.
         """
         vocabulary, references = self.machine.policy.vocabulary, self._packing.recorded_references
         for row in (row for rows in updates for row in rows):

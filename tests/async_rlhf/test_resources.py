@@ -18,8 +18,8 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.resources import OperatorWait, RunDisk
 
 WORDS = {
-    "lacks_prompts": ("waiting for prompts: the spool has none", "there are prompts again", "the spool has no prompts"),
-    "lacks_room": (
+    "waits_for_prompts": ("waiting for prompts: the spool has none", "there are prompts again", "the spool has no prompts"),
+    "waits_for_room": (
         "waiting for room on the disk (disk_pause_bytes)",
         "there is room on the disk again",
         "the disk has too little room",

@@ -46,13 +46,13 @@ def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_every_row_as_oft
     settings = fed(spool, **{"data.epochs": 2, "queue.keep_rollouts": True, "queue.max_staleness": 2})
     started = command(*small_arguments(**settings))
 
-    def lacks_prompts() -> bool:
-        return RunDir(run).read_ledger().get("lacks_prompts") is True
+    def waits_for_prompts() -> bool:
+        return RunDir(run).read_ledger().get("waits_for_prompts") is True
 
     def trained() -> int:
         return sum(len(record["groups"]) for record in RunDir(run).read_metrics())
 
-    wait_for(lacks_prompts, "a learner without prompts")
+    wait_for(waits_for_prompts, "a learner without prompts")
     put(spool, prompts(0, 7))
     bad = spool / "bad.jsonl"  # a name that comes after those of `put`: what is put next would be read before it
     bad.write_bytes(b'{"prompt": "no answer"}\nno JSON\n' + prompts(7, 1)[0])

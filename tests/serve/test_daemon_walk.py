@@ -111,7 +111,7 @@ def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_
     assert tail.process.stdout is not None and any("all steps done: 3 steps" in line for line in tail.process.stdout)
 
     change, put = lines(FEED)
-    wait_for(lambda: RunDir(second).exists and RunDir(second).read_ledger().get("lacks_prompts"), "a run without prompts")
+    wait_for(lambda: RunDir(second).exists and RunDir(second).read_ledger().get("waits_for_prompts"), "a run without prompts")
     with urlopen(f"{page}api/runs", timeout=60) as shown:
         assert {run["name"] for run in json.load(shown)["runs"]} >= {"first"}
     shell.run(change)

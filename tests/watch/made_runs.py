@@ -121,7 +121,7 @@ def status(steps: int) -> dict[str, Any]:
     ledger = {"credited": sum(places.values()) + 1, **places, "quarantined": 1, "closes": True}
     actors = {f"actor-{i}": {"version": steps - 1 - i, "groups": 10, "silent_s": 0.2} for i in range(2)}
     spool = {"rows": 4 * steps, "rejected": 2, "ended": False, "problem": ""}
-    lacks = {"waiting_for": "", "lacks_prompts": False, "lacks_room": False}
+    lacks = {"waiting_for": "", "waits_for_prompts": False, "waits_for_room": False}
     numbers = {"state": "running", "step": steps, "version": steps - 1, "fence": 1}
     return {**numbers, **lacks, "spool": spool, "ledger": ledger, "actors": actors}
 

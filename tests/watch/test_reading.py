@@ -258,7 +258,7 @@ def test_a_run_says_what_it_waits_for_and_one_without_a_spool_nothing_of_it(tmp_
         run = tmp_path / name if name == "filed" else made_run(tmp_path / name, 3)
         status = json.loads((run / "ledger.json").read_text())
         problem = {**status["spool"], "problem": "the spool /prompts cannot be used: Read-only file system"}
-        status |= {"lacks_prompts": True, "spool": problem} if name == "starved" else {"spool": None}
+        status |= {"waits_for_prompts": True, "spool": problem} if name == "starved" else {"spool": None}
         (run / "ledger.json").write_text(json.dumps(status))
     found = samples(Runs(tmp_path))
     assert (found["async_rlhf_waits_for_prompts", "starved"], found["async_rlhf_spool_problem", "starved"]) == (1, 1)

@@ -126,9 +126,9 @@ def beginning(status: dict[str, Any], wanted: int) -> tuple[str, str]:
         return "the learner loads its model", ""
     if not status.get("actors"):
         return "the actors load their model", ""
-    if status.get("lacks_room"):
+    if status.get("waits_for_room"):
         return "the disk has too little room", ""
-    if status.get("lacks_prompts"):
+    if status.get("waits_for_prompts"):
         return "the spool has no prompts", ""
     ledger = status.get("ledger", {})
     ready = f"{ledger.get('queued', 0)} of {wanted} groups are ready, {ledger.get('leased', 0)} in work"

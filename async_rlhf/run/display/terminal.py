@@ -59,7 +59,7 @@ def outliving_terminal() -> Iterator[None]:
 
 
 class Lasting:
-    """A stream of this process that fails at nothing: what its encoding lacks is written as an escape, what a full disk does
+    """A stream of this process that fails at nothing: what its encoding has not is written as an escape, what a full disk does
     not take is left out. It leads nowhere once its other end is gone; so do then standard output and standard error, where they
     lead to the same end."""
 

@@ -30,8 +30,8 @@ _LOW = 4  # times `disk_pause_bytes`: room for some checkpoints between the repo
 _STATUS_S, _FRESH_S = 1.0, 5.0  # the hub writes its status twice a second
 # By the key of the hub's status: what is said when the wait begins, and when it is over.
 _WAITS = {
-    "lacks_room": ("waiting for room on the disk (disk_pause_bytes)", "there is room on the disk again"),
-    "lacks_prompts": ("waiting for prompts: the spool has none", "there are prompts again"),
+    "waits_for_room": ("waiting for room on the disk (disk_pause_bytes)", "there is room on the disk again"),
+    "waits_for_prompts": ("waiting for prompts: the spool has none", "there are prompts again"),
 }
 
 
@@ -82,17 +82,17 @@ class OperatorWait:
     def __init__(self, run: RunDir, event: Callable[[str], None], now: Callable[[], float]) -> None:
         self._run, self._event, self._now, self._is_due = run, event, now, Every(_STATUS_S, now)
         self._written, self._written_at = 0, now()
-        self._lacks = ""
+        self._waits_for = ""
 
     def waits(self) -> bool:
         """By the last look."""
         if self._is_due():
-            before, self._lacks = self._lacks, self._look()
-            if before and before != self._lacks:
+            before, self._waits_for = self._waits_for, self._look()
+            if before and before != self._waits_for:
                 self._event(_WAITS[before][1])
-            if self._lacks and before != self._lacks:
-                self._event(_WAITS[self._lacks][0])
-        return bool(self._lacks)
+            if self._waits_for and before != self._waits_for:
+                self._event(_WAITS[self._waits_for][0])
+        return bool(self._waits_for)
 
     def _look(self) -> str:
         try:

@@ -68,7 +68,7 @@ def settings_of(plan: Plan, roles: Roles, queued_groups: int = 0) -> dict[str, d
 
 
 def _scoring(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
-    """Frozen models with devices of their own: stages in the scorer process of each host."""
+    """Models that are not trained, with devices of their own: stages in the scorer process of each host."""
     seats = [role for group in plan.candidate.sets if group.name == "scorers" for role in group.roles]
     found: dict[str, dict[str, Any]] = {}
     stages = {}

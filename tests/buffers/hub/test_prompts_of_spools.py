@@ -44,11 +44,11 @@ def spool(tmp_path: Path) -> Path:
 
 
 def test_a_learner_waits_for_prompts_by_name_until_rows_come_with_the_credits(fed: InProcessHub, spool: Path) -> None:
-    assert fed.status()["lacks_prompts"] and fed.status()["waiting_for"] == "no prompts in the spool: none has come yet"
+    assert fed.status()["waits_for_prompts"] and fed.status()["waiting_for"] == "no prompts in the spool: none has come yet"
     put(spool, [json.dumps({"prompt": str(number), "answer": 3}).encode() for number in range(2)])
     credits = [item for message in fed.turn() if isinstance(message, wire.Credits) for item in message.credits]
     assert [(item.number, json.loads(item.row)["prompt"]) for item in credits] == [(0, "0"), (1, "0"), (2, "1"), (3, "1")]
-    assert not fed.status()["lacks_prompts"] and "4 are being made" in fed.status()["waiting_for"]
+    assert not fed.status()["waits_for_prompts"] and "4 are being made" in fed.status()["waiting_for"]
     again = fed.hello(holding=[(0, 0)])
     rows = {item.number: item.row for message in again if isinstance(message, wire.Credits) for item in message.credits}
     assert rows == {item.number: item.row for item in credits[1:]}, "what is credited again has the same row"
@@ -68,7 +68,7 @@ def test_a_drain_ends_a_run_that_waits_for_prompts(fed: InProcessHub) -> None:
 def test_a_spool_that_ends_empty_ends_the_run(fed: InProcessHub, spool: Path) -> None:
     end(spool)
     ends = [message.reason for message in fed.turn() if isinstance(message, wire.Ended)]
-    assert ends == ["finished"] and fed.status()["spool"]["ended"] and not fed.status()["lacks_prompts"]
+    assert ends == ["finished"] and fed.status()["spool"]["ended"] and not fed.status()["waits_for_prompts"]
 
 
 def test_with_little_room_no_group_is_begun_and_the_learner_waits_until_there_is_more(fed: InProcessHub, spool: Path) -> None:
@@ -77,13 +77,13 @@ def test_with_little_room_no_group_is_begun_and_the_learner_waits_until_there_is
     assert not any(isinstance(message, wire.Credits) for message in fed.turn())
     status = fed.status()
     assert (status["state"], status["waiting_for"]) == ("paused", "the disk has 1 MiB left")
-    assert status["lacks_room"] and not status["lacks_prompts"]
+    assert status["waits_for_room"] and not status["waits_for_prompts"]
     fed.exchange.tick()
     details = [message.detail for message in fed.turn() if isinstance(message, wire.Waiting)]
     assert details == ["the disk has 1 MiB left"]
     fed.exchange.little_room = ""
     assert any(isinstance(message, wire.Credits) for message in fed.turn())
-    assert fed.status()["state"] == "running" and not fed.status()["lacks_room"]
+    assert fed.status()["state"] == "running" and not fed.status()["waits_for_room"]
 
 
 BOUND = Bound(groups_per_batch=2, max_staleness=0, num_groups=1 << 62, numbers=0, coming=True)
@@ -231,7 +231,7 @@ def test_rows_of_a_spool_are_chosen_among_those_that_have_come(chosen: Callable[
     hub.make(1, 1.0)
     hub.train(0)
     hub.take(1)
-    assert hub.status()["lacks_prompts"] and hub.ends == [], "all are retired, and more may come"
+    assert hub.status()["waits_for_prompts"] and hub.ends == [], "all are retired, and more may come"
     put(tmp_path / "spool", [b'{"prompt": "c"}'])
     hub.turn()
     assert [json.loads(item.row)["prompt"] for number, item in hub.credits.items() if number > 1] == ["c", "c"]
