@@ -193,6 +193,12 @@ class Command:
         """The child process of this role; waits until there is one."""
         return wait_for(lambda: next(iter(self._children(role)), None), f"a {role} process")
 
+    def end(self, role: str) -> None:
+        """Kill the child process of this role, and wait until it has ended."""
+        victim = self.child(role)
+        victim.kill()
+        wait_for(lambda: has_ended(victim), f"the end of {role}")
+
     def family(self) -> list[psutil.Process]:
         """Every process below this one."""
         return psutil.Process(self.process.pid).children(recursive=True)
