@@ -178,6 +178,15 @@ def test_an_operator_who_hangs_while_asking_holds_up_no_step(tmp_path: Path) -> 
     assert learner.made == {1: {}, 2: {}, 3: {RATE: 0.5}}
 
 
+@pytest.mark.usefixtures("network_file_system")
+def test_a_change_is_asked_for_and_applied_on_a_network_file_system(tmp_path: Path) -> None:
+    learner = Learner(tmp_path)
+    ask(tmp_path, 0.5)
+    for _ in range(2):
+        learner.train()
+    assert learner.made[2] == {RATE: 0.5}
+
+
 def test_of_two_who_ask_at_once_the_second_decides_by_what_the_first_has_asked(tmp_path: Path) -> None:
     decided = threading.Event()
 
