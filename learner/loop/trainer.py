@@ -100,7 +100,7 @@ class Trainer:
         settings: Callable[[Mapping[str, Any]], TrainerConfig],
     ) -> None:
         self._backend, self._settings, config = backend, settings, settings({})
-        self._config = self._first = config
+        self._config = config
         keep, evaluations = config.checkpoint, directory / "evaluations.jsonl"
         self._checkpoints = Checkpoints(
             directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(evaluations, config.evaluate_every)
