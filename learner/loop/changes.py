@@ -87,7 +87,6 @@ class Change:
 
     number: int
     values: Mapping[str, tuple[Any, Any]]
-    asked_at: float
     step: int | None = None
 
 
@@ -106,7 +105,7 @@ class History:
         for line in lines:
             match line:
                 case Asked():
-                    changes[line.number] = Change(line.number, line.values, line.time)
+                    changes[line.number] = Change(line.number, line.values)
                     last_number = max(last_number, line.number)
                 case Applied():
                     if line.number in changes:
