@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import errno
+import fcntl
 import gc
 import json
 import os
@@ -100,6 +102,20 @@ def socket_dir() -> Iterator[Path]:
     """A short path: a unix socket's may have 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="rlhf-") as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def network_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flock(2): there an exclusive lock needs a file that is open for writing, and a shared one a file that can be read."""
+    honest = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode == (os.O_RDONLY if operation & fcntl.LOCK_EX else os.O_WRONLY):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        honest(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
 
 
 def toml(value: Any) -> str:
