@@ -11,13 +11,14 @@ import hashlib
 import json
 import string
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.parsing import loads
 from async_rlhf.buffers.record import Int32Array
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 NO_CHAT_TEMPLATE = "a prompt is given as chat messages, but the tokenizer has no chat template; give text, without data.chat"
 
+T = TypeVar("T")
 _U64 = (1 << 64) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One prompt, as text or as chat messages, and every further column of its row (values are JSON-serialisable).
 
@@ -70,12 +72,15 @@ class Template:
         return row.prompt
 
 
-def of_prompt(number: int, row: Row, read: Callable[[Row], Any]) -> Any:
-    """What `read` makes of the row; its ConfigError with the number of the prompt."""
+def of_prompts(rows: Iterable[Row], read: Callable[[Row], T]) -> list[T]:
+    """What `read` makes of each row; its ConfigError with the number of the prompt."""
+    found: list[T] = []
     try:
-        return read(row)
+        for row in rows:
+            found.append(read(row))
     except ConfigError as error:
-        raise ConfigError(f"prompt {number}: {error}") from error
+        raise ConfigError(f"prompt {len(found)}: {error}") from error
+    return found
 
 
 PLAIN = Template()
@@ -90,8 +95,8 @@ def to_json(row: Row) -> str:
 
 
 def from_json(line: str | bytes) -> Row:
-    """The row that `to_json` wrote. Raises ValueError, KeyError, AttributeError for what is none."""
-    columns = json.loads(line)
+    """The row that `to_json` wrote. Raises ValueError, KeyError, AttributeError, TypeError for what is none."""
+    columns = loads(line)
     return Row(columns.pop("prompt"), columns)
 
 

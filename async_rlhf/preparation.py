@@ -224,7 +224,8 @@ def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
             f"run directory {str(config.run_dir)!r} began with other rows than those that are given; give the same, or none: a "
             "run keeps its rows"
         )
-    return kept.rows
+    training, held_out = map(list, kept.rows)  # every row is looked at, several times
+    return training, held_out
 
 
 def _checked(config: Config, rows: Rows | None) -> tuple[Config, Prepared]:

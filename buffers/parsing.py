@@ -13,9 +13,13 @@ import tomllib
 from collections.abc import Callable
 from typing import Any
 
+import pydantic_core
+
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 64) - 1
 _LIMITS = f"numbers are integers from {_LOWEST} to {_HIGHEST}, or floats up to 1.8e308"
 _LONG = re.compile(r"(?<![.0-9])[0-9]{19}|[eE]\+?[0-9]{3}")  # without one of these no number is beyond them
+# An expression is tried at every place of a text. Where every digit is 0, such a number is one of a few words.
+_ALL_ZERO = bytes.maketrans(b"123456789E", b"000000000e")
 _DIGITS = re.compile(r"(?<![0-9_])[0-9_]{4000}")  # Python's own limit is 4300, and its message names no key
 
 
@@ -23,12 +27,20 @@ def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = 
     """As `json.loads`. Raises ValueError, which names the field of a number beyond the limits."""
     text = text.decode() if isinstance(text, bytes) else text
     try:
-        if parse_constant is None and _LONG.search(text) is None:
-            return json.loads(text)
+        if parse_constant is None and not _has_long(text):
+            return loads(text)
         found = json.loads(text, parse_int=lambda digits: int(digits[:21]), parse_float=_float, parse_constant=parse_constant)
         return _within(found)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def loads(text: str | bytes) -> Any:
+    """As `json.loads`, in a third of its time, with numbers of any size. Raises its ValueError and RecursionError."""
+    try:
+        return pydantic_core.from_json(text, cache_strings="keys")
+    except ValueError:
+        return json.loads(text)  # says what is wrong, and takes half of a surrogate pair and 200 levels
 
 
 def toml_table(text: str) -> dict[str, Any]:
@@ -42,6 +54,11 @@ def toml_table(text: str) -> dict[str, Any]:
             raise
         before = text[: digits.start()].split("\n")
         raise ValueError(f"{before[-1].partition('=')[0].strip()[:200]} (line {len(before)}): {_LIMITS}") from error
+
+
+def _has_long(text: str) -> bool:
+    zeros = text.encode("utf-8", "surrogatepass").translate(_ALL_ZERO)
+    return (b"e000" in zeros or b"e+000" in zeros or b"0000000000000000000" in zeros) and _LONG.search(text) is not None
 
 
 def _float(text: str) -> float:

@@ -76,14 +76,16 @@ def _unwritable(given: Any) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[Located]:
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            yield where, json_value(line)
-        except ValueError as error:
-            raise ConfigError(f"{where} is not JSON: {error}; write one object a line") from error
+    name = str(path)
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            where = f"{name}:{number}"
+            try:
+                yield where, json_value(line.rstrip("\n"))
+            except ValueError as error:
+                raise ConfigError(f"{where} is not JSON: {error}; write one object a line") from error
 
 
 def _json(path: Path) -> Iterator[Located]:

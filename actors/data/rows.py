@@ -5,9 +5,11 @@ Pure functions of the configuration and of what lies on disk: every process that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import cycle, islice
-from typing import Any
+import gc
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
 
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.data.config import CALLER_ROWS, HELD_OUT_SEED, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
@@ -45,18 +47,43 @@ def load_rows(config: DataConfig, given: Iterable[Any] | None = None) -> tuple[l
     return training, held_out
 
 
-def epoch_of(config: DataConfig, training: Sequence[Row]) -> list[Row]:
-    """The rows of one epoch, `training` being each once: all of them once, or by weight as often as its source's share needs.
+class Mixed(Sequence[Row]):
+    """The parts of some rows one after another, each as often as is asked for, again from its beginning at its end."""
+
+    def __init__(self, rows: Sequence[Row], parts: Iterable[tuple[range, int]]) -> None:
+        self._rows, self._parts = rows, [*parts]
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self._parts)
+
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Row]: ...
+    def __getitem__(self, number: int | slice) -> Row | list[Row]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(len(self))[number]]
+        number = range(len(self))[number]
+        for part, count in self._parts:
+            if number < count:
+                return self._rows[part[number % len(part)]]
+            number -= count
+        raise IndexError(number)
+
+
+def epoch_of(config: DataConfig, training: Sequence[Row]) -> Sequence[Row]:
+    """The rows of one epoch, `training` being each once, as `load_rows` gave them: all of them once, or by weight as often as
+    the shares of their sources need.
 
     The smallest epoch in which every row is there and the sources have their shares: rows of a source that is too small for
     its share come again from its beginning. Raises ConfigError for weights that would make it too long.
     """
     weights = {source.label: source.weight for source in config.sources if source.weight is not None}
     if not weights:
-        return list(training)
-    parts: dict[str, list[Row]] = {name: [] for name in weights}
-    for row in training:
-        parts[row.columns[SOURCE]].append(row)
+        return training
+    order = {name: place for place, name in enumerate(weights)}  # in which their rows were loaded
+    ends = [bisect_right(training, place, key=lambda row: order[row.columns[SOURCE]]) for place in order.values()]
+    parts = {name: range(begin, end) for name, begin, end in zip(weights, [0, *ends], ends, strict=False)}
     if empty := next((name for name, part in parts.items() if not part), None):
         raise ConfigError(f"data.sources: {empty!r} has a weight and no row to train on; leave it out")
     shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
@@ -66,7 +93,7 @@ def epoch_of(config: DataConfig, training: Sequence[Row]) -> list[Row]:
             f"data.sources: with {len(parts[longest])} rows of {longest!r} at a share of {shares[longest]:.2g} an epoch has "
             f"{total:.3g} prompts, most are {_LARGEST_EPOCH}; raise its weight"
         )
-    return [row for name, part in parts.items() for row in islice(cycle(part), round(total * shares[name]))]
+    return Mixed(training, ((part, round(total * shares[name])) for name, part in parts.items()))
 
 
 def _sources(config: DataConfig) -> Sequence[Source]:
@@ -108,7 +135,8 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
         return task_rows(source, held_out, HELD_OUT_SEED)
     if source.options:
         raise ConfigError(f"data.options are for {TASK_PREFIX}<task>; {source.source} is a file, remove them")
-    rows = [row_of(where, found, source.columns) for where, found in _located(source, given)]
+    with _uncollected():
+        rows = [row_of(where, found, source.columns) for where, found in _located(source, given)]
     if not rows:
         raise ConfigError(f"data.source {source.source!r} has no rows; it needs one object with a column 'prompt' at least")
     held_out = min(_HELD_OUT, len(rows) // _HELD_OUT_SHARE) if config.held_out is None else config.held_out
@@ -119,6 +147,18 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
         )
     split = len(rows) - held_out
     return rows[:split], rows[split:]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Rows are no garbage: while a million of them are made, the collector would look at each several times."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:

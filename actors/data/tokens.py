@@ -90,12 +90,16 @@ class PromptTokenizer:
         special = {chat: len(self._encode([""], not chat)[0]) for chat in (False, True)}
         too_long: dict[int, int] = {}
         empty: list[int] = []
-        for chat in (False, True):
+        for chat in sorted(set(are_chats)):
             suspects = [
                 number
                 for number, (text, is_chat) in enumerate(zip(texts, are_chats, strict=True))
                 if is_chat is chat
-                and (_most_tokens(text) + special[chat] > limit or vanishing.issuperset(text) or not growing.isdisjoint(text))
+                and (
+                    _most_tokens(text) + special[chat] > limit
+                    or vanishing.issuperset(text)
+                    or (growing and not growing.isdisjoint(text))
+                )
             ]
             for number, num_tokens in zip(suspects, self._count([texts[n] for n in suspects], not chat), strict=True):
                 if num_tokens > limit:

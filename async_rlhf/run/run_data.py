@@ -15,23 +15,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from async_rlhf.actors.data.config import DataConfig
+from async_rlhf.actors.data.kept import KeptRows, chunks, written
 from async_rlhf.actors.data.rows import epoch_of, load_rows
-from async_rlhf.actors.prompts import Row, from_json, prompt_number
+from async_rlhf.actors.prompts import Row, prompt_number
 from async_rlhf.buffers.curriculum import Order
-from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.run.run_files import read_object
 
-Rows = tuple[list[Row], list[Row]]
+Rows = tuple[Sequence[Row], Sequence[Row]]
 """Training rows, each once, and held-out rows."""
 
 _log = logging.getLogger(__name__)
@@ -52,12 +53,17 @@ class RunData:
 
     @cached_property
     def rows(self) -> Rows:
-        """Raises DamagedError for files that are not as they were written, ConfigError as `load_rows` does."""
+        """Where they are kept, read when they are asked for: a process has no more memory for many than for few.
+
+        Raises DamagedError for files that are not as they were written, ConfigError as `load_rows` does.
+        """
         if not self.is_kept:
             return load_rows(self._config)
         if dropped := self._num_dropped:
             _log.warning("%d prompts are left out: too long (data.on_overlong = 'drop'), or held-out ones", dropped)
-        training, held_out = (list(_read(self._directory / name)) for name in _FILES)
+        training, held_out = (
+            KeptRows(self._directory / name, self._summary.get(name.removesuffix(".jsonl"))) for name in _FILES
+        )
         return training, held_out
 
     def is_from(self, given: Rows) -> bool:
@@ -66,7 +72,7 @@ class RunData:
         is_part = all(row in theirs for ours, theirs in zip(self.rows, found, strict=True) for row in ours)
         return is_part and sum(map(len, given)) - sum(map(len, self.rows)) == self._num_dropped
 
-    def epoch(self) -> list[Row]:
+    def epoch(self) -> Sequence[Row]:
         """The training rows of one epoch, which a group's number points into."""
         return epoch_of(self._config, self.rows[0])
 
@@ -97,29 +103,25 @@ class RunData:
     def digest(self) -> str:
         """Of the contents: the same wherever the rows are, or come from."""
         found = xxhash.xxh3_128()
-        for name, rows in zip(_FILES, self.rows if not self.is_kept else ((), ()), strict=True):
-            found.update(b"\0" + ((self._directory / name).read_bytes() if self.is_kept else _written(rows)))
+        is_kept = self.is_kept
+        for name, rows in zip(_FILES, ((), ()) if is_kept else self.rows, strict=True):
+            found.update(b"\0")
+            for part in chunks(self._directory / name) if is_kept else written(rows):
+                found.update(part)
         return found.hexdigest()
 
     def keep(self, rows: Rows, dropped: int) -> None:
         """Write them. dropped: how many are left out. Raises OSError."""
         self._directory.mkdir(exist_ok=True)
         for name, each in zip(_FILES, rows, strict=True):
-            write_whole(self._directory / name, _written(each))
+            write_whole(self._directory / name, *written(each))
         counts = {"training": len(rows[0]), "held_out": len(rows[1]), "dropped": dropped}
         write_whole(self._directory / _SUMMARY, json.dumps(counts) + "\n")
 
     @property
     def _num_dropped(self) -> int:
-        return int(read_object(self._directory / _SUMMARY).get("dropped", 0))
+        return int(self._summary.get("dropped", 0))
 
-
-def _written(rows: Iterable[Row]) -> bytes:
-    return "".join(json.dumps({"prompt": row.prompt, **row.columns}) + "\n" for row in rows).encode()
-
-
-def _read(file: Path) -> Iterator[Row]:
-    try:
-        yield from map(from_json, file.read_text().splitlines())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DamagedError(f"{file} is damaged: {error}. Restore it from a copy") from error
+    @property
+    def _summary(self) -> dict[str, Any]:
+        return read_object(self._directory / _SUMMARY)

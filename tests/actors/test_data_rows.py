@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.data.config import DataConfig, MixedSource
 from async_rlhf.actors.data.rows import epoch_of, load_rows
-from async_rlhf.actors.prompts import Row, of_prompt
+from async_rlhf.actors.prompts import Row, of_prompts
 from async_rlhf.buffers.errors import ConfigError
 
 
@@ -120,6 +121,9 @@ def test_weights_are_shares_of_an_epoch_in_which_every_row_is_there_as_often_as_
         assert max(own) - min(own) <= 1
         assert abs(sum(own) - len(epoch) * weight / total_weight) <= len(parts)
     assert any({counts[f"{n}-{row}"] for row in range(size)} == {1} for n, (size, _) in enumerate(parts))
+    of_each = [[row for row in training if row.columns["source"] == str(n)] for n in range(len(parts))]
+    one_by_one = [row for own in of_each for row in islice(cycle(own), sum(counts[row.prompt] for row in own))]
+    assert list(epoch) == one_by_one == epoch[:] == [*epoch[:-1], epoch[-1]]
 
 
 def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path) -> None:
@@ -221,6 +225,6 @@ def test_a_template_that_would_write_what_is_no_text_is_refused_with_the_row(tmp
     ):
         with pytest.raises(ConfigError, match=reason):
             config = DataConfig(source=jsonl(tmp_path, written), template=template, held_out=0)
-            [of_prompt(n, row, config.row_template.said) for n, row in enumerate(load_rows(config)[0])]
+            of_prompts(load_rows(config)[0], config.row_template.said)
     fine = DataConfig(source=jsonl(tmp_path, written), template="{choices[0]} {choices!r:.9} {prompt:>3}", held_out=1)
     assert fine.row_template.said(load_rows(fine)[0][0]) == "x ['x', 'y'   a"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 import tracemalloc
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.buffers.files import DISK
 from async_rlhf.buffers.lines import LineFile, read_lines, read_lines_backwards
-from async_rlhf.buffers.parsing import json_value, toml_table
+from async_rlhf.buffers.parsing import json_value, loads, toml_table
 from async_rlhf.buffers.stages import Activity, SpanFile, StageTime, pack, pack_ahead, read_spans, stage_metrics, unpack
 from tests.conftest import file_size_limit
 
@@ -185,6 +186,17 @@ BEYOND = ["18446744073709551616", "-9223372036854775809", "9" * 400, "1e999", "9
 def test_what_64_bits_hold_is_read_as_python_reads_it(table: dict[str, Any]) -> None:
     assert json_value(json.dumps(table)) == json_value(json.dumps(table).encode()) == table
     assert toml_table(tomli_w.dumps(table)) == tomllib.loads(tomli_w.dumps(table))
+
+
+@given(TABLES.map(json.dumps) | st.text('0123456789-+.eE[]{},:"\\uda \n\x00\ufeffé', max_size=30))
+def test_json_is_read_as_python_reads_it_and_refused_where_it_refuses_it(text: str) -> None:
+    try:
+        wanted = repr(json.loads(text))
+    except ValueError as error:
+        with pytest.raises(ValueError, match=f"^{re.escape(str(error))}$"):
+            loads(text)
+    else:
+        assert repr(loads(text)) == repr(loads(text.encode("utf-8", "surrogatepass"))) == wanted
 
 
 @given(TABLES, st.lists(NAMES, min_size=1, max_size=4), st.sampled_from([*BEYOND, "9" * 5000]))

@@ -23,7 +23,7 @@ from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.rendering import Renderer
-from async_rlhf.actors.prompts import Row, of_prompt
+from async_rlhf.actors.prompts import Row, of_prompts
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
@@ -135,7 +135,7 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     tokenizer = PromptTokenizer(Path(config.model))
     everyone = [*rows[0], *rows[1]]
     template = config.data.row_template
-    texts = [of_prompt(n, row, partial(tokenizer.text, template=template)) for n, row in enumerate(everyone)]
+    texts = of_prompts(everyone, partial(tokenizer.text, template=template))
     are_chats = [template.is_chat(row) for row in everyone] or [template.chat]
     found = tokenizer.lengths(texts, are_chats[: len(texts)], limit)
     _check_lengths(config, texts, found, limit, setting)

@@ -117,7 +117,7 @@ def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:
     """The prompts of an evaluation, and their template. Raises ConfigError, DamagedError."""
     own = config.evaluation.data(config.data)
     if own is None:
-        return RunData(run.path, config.data).rows[1], config.data.row_template
+        return list(RunData(run.path, config.data).rows[1]), config.data.row_template
     return load_rows(own)[0], own.row_template
 
 

@@ -71,8 +71,7 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
     if spool is not None:
         prompts = Prompts(spool, order, config.data.curriculum)
     elif order is not None:
-        num_rows = RunData(run.path, config.data).num_prompts  # of another than `data`, so that rows are not kept here
-        prompts = Prompts(None, order, config.data.curriculum, num_rows)
+        prompts = Prompts(None, order, config.data.curriculum, data.num_prompts)
     Hub(
         addresses,
         run.path,
