@@ -30,7 +30,7 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.failures import Trials
 from async_rlhf.buffers.queue.fleet import Actor as Actor
 from async_rlhf.buffers.queue.fleet import Credit as Credit
-from async_rlhf.buffers.queue.fleet import Fleet
+from async_rlhf.buffers.queue.fleet import Fleet, Rooms
 from async_rlhf.buffers.queue.ledger import Ledger, QueueSnapshot
 from async_rlhf.buffers.queue.order import Batches, ConsumptionOrder
 from async_rlhf.buffers.record import Entry, staleness
@@ -87,21 +87,20 @@ class Admission:
     def credits(self) -> dict[str, list[Credit]]:
         """Give every credit that can be given now, lowest numbers first, to the actors with most room."""
         given: dict[str, list[Credit]] = {}
+        rooms, suspects = Rooms(), self.fleet.failures.suspects
         while not self.draining and (number := self.order.next_number()) is not None:
-            moved_up = self.order.dead_below(number)
-            with_room = self.fleet.with_room(number)
-            able = [
-                (len(actor.leases) - actor.capacity, name)
-                for name, actor in with_room.items()
-                if actor.fence == self.fence > 0
-                and actor.version <= self.fleet.newest
-                and self.bound.allows(actor.version, number, moved_up, self.target_staleness)
-            ]
-            if not able:
+            if number in suspects or not rooms:
+                if not (self.bound.exact or self.may_begin(self.fleet.newest)):
+                    break  # an older version may not either
+                rooms = Rooms(self.fleet.with_room(number), self.fence, self.fleet.newest)
+            if (name := rooms.take(self.may_begin)) is None:
                 break
-            name = min(able)[1]
             credit = self.fleet.lease(self.fleet.actors[name], number, self.fleet.failures.attempt(number))
             given.setdefault(name, []).append(credit)
+            if number in suspects:
+                rooms = Rooms()  # who holds it has room for no other
+            else:
+                rooms.put_back(name)
         return given
 
     def put(self, name: str, number: int, entry: Entry, *, constant: bool = False) -> bool:

@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from operator import itemgetter
+from types import MappingProxyType
 
 from async_rlhf.buffers.queue.failures import Failures
 from async_rlhf.buffers.queue.order import ConsumptionOrder
@@ -102,6 +105,36 @@ class Actor:
         self._moved = {number: (amount, min(now, since + seconds)) for number, (amount, since) in self._moved.items()}
         if self.behind_since is not None:
             self.behind_since = min(now, self.behind_since + seconds)
+
+
+class Rooms:
+    """Actors with room, by the version they serve, those with most room first and then by name: whoever has the next group is
+    found without a look at the others. actors: those of the learner `fence` that serve no version above `newest` are in it."""
+
+    def __init__(self, actors: Mapping[str, Actor] = MappingProxyType({}), fence: int = 0, newest: int = 0) -> None:
+        self._actors = actors
+        self._by_version: dict[int, list[tuple[int, str]]] = {}
+        for name, actor in actors.items():
+            if actor.fence == fence > 0 and actor.version <= newest:
+                self._by_version.setdefault(actor.version, []).append((len(actor.leases) - actor.capacity, name))
+        for each in self._by_version.values():
+            heapify(each)
+
+    def __bool__(self) -> bool:
+        return any(self._by_version.values())
+
+    def take(self, allows: Callable[[int], bool]) -> str | None:
+        """The first whose version may be; it is not among them until it is put back."""
+        first = min(
+            (each for version, each in self._by_version.items() if each and allows(version)), key=itemgetter(0), default=[]
+        )
+        return heappop(first)[1] if first else None
+
+    def put_back(self, name: str) -> None:
+        """After it was given a group; where it is full it stays out."""
+        actor = self._actors[name]
+        if len(actor.leases) < actor.capacity:
+            heappush(self._by_version[actor.version], (len(actor.leases) - actor.capacity, name))
 
 
 class Silences:

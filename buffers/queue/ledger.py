@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from async_rlhf.buffers.record import Entry
 
@@ -30,6 +31,7 @@ class QueueSnapshot:
     failures: Mapping[int, tuple[int, int, tuple[str, ...]]] = field(default_factory=dict)
 
 
+_num_tokens = attrgetter("num_tokens")
 _OF_TOKENS = ("trained", "queued", "in_flight", "stale", "filtered")
 """States of groups whose tokens are counted too."""
 
@@ -72,7 +74,7 @@ class Ledger:
 
     @staticmethod
     def tokens(entries: Iterable[Entry]) -> int:
-        return sum(entry.num_tokens for entry in entries)
+        return sum(map(_num_tokens, entries))
 
     def as_dict(self) -> dict[str, int | bool]:
-        return {**asdict(self), "closes": self.closes}
+        return {**vars(self), "closes": self.closes}

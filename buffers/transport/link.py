@@ -9,9 +9,7 @@ ever or never again: the socket's monitor is watched, and an error gives the rea
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -134,8 +132,7 @@ class SocketLink:
         if self._descriptor is None:
             return False
         try:
-            with socket.socket(fileno=os.dup(self._descriptor)) as connection:
-                before, self._received = self._received, bytes_received(connection)
+            before, self._received = self._received, bytes_received(self._descriptor)
         except OSError:  # it has just been closed
             return False
         return self._received > before

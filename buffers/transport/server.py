@@ -41,8 +41,9 @@ _MAX_PLACES = 100
 @dataclass
 class _Open:
     """An open connection: who sent the newest message over it, with which key; bytes received at the last look, and at the
-    first look since the last whole message."""
+    first look since the last whole message. is_counted: whether the kernel counts them."""
 
+    is_counted: bool
     identity: bytes = b""
     key: bytes = b""
     received: int = 0
@@ -161,19 +162,18 @@ class ServerSocket:
         unix socket.
         """
         arriving = []
-        for descriptor, connection in list(self._open.items()):
+        for descriptor, connection in [each for each in self._open.items() if each[1].is_counted]:
             try:
-                with sockets.socket(fileno=os.dup(descriptor)) as raw:
-                    received = bytes_received(raw)
-                    if received > connection.received:
-                        connection.received = received
-                        arriving.append(connection.identity)
-                    if connection.unfinished_from is None:
-                        connection.unfinished_from = received
-                    elif received - connection.unfinished_from > self._max_unfinished:
-                        raw.shutdown(sockets.SHUT_RDWR)
-                        del self._open[descriptor]
-                        self.counters["endless_messages"] += 1
+                received = bytes_received(descriptor)
+                if received > connection.received:
+                    connection.received = received
+                    arriving.append(connection.identity)
+                if connection.unfinished_from is None:
+                    connection.unfinished_from = received
+                elif received - connection.unfinished_from > self._max_unfinished:
+                    _shut_down(descriptor)
+                    del self._open[descriptor]
+                    self.counters["endless_messages"] += 1
             except OSError:
                 del self._open[descriptor]  # it has just been closed
         return arriving
@@ -222,7 +222,7 @@ class ServerSocket:
         """Read the monitor: at least what happened before anything that was received."""
         while int(self._monitor.get(_EVENTS)) & _READABLE:
             event = parse_monitor_message(self._monitor.recv_multipart())
-            self._count(event["event"], event["value"])
+            self._count(event["event"], event["value"], event["endpoint"])
 
     def _reread(self) -> None:
         """Let in the keys that were added to the list, and cut off those that are no more on it."""
@@ -237,14 +237,14 @@ class ServerSocket:
                 _log.warning("the list of keys cannot be read, and lets no one new in: %s", problem)
             keys_of = {descriptor: connection.key for descriptor, connection in self._open.items() if connection.key}
             for descriptor in [each for each, key in keys_of.items() if key not in self._access.allowed]:
-                with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(sockets.SHUT_RDWR)
+                with suppress(OSError):
+                    _shut_down(descriptor)
             if self._access.allowed != before:
                 _log.info("the list of keys has changed: %d are let in", len(self._access.allowed))
 
-    def _count(self, event: int, value: int) -> None:
+    def _count(self, event: int, value: int, endpoint: bytes) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._open[value] = _Open()
+            self._open[value] = _Open(is_counted=endpoint.startswith(b"tcp:"))
             self.counters["connections"] += 1
         elif event & HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1
@@ -253,6 +253,12 @@ class ServerSocket:
             self._open.pop(value, None)
             self.counters["connections"] -= 1
             self.counters["connections_ended"] += 1
+
+
+def _shut_down(descriptor: int) -> None:
+    """Raises OSError when it is closed."""
+    with sockets.socket(fileno=os.dup(descriptor)) as connection:
+        connection.shutdown(sockets.SHUT_RDWR)
 
 
 class Refusals:

@@ -169,11 +169,16 @@ class WeightServer:
 
     def adoptions(self, admission: Admission, now: float) -> Iterator[tuple[bytes, wire.Adopt]]:
         """(identity, message) for every actor that should serve something else than it serves or was announced to it."""
+        newest = None if admission.bound.exact else (admission.fence, admission.published)
         for name, actor in admission.fleet.actors.items():
+            serving = (actor.fence, actor.version)
+            if serving == newest and actor.announced in (None, newest):
+                actor.behind_since = None
+                continue  # so it is with nearly all, nearly always
             version = admission.target(name)
             if version is None or version not in self.store:
                 continue
-            target, serving = (admission.fence, version), (actor.fence, actor.version)
+            target = (admission.fence, version)
             if target == serving:
                 actor.behind_since = None
             elif actor.behind_since is None:
@@ -189,8 +194,11 @@ class WeightServer:
 
     def drop_old(self, admission: Admission) -> None:
         """Forget the sets that are neither needed nor being fetched for a credit."""
+        needed = admission.lowest_needed_version()
+        if all(version >= needed for version in self.store.versions):
+            return
         fetched = (self._fetches(actor, admission) for actor in admission.fleet.actors.values())
-        lowest = min([admission.lowest_needed_version(), *(each for each in fetched if each is not None)])
+        lowest = min([needed, *(each for each in fetched if each is not None)])
         self.store.keep(lambda version: version >= lowest)
 
     def _fetches(self, actor: Actor, admission: Admission) -> int | None:

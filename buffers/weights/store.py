@@ -6,7 +6,7 @@ fetches the whole set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +91,10 @@ class WeightStore:
             path.append(self._deltas[result])
             result = path[-1].base
         return [] if result != base else path[::-1]
+
+    @property
+    def versions(self) -> Iterable[int]:
+        return self._sets.keys()
 
     def __contains__(self, version: int) -> bool:
         return version in self._sets

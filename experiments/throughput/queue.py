@@ -7,7 +7,8 @@ A message is a group of 8 rollouts. Four producers, one hub, one consumer, each 
   trains on nothing, and commits every 16 batches. So every byte goes to the hub, to the journal, from the journal and to the
   learner, and is checked twice. Producers send what was packed before with another number, and the consumer does not unpack.
 
-Also: the time from put to take at 10,000 rollouts a second, and the processor time of the hub.
+Also: the time from put to take at 10,000 rollouts a second, the processor time of the hub, and what 64 clients cost it beside
+two: while they put, and while there is nothing to do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +28,9 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 import psutil
+import zmq
 
+from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.config import Fsync, QueueConfig
 from async_rlhf.buffers.hub.hub import Hub
@@ -40,6 +44,7 @@ from async_rlhf.buffers.transport.link import SocketLink
 from async_rlhf.experiments.throughput.harness import SPAWN, Bench, Row, alternate, cpu_s, raw_seconds, running
 
 GROUP_SIZE, PRODUCERS = 8, 4
+_CROWD = 64
 COMMIT_EVERY = 16
 _GOALS = {("2 KB", "off"): 0.1, ("64 KB", "off"): 0.3}
 _MAX_STALENESS = 1024  # nothing is published while it is measured, so all of it is sampled by version 0
@@ -47,7 +52,8 @@ _MAX_STALENESS = 1024  # nothing is published while it is measured, so all of it
 
 @dataclass(frozen=True)
 class Load:
-    """num_groups groups of rollouts of so many bytes, in batches of `batch` groups; rate: groups/s in all, 0: all they can."""
+    """num_groups groups of rollouts of so many bytes, in batches of `batch` groups; rate: groups/s in all, 0: all they can.
+    clients: of the hub that put them, in at most `PRODUCERS` processes."""
 
     name: str
     rollout_bytes: int
@@ -55,6 +61,7 @@ class Load:
     num_groups: int
     batch: int = 32
     rate: float = 0.0
+    clients: int = PRODUCERS
 
 
 def queue(bench: Bench) -> Iterator[Row]:
@@ -67,6 +74,7 @@ def queue(bench: Bench) -> Iterator[Row]:
     waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
     p99 = {"p99_ms": waits[int(0.99 * len(waits))]}
     yield replace(Row.of("put to take at 10,000 rollouts a second", {"wait": waits}, "ms", figures=p99), turns=1)
+    yield crowd(replace(small, num_groups=small.num_groups // 2), bench.num_turns(3), bench.size(10.0, 1.0))
 
 
 def measure(load: Load, turns: int) -> Row:
@@ -82,6 +90,30 @@ def measure(load: Load, turns: int) -> Row:
     per_s = round(statistics.median(rates["queue"]) * 1e6 / load.rollout_bytes)
     figures, goal = {"rollouts_per_s": per_s, "hub_cpu_s_per_1000": statistics.median(cpu)}, _GOALS.get((load.name, load.fsync))
     return Row.of(f"{load.name} a rollout, fsync {load.fsync}", rates, "MB/s", at_least=goal, figures=figures)
+
+
+def crowd(load: Load, turns: int, idle_s: float) -> Row:
+    """The hub with many clients beside the hub with two."""
+
+    def with_clients(number: int) -> float:
+        return GROUP_SIZE * load.num_groups / run_queue(replace(load, clients=number)).seconds
+
+    rates = alternate({f"{n} clients": partial(with_clients, n) for n in (_CROWD, 2)}, turns, warm_up=0)
+    figures = {"idle_percent": idle_percent(replace(load, clients=_CROWD), idle_s)}
+    return Row.of(f"{_CROWD} clients beside 2", rates, "rollouts/s", at_least=0.8, figures=figures)
+
+
+def idle_percent(load: Load, seconds: float) -> float:
+    """Of a core, while all clients are connected and there is nothing for them to do."""
+    bound = Bound(load.batch, _MAX_STALENESS, load.batch)
+    with _hub(load, bound) as (address, hub, learner), running(*_producers(load, address)), control(address) as asking:
+        learner.take_packed(0)
+        while len(asking.status()["actors"]) < load.clients:
+            time.sleep(0.1)
+        process, began = psutil.Process(hub.pid), time.perf_counter()
+        before_s = cpu_s(process)
+        time.sleep(seconds)
+        return 100 * (cpu_s(process) - before_s) / (time.perf_counter() - began)
 
 
 class Run(NamedTuple):
@@ -151,8 +183,10 @@ def _serve(address: str, folder: str, fsync: Fsync, bound: Bound) -> None:
 
 def _producers(load: Load, address: str) -> list[BaseProcess]:
     header, arrays = packing.pack_group(a_group(load.rollout_bytes))
-    arguments = (address, header.model_dump(), arrays, load.rate / PRODUCERS)
-    return [SPAWN.Process(target=produce, args=(f"producer-{i}", *arguments), daemon=True) for i in range(PRODUCERS)]
+    arguments = (address, header.model_dump(), arrays, load.rate / load.clients)
+    names = [f"producer-{number}" for number in range(load.clients)]
+    parts = [names[begin::PRODUCERS] for begin in range(min(PRODUCERS, load.clients))]
+    return [SPAWN.Process(target=produce, args=(part, *arguments), daemon=True) for part in parts]
 
 
 def _put_at(header: bytes) -> float:
@@ -165,27 +199,40 @@ _CAPACITY = 64
 _BEAT_S = 1.0
 
 
-def produce(name: str, address: str, group: dict[str, Any], arrays: list[bytes], rate: float) -> None:
-    """Puts a group for every credit, at most `rate` a second when it is not 0; until it is killed."""
-    link, credits = SocketLink(address, name), deque[tuple[int, int]]()
-    link.send(wire.encode(wire.Hello(actor=name, life=name, capacity=_CAPACITY, fence=0, version=-1), request=1))
-    fence, version, beat_at, due = 0, -1, 0.0, time.monotonic()
+def produce(names: Sequence[str], address: str, group: dict[str, Any], arrays: list[bytes], rate: float) -> None:
+    """Clients in one process, until it is killed: each puts a group for every credit, at most `rate` a second but for 0."""
+    clients, poller = [_Client(name, address, rate) for name in names], zmq.Poller()
+    for waited_for in (each for client in clients for each in client.link.sockets):
+        poller.register(waited_for, zmq.POLLIN)
     while True:
-        now = time.monotonic()
-        if now >= beat_at:
-            beat_at = now + _BEAT_S
-            link.send(wire.encode(wire.Beat(capacity=_CAPACITY, fence=fence, version=version), request=2))
-        while credits and (not rate or now >= due):
-            due = max(due + 1 / rate, now - 0.1) if rate else now
-            link.send([put_header(group, *credits.popleft(), time.monotonic()), *arrays])
-        wait = 0.05 if not credits else max(0.0, due - now)
-        while (frames := link.receive(wait)) is not None:
-            wait = 0.0
+        wait_s = min(client.turn(group, arrays) for client in clients)
+        poller.poll(int(1000 * wait_s))
+
+
+class _Client:
+    """Speaks the actor's protocol: hello, beats, credits, puts."""
+
+    def __init__(self, name: str, address: str, rate: float) -> None:
+        self.link, self._rate, self._credits = SocketLink(address, name), rate, deque[tuple[int, int]]()
+        self._fence, self._version, self._beat_at, self._due = 0, -1, 0.0, time.monotonic()
+        self.link.send(wire.encode(wire.Hello(actor=name, life=name, capacity=_CAPACITY, fence=0, version=-1), request=1))
+
+    def turn(self, group: dict[str, Any], arrays: list[bytes]) -> float:
+        """Everything that can be done now; seconds until there is more to do."""
+        while (frames := self.link.receive(0.0)) is not None:
             message = msgpack.unpackb(frames[0])[2]
             if message["type"] == "credits":
-                credits += [(credit["number"], credit["attempt"]) for credit in message["credits"]]
+                self._credits += [(credit["number"], credit["attempt"]) for credit in message["credits"]]
             elif message["type"] == "adopt":
-                fence, version, beat_at = message["fence"], message["version"], 0.0
+                self._fence, self._version, self._beat_at = message["fence"], message["version"], 0.0
+        now = time.monotonic()
+        if now >= self._beat_at:
+            self._beat_at = now + _BEAT_S
+            self.link.send(wire.encode(wire.Beat(capacity=_CAPACITY, fence=self._fence, version=self._version), request=2))
+        while self._credits and (not self._rate or now >= self._due):
+            self._due = max(self._due + 1 / self._rate, now - 0.1) if self._rate else now
+            self.link.send([put_header(group, *self._credits.popleft(), time.monotonic()), *arrays])
+        return max(0.0, min(self._beat_at, self._due if self._credits else self._beat_at) - now)
 
 
 def put_header(group: dict[str, Any], number: int, attempt: int, put_s: float) -> bytes:

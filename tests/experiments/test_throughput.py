@@ -216,6 +216,8 @@ def test_a_small_run_of_the_queue_gives_every_number() -> None:
         assert rows[load]["ratio"] > 0 and rows[load]["figures"]["rollouts_per_s"] > 0
     waits = rows["put to take at 10,000 rollouts a second"]
     assert waits["figures"]["p99_ms"] >= waits["sides"]["wait"] > 0
+    crowd = rows["64 clients beside 2"]
+    assert crowd["ratio"] > 0 and crowd["figures"]["idle_percent"] >= 0
 
 
 def test_a_producer_sends_what_an_actor_would() -> None:
