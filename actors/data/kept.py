@@ -1,6 +1,6 @@
 """Rows that are kept in a file, a row a line, and read from there each time they are asked for.
 
-A process that has them holds the place of one line in 64, and none of the rows: so it needs hardly more memory for a million
+A process that has them holds the place of one line in 16, and none of the rows: so it needs hardly more memory for a million
 than for a few. Any number of processes read the file; it must not change meanwhile.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from async_rlhf.actors.prompts import Row, from_json
 from async_rlhf.buffers.errors import DamagedError
 
-_STRIDE = 64
+_STRIDE = 16
 _CHUNK = 1 << 20
 _BATCH = 256
 _BEGIN = '{"prompt": '
@@ -36,7 +36,7 @@ class KeptRows(Sequence[Row]):
             ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
             places.append(ends[_STRIDE - 1 - self._count % _STRIDE :: _STRIDE] + (at + 1))
             self._count, at = self._count + len(ends), at + len(chunk)
-        self._places = np.append(np.concatenate(places), at)  # where every 64th line begins, and where the last one ends
+        self._places = np.append(np.concatenate(places), at)  # where every 16th line begins, and where the last one ends
         if not chunk.endswith(b"\n") or count not in (None, self._count):
             raise _damaged(file, f"it has {self._count} whole rows{'' if count is None else f', written were {count}'}")
 
@@ -50,15 +50,16 @@ class KeptRows(Sequence[Row]):
     def __getitem__(self, number: int | slice) -> Row | list[Row]:
         if isinstance(number, slice):
             return [self[each] for each in range(self._count)[number]]
-        block, place = divmod(range(self._count)[number], _STRIDE)
+        number = range(self._count)[number]
+        block, place = divmod(number, _STRIDE)
         begin, end = map(int, self._places[block : block + 2])
         try:
             with self._file.open("rb", buffering=0) as file:
                 file.seek(begin)
-                lines = file.read(end - begin).split(b"\n")
-        except OSError as error:
+                line = file.read(end - begin).split(b"\n")[place]
+        except (OSError, IndexError) as error:
             raise _damaged(self._file, error) from error
-        return self._row(number, lines[place])
+        return self._row(number, line)
 
     def __iter__(self) -> Iterator[Row]:
         try:

@@ -67,6 +67,15 @@ def test_a_file_that_is_not_as_it_was_written_is_named_where_it_is_read(tmp_path
         KeptRows(tmp_path / "none")
 
 
+def test_a_file_that_is_cut_off_or_gone_while_it_is_read_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "rows.jsonl").write_bytes(one_by_one([Row("a", {}), Row("b", {})]))
+    rows = KeptRows(file, 2)
+    for change in (lambda: file.write_bytes(b""), file.unlink):
+        change()
+        with pytest.raises(DamagedError, match=r"rows\.jsonl is damaged"):
+            rows[1]
+
+
 def test_what_a_process_holds_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     def peak(num_rows: int) -> int:
         file = tmp_path / f"{num_rows}.jsonl"
