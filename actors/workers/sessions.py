@@ -124,7 +124,7 @@ class Session(Protocol):
 
 
 class Kind(Protocol):
-    """What the sessions of a pool are; its processes are given a copy.
+    """What the sessions of a pool are. Each of its processes is given a copy; threads share it.
 
     timeout_setting, memory_setting: what failures call the limits. memory_mb: of a process, None for none. at_once: steps on
     one loop; None: in order. cleans_up: its sessions have something to close. in_thread: only the owner's process has the code.
@@ -138,7 +138,8 @@ class Kind(Protocol):
     in_thread: bool
 
     def load(self) -> None:
-        """Import the user's code. Raises AsyncRLHFError where no session can be begun without it."""
+        """Import the user's code; each process calls it once, each thread too. Raises AsyncRLHFError where no session can be
+        begun without it."""
         ...
 
     def call(self, what: Any) -> Any:

@@ -12,7 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from async_rlhf.actors.environments import EnvironmentConfig
+from async_rlhf.actors.environments.loading import spec_in_process
 from async_rlhf.actors.environments.pool import Event
+from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.workers import pool
 from async_rlhf.buffers.errors import EpisodeError
@@ -186,6 +189,20 @@ def test_a_cleanup_that_hangs_is_counted_and_its_process_replaced(bench: Callabl
     played.opens("b")
     assert pid_of(played, "b") != pid_of(played, "a")
     assert played.ended("a") is not None and played.ended("a").reason == "scored"  # type: ignore[union-attr]
+
+
+def own(prompt: str, level: int = 0) -> Iterator[str]:
+    yield f"{prompt} {level}"
+
+
+def test_threads_that_take_each_others_place_have_one_function_with_its_options() -> None:
+    kind = EpisodeKind(spec_in_process("own", own, {"level": 2}, {}, None), EnvironmentConfig(), own)
+    functions = []
+    for _ in range(3):  # as each thread does
+        kind.load()
+        functions.append(kind._function)
+    assert functions[0] is functions[1] is functions[2] is not None
+    assert next(functions[0](prompt="?")) == "? 2"
 
 
 def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(tmp_path: Path) -> None:
