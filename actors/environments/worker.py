@@ -26,9 +26,9 @@ class EpisodeKind:
     cleans_up = True
 
     def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, function: EnvironmentFunction | None) -> None:
-        self.spec, self.memory_mb = spec, config.worker_memory_mb
+        self.spec, self.in_thread = spec, function is not None
+        self.memory_mb = None if self.in_thread else config.worker_memory_mb
         self.at_once: int | None = config.max_concurrency
-        self.in_thread = function is not None
         # Made here for threads, which share this kind: each of them, and each that takes one's place, calls `load`.
         self._function = None if function is None else with_options(function, spec)
         self._threads: Executor | None = None if function is None else DaemonThreads()

@@ -72,9 +72,9 @@ class RewardKind:
         memory_mb: int | None,
         functions: Mapping[str, RewardFunction] | None,
     ) -> None:
-        self._specs, self.memory_mb, self._functions = specs, memory_mb, functions
+        self._specs, self._functions, self.in_thread = specs, functions, functions is not None
+        self.memory_mb = None if self.in_thread else memory_mb
         self.at_once = at_once if specs[0].kind == "async" else None
-        self.in_thread = functions is not None
         self._rewards: Mapping[str, Ready | Answer] = {}
 
     def load(self) -> None:
@@ -86,7 +86,7 @@ class RewardKind:
 
     def begin(self, id: int, what: tuple[Any, ...], watchdog: LoopWatchdog) -> AsyncCall:
         call = Call(*what)
-        return AsyncCall(self._rewards[call.name], call, watchdog, id)
+        return AsyncCall(self._rewards[call.name], call, watchdog, id, self.in_thread)
 
 
 class Ready(NamedTuple):
@@ -137,13 +137,13 @@ def run_call(reward: Ready | Answer, call: Call) -> Answers:
 
 
 class AsyncCall:
-    """A `Session` of one step."""
+    """A `Session` of one step. in_thread: no new process would free memory, so that its want is a failure like others."""
 
     stoppable = True
     whole_timeout_s: float | None = None
 
-    def __init__(self, reward: Ready | Answer, call: Call, watchdog: LoopWatchdog, id: int) -> None:
-        self._reward, self._call, self._watchdog, self._id = reward, call, watchdog, id
+    def __init__(self, reward: Ready | Answer, call: Call, watchdog: LoopWatchdog, id: int, in_thread: bool) -> None:
+        self._reward, self._call, self._watchdog, self._id, self._in_thread = reward, call, watchdog, id, in_thread
         self.timeout_s = call.timeout_s
 
     def step(self, sent: str | None) -> asyncio.Future[Answers]:
@@ -163,7 +163,7 @@ class AsyncCall:
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             task = asyncio.current_task()
             is_stopped = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
-            if is_stopped or isinstance(error, MemoryError):
+            if is_stopped or (isinstance(error, MemoryError) and not self._in_thread):
                 raise
             return (failed(error, reward.retry_on),)
 

@@ -107,7 +107,8 @@ class Session(Protocol):
     whole_timeout_s: float | None
 
     def step(self, sent: str | None) -> asyncio.Future[Any]:
-        """What came of it, which raises MemoryError and nothing else. sent: what the model wrote, None at first."""
+        """What came of it, which raises nothing but MemoryError: its process is to be replaced. sent: what the model wrote,
+        None at first."""
         ...
 
     def close(self) -> asyncio.Future[str]:
@@ -126,8 +127,9 @@ class Session(Protocol):
 class Kind(Protocol):
     """What the sessions of a pool are. Each of its processes is given a copy; threads share it.
 
-    timeout_setting, memory_setting: what failures call the limits. memory_mb: of a process, None for none. at_once: steps on
-    one loop; None: in order. cleans_up: its sessions have something to close. in_thread: only the owner's process has the code.
+    timeout_setting, memory_setting: what failures call the limits. memory_mb: of a process, None for none, as of threads.
+    at_once: steps on one loop; None: in order. cleans_up: its sessions have something to close. in_thread: only the owner's
+    process has the code.
     """
 
     timeout_setting: str

@@ -269,6 +269,24 @@ def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails
     threads.close(60.0)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_want_of_memory_in_a_function_of_the_calling_process_is_its_own_error_and_no_limit(is_async: bool) -> None:
+    def wants(completion: str) -> float:
+        raise MemoryError("too large")
+
+    async def wants_async(completion: str) -> float:
+        raise MemoryError("too large")
+
+    found = queue.SimpleQueue[Came | Closed | Failed | None]()
+    function, call = wants_async if is_async else wants, Call("own", ({"completion": "x"},), 60.0)
+    kind = RewardKind((spec_in_process("own", function, None),), 1, 512, {"own": function})
+    threads = WorkerPool(kind, 1, "threads", RewardError, lambda id, came: found.put(came))
+    threads.begin(0, 0, tuple(call), 60.0)
+    came = found.get(timeout=300)
+    assert came is not None and answers_of(came, call)[0].failure == "MemoryError: too large"
+    threads.close(60.0)
+
+
 def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
     pool = bench("act act_async", workers=2)
     pool.score("1")

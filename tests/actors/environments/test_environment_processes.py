@@ -14,7 +14,7 @@ import pytest
 
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.loading import spec_in_process
-from async_rlhf.actors.environments.pool import Event
+from async_rlhf.actors.environments.pool import EpisodePool, Event
 from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.workers import pool
@@ -203,6 +203,23 @@ def test_threads_that_take_each_others_place_have_one_function_with_its_options(
         functions.append(kind._function)
     assert functions[0] is functions[1] is functions[2] is not None
     assert next(functions[0](prompt="?")) == "? 2"
+
+
+def wants_memory() -> Iterator[str]:
+    yield "?"
+    raise MemoryError("too large")
+
+
+def test_want_of_memory_in_a_function_of_the_calling_process_is_of_no_limit() -> None:
+    config = EnvironmentConfig()
+    spec = spec_in_process("wants", wants_memory, {}, {}, None)
+    pool, events = EpisodePool[str](spec, config, function=wants_memory), list[Event[str]]()
+    pool.begin("a", {})
+    wait_for(lambda: events.extend(pool.poll()) or events, "its first words")
+    pool.reply("a", "")
+    wait_for(lambda: events.extend(pool.poll()) or len(events) == 2, "its end")
+    assert isinstance(events[1].came, End) and events[1].came.failure == "out of memory: the system gave no more"
+    pool.close(60.0)
 
 
 def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(tmp_path: Path) -> None:
