@@ -40,22 +40,16 @@ Answers = tuple[Answer, ...]
 
 
 def answers_of(came: Came | Closed | Failed, call: Call) -> Answers:
-    """A call that timed out may be retried."""
+    """With the times of what ran. A call that timed out may be retried."""
     if isinstance(came, Came):
         answers: Answers = came.result
-        return answers
+        return tuple(each._replace(began=came.began, ended=came.ended) for each in answers) if came.began else answers
     if isinstance(came, Closed):
         return (Answer(None, "discarded"),)
     if came.kind != "timed out":
         return (Answer(None, came.reason),)
     now = time.time()
     return (Answer(None, came.reason, began=now - call.timeout_s, ended=now, retry_after_s=0.0),)
-
-
-def timed(answers: Answers, began: float) -> Answers:
-    """In the process, whose time it is."""
-    ended = time.time()
-    return tuple(answer._replace(began=began, ended=ended) for answer in answers)
 
 
 class RewardKind:
@@ -81,8 +75,8 @@ class RewardKind:
         self._rewards = {spec.name: ready(spec, self._functions) for spec in self._specs}
 
     def call(self, what: tuple[Any, ...]) -> Answers:
-        call, began = Call(*what), time.time()
-        return timed(run_call(self._rewards[call.name], call), began)
+        call = Call(*what)
+        return run_call(self._rewards[call.name], call)
 
     def begin(self, id: int, what: tuple[Any, ...], watchdog: LoopWatchdog) -> AsyncCall:
         call = Call(*what)
@@ -147,11 +141,7 @@ class AsyncCall:
         self.timeout_s = call.timeout_s
 
     def step(self, sent: str | None) -> asyncio.Future[Answers]:
-        return asyncio.ensure_future(self._step())
-
-    async def _step(self) -> Answers:
-        began = time.time()
-        return timed(await self._answers(), began)
+        return asyncio.ensure_future(self._answers())
 
     async def _answers(self) -> Answers:
         reward = self._reward
@@ -174,4 +164,4 @@ class AsyncCall:
         return True
 
     def failed(self, has_died: bool, reason: str) -> Answers:
-        return timed((Answer(None, reason, retry_after_s=None if has_died else 0.0),), time.time() - self.timeout_s)
+        return (Answer(None, reason, retry_after_s=None if has_died else 0.0),)

@@ -49,8 +49,8 @@ class StartFailed(NamedTuple):
 
 
 class Came(NamedTuple):
-    """What a step came to. began, ended: of it on the loop, in seconds since the epoch. ends: no step follows. closed: nor is
-    anything left of the session. retire: as of Closed."""
+    """What a step came to. began, ended: of it, in seconds since the epoch; 0 where the result has its own times. ends: no step
+    follows. closed: nor is anything left of the session. retire: as of Closed."""
 
     id: int
     result: Any
@@ -171,7 +171,8 @@ def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             _, id, what = connection.recv()  # nothing but begins
-            connection.send(Came(id, kind.call(what)))
+            began = time.time()
+            connection.send(Came(id, kind.call(what), began, time.time()))
     end_worker(0)
 
 
