@@ -87,13 +87,13 @@ def doctor(
 
 def facts() -> list[Fact]:
     """Processors, memory, accelerators, and our own requirements, each extra as a whole."""
-    memory, found = psutil.virtual_memory(), this_machine()
-    names = " / ".join(dict.fromkeys(name for name, _ in shown_devices() if name))
+    memory, devices = psutil.virtual_memory(), shown_devices()
+    names = " / ".join(dict.fromkeys(name for name, _ in devices if name))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = [
         Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        Fact("processors", f"{found.cpus}"),
-        Fact("CUDA devices", f"{found.devices} {names}" if found.devices else "none that nvidia-smi lists"),
+        Fact("processors", f"{this_machine(look_for_devices=False).cpus}"),
+        Fact("CUDA devices", f"{len(devices)} {names}" if devices else "none that nvidia-smi lists"),
         Fact("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
         Fact("open files", f"at most {soft}", "raise it: ulimit -n 65536" if soft < 1024 else ""),
     ]

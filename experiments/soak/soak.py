@@ -77,8 +77,8 @@ class Seen:
     samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes of each part of the run directory, at the end of the measurement."""
-    kills: list[tuple[int, str]] = field(default_factory=list)
-    """The step, and the role."""
+    kills: list[str] = field(default_factory=list)
+    """The roles."""
     rotations: set[tuple[str, int, int]] = field(default_factory=set)
     views: Counter[str] = field(default_factory=Counter)
     rows: int = 0
@@ -152,7 +152,7 @@ def soak(plan: Plan, out: Path) -> Seen:
             _feed(seen, spool, steps)
             share = max(seconds / plan.seconds, steps / plan.steps if plan.steps else 0.0)
             if len(seen.kills) < len(roles) and share >= (len(seen.kills) + 0.5) / len(roles):
-                _kill(seen, census, roles[len(seen.kills)], steps)
+                _kill(seen, census, roles[len(seen.kills)])
             elif share >= 1 and len(seen.kills) == len(roles):
                 break
             if seconds >= next_change:
@@ -167,12 +167,12 @@ def soak(plan: Plan, out: Path) -> Seen:
     return seen
 
 
-def _kill(seen: Seen, census: Census, role: str, steps: int) -> None:
+def _kill(seen: Seen, census: Census, role: str) -> None:
     """One that does not live when its time has come is killed when it lives again."""
     if (process := census.role(role)) is not None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-            seen.kills.append((steps, role))
+            seen.kills.append(role)
 
 
 def _sample(seen: Seen, census: Census, directory: Path, steps: int) -> None:

@@ -52,16 +52,14 @@ class _Kept:
 _KEPT = TypeAdapter(_Kept)
 
 
-def keep_sweep(sweep: SweepConfig, command: str, jobs: int) -> bool:
-    """Write `sweep.json` where the sweep's results lie. jobs: cells that run at once now. Whether never more than one did, now
-    and before. Raises OSError, DamagedError."""
+def keep_sweep(sweep: SweepConfig, command: str, jobs: int) -> None:
+    """Write `sweep.json` where the sweep's results lie. jobs: cells that run at once now. Raises OSError, DamagedError."""
     values = sweep.model_dump(mode="json", exclude=_ELSEWHERE)
     values["overrides"] = {key: masked(key, value, Config) for key, value in sweep.overrides.items()}
     path = sweep.results_dir / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     jobs = max(jobs, _read(path)[0].jobs if path.exists() else 1)
     write_whole(path, _KEPT.dump_json(_Kept(command, {**values, "base": Path(sweep.base).name}, jobs), indent=1) + b"\n")
-    return jobs == 1
 
 
 def holds_cells(directory: Path) -> bool:

@@ -45,8 +45,11 @@ class Setting:
     column: str
     curve: str
     row: str
-    colour: Any
     look: dict[str, Any]
+
+    @property
+    def colour(self) -> Any:
+        return self.look["color"]
 
     @property
     def points(self) -> list[tuple[int, float, list[float]]]:
@@ -105,9 +108,9 @@ def settings_of(results: Sequence[CellResult]) -> list[Setting]:
         style, marker = _LOOKS[order.index(columns[label]) % len(_LOOKS)]
         if not by_column and number % 2 and len(groups) > _MOST_SOLID:
             style = "--"
-        curve, row, colour = curves[label].replace(", ", "\n"), label.replace(", ", "\n"), colours[curves[label]]
-        look = {"color": colour, "linestyle": style, "marker": marker}
-        settings.append(Setting(cells, columns[label], curve, row, colour, look))
+        curve, row = curves[label].replace(", ", "\n"), label.replace(", ", "\n")
+        look = {"color": colours[curves[label]], "linestyle": style, "marker": marker}
+        settings.append(Setting(cells, columns[label], curve, row, look))
     return settings
 
 

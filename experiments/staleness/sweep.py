@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 import typer
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
-from async_rlhf.experiments.staleness.archive import Archive, keep_sweep
+from async_rlhf.experiments.staleness.archive import keep_sweep, read_sweep
 from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
 from async_rlhf.experiments.staleness.report import write
@@ -130,7 +130,7 @@ def run_sweep(
     command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in sets for word in ("--set", text))])
     again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
     with _cells(ray, jobs, all_jobs) as where:
-        alone = keep_sweep(sweep, command, where.at_once)
+        keep_sweep(sweep, command, where.at_once)
         ended, signals = _run_all(where, [job for job in mine if states[job.head] != "finished"], states, say)
     left = [head for head, state in states.items() if state != "finished" and ended.get(head) is None]
     failures = {head: outcome for head, outcome in ended.items() if isinstance(outcome, str)}
@@ -140,10 +140,10 @@ def run_sweep(
         drained = "drained: " if signals else ""
         say(f"{drained}{len(left)} of {len(cells)} cells are left. The same command goes on here: {again}")
         return False
-    results = [_result(job) for job in all_jobs if job.head not in failures]
-    if results:
-        missing = [job.cell.label for job in all_jobs if job.head in failures]
-        *_, markdown, _ = write(Archive(sweep, command, results, missing, alone), sweep.results_dir, say)
+    if measured := [job for job in all_jobs if job.head not in failures]:
+        for job in measured:
+            _keep(job)
+        *_, markdown, _ = write(read_sweep(sweep.results_dir), sweep.results_dir, say)
         say(f"report: {markdown}")
     if failures:
         text = "; ".join(f"{head}: {reason}" for head, reason in failures.items())
@@ -301,12 +301,10 @@ def _job(sweep: SweepConfig, cell: Cell, number: str, is_here: bool) -> Job:
     return Job(cell, f"cell {number}: {cell.label}", num_prompts, sweep.kept(cell.config.name))
 
 
-def _result(job: Job) -> CellResult:
-    """Of a cell that has ended; what it measured is kept, also where only the run was left."""
-    found = job.result()
-    if found is None:
-        keep(found := read_cell(job.cell), job.kept)
-    return found
+def _keep(job: Job) -> None:
+    """What a cell that has ended measured, also where only its run was left."""
+    if job.result() is None:
+        keep(read_cell(job.cell), job.kept)
 
 
 def num_steps(config: Config, num_prompts: int) -> int:

@@ -35,8 +35,9 @@ PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner":
          "weights": "weights", "publication": "weights"}  # fmt: skip
 # Seconds after which a part is ended: several times what it takes on a quiet machine.
 LIMIT_S = 1500.0
-# Exit code of a part whose package is not installed.
-MISSING = 3
+# Exit codes of a part whose package is not installed, and of one that has no load of the name that is given.
+MISSING, NO_LOAD = 3, 4
+_NO_LOAD = "no load of this name"
 _ENGINES = ("engine", "vllm_side")
 # Options that some parts take.
 _TAKEN_BY = {"--load": (*_ENGINES, "learner", "pipeline"), "--model": _ENGINES, "--dtype": _ENGINES, "--slots": _ENGINES}
@@ -55,7 +56,9 @@ def main(
     model: Annotated[Path | None, typer.Option(help="Of engines: a directory or GGUF file, instead of a tiny model.")] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of engines: type of weights and activations; float32.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Of engines: sequences decoded together.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Results file of several parts, instead of runs/bench/DATE.json.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Results file, instead of runs/bench/DATE.json, which several parts have.")
+    ] = None,
 ) -> None:
     """Measure ratios side by side: engine, queue, learner, pipeline and weights, each beside what it replaces."""
     if unknown := set(parts or ()) - set(PARTS):
@@ -64,7 +67,7 @@ def main(
     for name, takers in _TAKEN_BY.items():
         if given[name] and not set(parts or PARTS) & set(takers):
             raise typer.BadParameter(f"{name} is an option of {', '.join(takers)}")
-    if parts and len(parts) == 1:
+    if parts and len(parts) == 1 and output is None:
         measure_here(parts[0], load_part(parts[0]), Bench(turns, small, load, model, dtype or "float32", slots), as_json)
         return
     run, outcomes = describe_run(small), dict[str, Outcome]()
@@ -81,7 +84,9 @@ def main(
         run["parts"][part] = {"outcome": found.how, "seconds": found.seconds}
         save(path, run, [row for each in outcomes.values() for row in each.rows])
     typer.echo(f"results: {path}", err=as_json)
-    if unmeasured := [f"{part} ({each.how})" for part, each in outcomes.items() if each.how != "measured"]:
+    # A load is one part's or another's; of none it is a slip.
+    right = {"measured", _NO_LOAD} if any(each.rows for each in outcomes.values()) else {"measured"}
+    if unmeasured := [f"{part} ({each.how})" for part, each in outcomes.items() if each.how not in right]:
         typer.echo(f"not measured: {', '.join(unmeasured)}", err=True)
         raise typer.Exit(1)
 
@@ -93,15 +98,18 @@ def load_part(name: str) -> Part:
 
 
 def measure_here(name: str, part: Part, bench: Bench, as_json: bool) -> None:
-    """Print the rows as they come; exits with MISSING where a package is not installed."""
-    watch = Watch()
+    """Print the rows as they come; exits with MISSING without its package, with NO_LOAD where no load was meant."""
+    watch, found = Watch(), None
     try:
         for row in part(bench):
-            found = replace(row, part=name, **watch.lap())  # type: ignore[arg-type]
+            found = replace(row, part=name, **watch.lap())  # type: ignore[arg-type]  # of two fields that are numbers
             typer.echo(json.dumps(asdict(found)) if as_json else found)
     except MissingError as reason:
         typer.echo(f"{name}: {reason}", err=True)
         raise typer.Exit(MISSING) from reason
+    if bench.load and found is None:
+        typer.echo(f"{name}: none of its loads has {bench.load!r} in its name", err=True)
+        raise typer.Exit(NO_LOAD)
 
 
 def save(path: Path, run: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -113,7 +121,7 @@ def save(path: Path, run: dict[str, Any], rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended: "measured", "missing a package", "failed (CODE)" or "ended after SECONDS s"."""
+    """How a part ended: "measured", "missing a package", "no load of this name", "failed (CODE)" or "ended after SECONDS s"."""
 
     how: str
     rows: tuple[Row, ...]
@@ -130,7 +138,7 @@ def measure(part: str, options: list[str], quiet: bool) -> Outcome:
         process = subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True)
         try:
             if code := process.wait(LIMIT_S):
-                how = "missing a package" if code == MISSING else f"failed ({code})"
+                how = {MISSING: "missing a package", NO_LOAD: _NO_LOAD}.get(code, f"failed ({code})")
         except subprocess.TimeoutExpired:
             how = f"ended after {LIMIT_S:.0f} s"
         finally:

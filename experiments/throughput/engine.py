@@ -29,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Engine, Request, RolloutKey, load_engine
+from async_rlhf.actors.engine import Engine, Request, RolloutKey, completed, load_engine
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.throughput.harness import Bench, DType, MissingError, Row, alternate, rates, timed
@@ -126,11 +126,8 @@ def make_model(model: Path | None, dtype: DType) -> PreTrainedModel:
 
 def run_engine(engine: Engine, load: Load) -> None:
     work = enumerate(zip(load.prompts, load.lengths, strict=True))
-    engine.submit([Request(RolloutKey(n, 0, 0), tuple(prompt), length, Sampling(), n) for n, (prompt, length) in work])
-    num_tokens = 0
-    while engine.num_unfinished:
-        num_tokens += sum(len(completion.token_ids) for completion in engine.step())
-    assert num_tokens == sum(load.lengths)
+    requests = [Request(RolloutKey(n, 0, 0), tuple(prompt), length, Sampling(), n) for n, (prompt, length) in work]
+    assert sum(len(each.token_ids) for each in completed(engine, requests).values()) == sum(load.lengths)
 
 
 def run_generate(model: PreTrainedModel, load: Load) -> None:

@@ -76,7 +76,7 @@ class Row:
     ratio: float | None
     lowest: float | None
     highest: float | None
-    turns: int | None
+    turns: int
     at_least: float | None = None
     at_most: float | None = None
     figures: Mapping[str, float | None] = field(default_factory=dict)
@@ -113,11 +113,10 @@ class Row:
             for words, bound, sign in (("at least", self.at_least, 1), ("at most", self.at_most, -1)):
                 if bound is not None:
                     goal = f"goal {words} {bound:g}, {'reached' if sign * self.ratio >= sign * bound else 'missed'}"
-        if self.turns is not None and self.foreign is not None and self.foreign > QUIET:
+        if self.foreign is not None and self.foreign > QUIET:
             note = f"not quiet: other programs used {self.foreign:.0%}, measure again"
         figures = "  ".join(f"{name} {shown(value)}" for name, value in self.figures.items())
-        turns = f"turns {self.turns}" if self.turns else ""
-        return f"{self.load}: {'; '.join(filter(None, (sides, ratio, turns, goal, figures, note)))}"
+        return f"{self.load}: {'; '.join(filter(None, (sides, ratio, f'turns {self.turns}', goal, figures, note)))}"
 
 
 def rounded(value: float) -> float:

@@ -37,7 +37,7 @@ def table(directory: Path) -> list[dict[str, str]]:
 def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
     sweep: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = sweep([0, 1], **{"max_steps": 9, "evaluation.at_end": True})
+    path = sweep([0, 1], **{"max_steps": 9, "evaluation.at_end": True, "hooks.command": ["true", "T0-SECRET"]})
     said, directory = list[str](), tmp_path / "sweeps" / "tiny"
     assert run_sweep(path, ["max_steps=2"], said.append)
     assert said[0] == "cell 1/2: queue.max_staleness = 0, seed = 3"
@@ -53,6 +53,7 @@ def test_a_sweep_runs_its_cells_then_skips_them_and_draws_when_it_can(
         assert (directory / f"{name}.png").read_bytes().startswith(PNG)
     page = (directory / "report.md").read_text()
     assert f"    async-rlhf sweep {path} --set max_steps=2\n" in page
+    assert "hooks.command = " in page and "T0-SECRET" not in page
     assert "**FAILS**" not in page and "bound 0 is staleness 0 for every token (1 of 1 cell)" in page
     report(directory, said.append)
     assert (directory / "report.md").read_text() == page, "from what is on disk the same page is made again"

@@ -97,6 +97,27 @@ def test_every_part_is_there_and_another_is_refused_by_name() -> None:
         assert refused.exit_code == 2 and message in " ".join(refused.output.split())
 
 
+def test_a_load_that_no_part_has_is_named_and_one_of_another_part_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def part(bench: Bench) -> Iterator[Row]:
+        yield from (Row.of(name, {"a": [1.0]}, "s") for name in ("tiny, alone",) if bench.load in name)
+
+    monkeypatch.setattr(bench, "load_part", lambda name: part)
+    done = CliRunner().invoke(bench.app, ["learner", "--load", "tiny,alone"])
+    assert done.exit_code == bench.NO_LOAD and "learner: none of its loads has 'tiny,alone' in its name" in done.output
+    assert CliRunner().invoke(bench.app, ["learner", "--load", "alone"]).exit_code == 0
+
+    def measure(part: str, options: list[str], quiet: bool) -> bench.Outcome:
+        rows = (Row.of("equal", {"a": [1.0]}, "s"),) if (part, "equal") == ("engine", options[-1]) else ()
+        return bench.Outcome("measured" if rows else "no load of this name", rows, 1.0)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    for load, code in (("equal", 0), ("eqaul", 1)):
+        words = ["engine", "learner", "--small", "--load", load, "--output", str(tmp_path / "rows.json")]
+        assert CliRunner().invoke(bench.app, words).exit_code == code
+
+
 def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -180,9 +201,9 @@ def test_every_side_of_this_process_makes_steps() -> None:
         assert step().wall > 0
 
 
-def small_rows(part: str, *arguments: str) -> list[dict[str, Any]]:
+def small_rows(part: str) -> list[dict[str, Any]]:
     """What this part prints of its small load."""
-    command = [sys.executable, "-m", "async_rlhf.experiments.throughput", part, "--small", "--json", *arguments]
+    command = [sys.executable, "-m", "async_rlhf.experiments.throughput", part, "--small", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]  # libraries warn there too

@@ -1,4 +1,4 @@
-"""The system without its experiments: a copy of the tree that lacks them imports, and its command line works."""
+"""The system without its experiments: a copy of the tree that lacks them imports, is typed, and its command line works."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def command(rest: Path, *arguments: str) -> tuple[int, str]:
 
 def test_every_module_imports(rest: Path) -> None:
     code, said = run(rest, "-c", ALONE + IMPORTS)
+    assert code == 0, said
+
+
+def test_it_is_typed(rest: Path) -> None:
+    code, said = run(rest, "-m", "mypy", "--cache-dir", str(rest / "cache"))
     assert code == 0, said
 
 

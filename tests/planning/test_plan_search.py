@@ -22,7 +22,6 @@ from async_rlhf.experiments.planning.placement.strategies import STRATEGIES
 from tests.conftest import REPOSITORY, toml
 from tests.planning.specs import LLAMA_1B, spec, spec_values
 
-TINY = REPOSITORY / "configs" / "models" / "tiny-speller"
 SHIPPED = REPOSITORY / "configs" / "plans" / "qwen3-8b.toml"
 DOCUMENT = (REPOSITORY / "docs" / "planning.md").read_text()
 REST = pytest.mark.rest

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 
 BUSY = {"decode", "adopt", "train", "publish", "score"}
@@ -141,7 +142,7 @@ class Judges:
         while self._lines[owner] and self._busy[owner] < self._number:
             seconds, done = self._lines[owner].popleft()
             self._change(owner, 1)
-            self._clock.begin(seconds, lambda done=done: self._ended(owner, done))  # type: ignore[misc]
+            self._clock.begin(seconds, partial(self._ended, owner, done))
 
     def _ended(self, owner: int, done: Callable[[], None]) -> None:
         self._change(owner, -1)
