@@ -137,7 +137,7 @@ class RemoteEpisodes:
         else:
             self._episodes[id] = episode
             end = Read(came.content, came.score)
-        self._happened(id, Came(id, end, episode.began, now))
+        self._happened(id, Came(id, end, episode.began, now, ends=isinstance(end, End)))
 
     def _failed(self, episode: _Episode, came: Failure) -> End:
         if came.kind == "late" and episode.ends_at <= time.monotonic():

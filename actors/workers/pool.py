@@ -239,7 +239,7 @@ class WorkerPool:
         phase = self._book.phase(message.id)
         if isinstance(message, Closed):
             self._over(message.id, message)
-        elif message.closed:
+        elif message.ends and not self._kind.cleans_up:
             worker.began = time.monotonic()
             self._over(message.id, message if phase == "stepping" else Closed(message.id))
         elif phase == "stepping":  # Else it has been discarded.

@@ -9,7 +9,7 @@ on close    it is killed; sessions that clean up have been closed before
     process -> owner   None once the user's code is imported, or StartFailed; Came, Closed
 
 Each begin and each reply is answered by one Came. A session is over with Closed, after its cleanup, or with its last Came where
-there is none (`Came.closed`). An id names a session of one owner's life.
+there is none. An id names a session of one owner's life.
 
 Sessions run on an event loop, many at once; or in order, each a single call that only the end of the process stops. A blocked
 loop cannot report itself: the process writes into shared memory that its loop turns and which session runs on it (`watchdog`).
@@ -50,14 +50,13 @@ class StartFailed(NamedTuple):
 
 class Came(NamedTuple):
     """What a step came to. began, ended: of it, in seconds since the epoch; 0 where the result has its own times. ends: no step
-    follows. closed: nor is anything left of the session. retire: as of Closed."""
+    follows, and nothing is left of the session unless its kind cleans up. retire: as of Closed."""
 
     id: int
     result: Any
     began: float = 0.0
     ended: float = 0.0
     ends: bool = True
-    closed: bool = True
     retire: bool = False
 
 
@@ -251,11 +250,12 @@ class _Loop:
         id, sent = running.id, None
         while not running.is_closed:
             came = await self._step(running, sent)
-            if came.closed:
+            is_over = came.ends and not self._kind.cleans_up
+            if is_over:
                 del self._running[id]
             # The owner always reads, so this does not block the loop.
             self._connection.send(came)
-            if came.closed:
+            if is_over:
                 return
             if came.ends or running.is_closed:
                 break
@@ -281,9 +281,7 @@ class _Loop:
             result = session.failed(True, ended(OUT_OF_MEMORY, self._kind.memory_mb, self._kind.memory_setting))
         if result is None:
             result = session.failed(False, self._late(session, in_step=left_s > session.timeout_s))
-        ends = session.ends(result)
-        closed = ends and not self._kind.cleans_up
-        return Came(running.id, result, began, time.time(), ends, closed, running.is_stuck or running.retires)
+        return Came(running.id, result, began, time.time(), session.ends(result), running.is_stuck or running.retires)
 
     def _late(self, session: Session, in_step: bool = True) -> str:
         if in_step:
