@@ -28,7 +28,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, Protocol
 
-from async_rlhf.actors.workers.book import Failed
+from async_rlhf.actors.workers.book import Failed, timed_out
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, ended, obey_parent
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import AsyncRLHFError
@@ -285,7 +285,7 @@ class _Loop:
 
     def _late(self, session: Session, in_step: bool = True) -> str:
         if in_step:
-            return f"timed out after {session.timeout_s:g} s ({self._kind.timeout_setting})"
+            return timed_out(session.timeout_s, self._kind.timeout_setting).reason
         return f"the episode took longer than {session.whole_timeout_s:g} s (episode_timeout_s)"
 
     async def _close(self, running: _Running) -> str:
