@@ -172,7 +172,7 @@ class EpisodePool(Generic[Key]):
             self.counters.lost += 1
             return Event(pending.key, None)
         if isinstance(message, Failed):
-            now, end = time.time(), fails(message.kind, message.reason)
+            now, end = time.time(), fails(*message)
             message = Came(id, end, now, now)
         self._count(message.result)
         return Event(pending.key, message.result, message.began, message.ended)

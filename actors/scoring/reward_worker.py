@@ -47,7 +47,7 @@ def answers_of(came: Came | Closed | Failed, call: Call) -> Answers:
     if isinstance(came, Closed):
         return (Answer(None, "discarded"),)
     if came.kind != "timed out":
-        return (Answer(None, came.reason),)
+        return (Answer(None, came.reason, came.traceback),)
     now = time.time()
     return (Answer(None, came.reason, began=now - call.timeout_s, ended=now, retry_after_s=0.0),)
 

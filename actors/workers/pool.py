@@ -97,7 +97,8 @@ class WorkerPool:
         try:
             packed = ForkingPickler.dumps(("begin", id, what))
         except Exception as error:  # noqa: BLE001  a column may be an object of the user's, and raise anything
-            self._act(partial(self._over, id, Failed("not readable", failed(error).failure or "")))
+            found = failed(error)
+            self._act(partial(self._over, id, Failed("not readable", found.failure or "", found.traceback)))
             return
         self._act(partial(self._begin, id, _Session(key, timeout_s, packed, len(packed))))
 
@@ -247,7 +248,7 @@ class WorkerPool:
             self._book.enter(message.id, "closing" if message.ends else "waiting")
             self._found.append((message.id, message))
         if message.retire and worker.takes:
-            logger.warning("a process of %s is replaced: a step in it cannot be stopped", self._what)
+            logger.warning("one of %s is replaced: a step in it cannot be stopped", self._what)
             self._retire(worker)
         if worker.retired_until is not None and self._has(worker) and self._book.has_drained(worker.number):
             self._end_retired(worker)
@@ -349,7 +350,7 @@ class WorkerPool:
             try:
                 worker = Worker(self._num_started, serve, self._kind)
             except OSError as error:
-                self._broken = f"no process could be started for {self._what}: {error}"
+                self._broken = f"none of {self._what} could be started: {error}"
                 return
             self._look_by(time.monotonic() + LOOK_S)
             self._workers[worker.number] = self._by_descriptor[worker.connection.fileno()] = worker
@@ -383,7 +384,7 @@ class WorkerPool:
         if self._kind.at_once is None and cause is None:
             cause = next(iter(self._book.sessions(worker.number)), _NONE)
         left = self._book.died(worker.number, None if cause is None else (cause,))
-        if worker.takes and worker.is_ready:
+        if worker.takes:
             counts = (len(left.failed), len(left.lost))
             logger.warning("%s; the process is replaced, %d sessions failed, %d begin again", why.reason, *counts)
         twice = "its process ended twice while it was in a step: " if cause is None else ""

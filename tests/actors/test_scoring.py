@@ -174,9 +174,12 @@ def test_workers_killed_between_calls_are_replaced(bench: Callable[..., Bench]) 
     assert pool.one("2") == Score(2.0)
 
 
-def test_fields_that_cannot_travel_are_a_failure(bench: Callable[..., Bench]) -> None:
+def test_fields_that_cannot_travel_are_a_failure_whose_traceback_is_in_the_log(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
     scores = bench("answered trl").score("4", answer=lambda: "4")[0]
     assert all("pickle" in (score.failure or "") for score in scores.values())
+    assert caplog.text.count("Traceback") == 2
 
 
 def test_as_many_asynchronous_calls_run_at_once_as_may(bench: Callable[..., Bench]) -> None:

@@ -222,7 +222,9 @@ def test_want_of_memory_in_a_function_of_the_calling_process_is_of_no_limit() ->
     pool.close(60.0)
 
 
-def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "unloadable.py"
     path.write_text("""
 import multiprocessing
@@ -233,3 +235,4 @@ def environment(question): text = yield question
         played.begin("a")
         with pytest.raises(EpisodeError, match=r"ended 3 times in a row before they were ready: .*KeyError: 'no licence'"):
             played.until(lambda: False)
+    assert "KeyError: 'no licence'; the process is replaced" in caplog.text, "of the first already"
