@@ -105,7 +105,7 @@ class WorkerPool:
     def reply(self, id: int, text: str) -> None:
         self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, text))))
 
-    def discard(self, ids: Collection[int], keys: Collection[Hashable] = ()) -> None:
+    def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._act(partial(self._discard, ids, keys))
 
     def num_sessions(self) -> int:
@@ -206,7 +206,7 @@ class WorkerPool:
             worker.began = now
         self._look_by(now + (session.timeout_s if self._kind.at_once is None else LOOK_S))
         was_begun, session.has_begun = session.has_begun, True
-        if not self._send(worker, unsent) and not was_begun and id in self._sessions:  # it has ended, and never began this
+        if not self._send(worker, unsent) and not was_begun:  # it has ended, and never began this
             self._book.closed(id)
             session.unsent, session.has_begun = unsent, False
             self._unplaced = {id: None, **self._unplaced}
@@ -239,13 +239,14 @@ class WorkerPool:
             worker.failure = message.reason
             return
         phase = self._book.phase(message.id)
+        if isinstance(message, Came) and phase == "stepping":  # Else it has been discarded.
+            self._book.enter(message.id, "closing" if message.ends else "waiting")
         if isinstance(message, Closed):
             self._over(message.id, message)
         elif message.ends and not self._kind.cleans_up:
             worker.began = time.monotonic()
             self._over(message.id, message if phase == "stepping" else Closed(message.id))
-        elif phase == "stepping":  # Else it has been discarded.
-            self._book.enter(message.id, "closing" if message.ends else "waiting")
+        elif phase == "stepping":
             self._found.append((message.id, message))
         if message.retire and worker.takes:
             logger.warning("one of %s is replaced: a step in it cannot be stopped", self._what)

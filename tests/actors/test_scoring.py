@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.rewards import Answer, spec_in_process
+from async_rlhf.actors.rewards import Answer, resolve, spec_in_process
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.actors.scoring.reward_worker import Call, RewardKind, answers_of
 from async_rlhf.actors.workers.book import Failed
@@ -86,6 +86,10 @@ async def innocent(completion):
 async def dies(completion):
     await asyncio.sleep(0.02)
     os._exit(9)
+
+async def ends_unseen(completion):
+    if completion == "exit": await asyncio.to_thread(lambda: (time.sleep(0.1), os._exit(9)))
+    return 1.0
 """
 
 # Imported like any other file by `resolve`; only the workers fail on it.
@@ -245,6 +249,20 @@ def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
 ) -> None:
     (scores,) = bench(f"innocent {culprit}").score("7")
     assert told in (scores[culprit].failure or "") and scores["innocent"] == Score(7.0)
+
+
+def test_what_has_succeeded_is_not_suspected_any_more(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    found = queue.SimpleQueue[Came | Closed | Failed | None]()
+    kind = RewardKind(resolve(["judges.py:ends_unseen"], tmp_path), 1, None, None)
+    processes = WorkerPool(kind, 1, "processes", RewardError, lambda id, came: found.put(came))
+    came = []
+    for id, text in enumerate(("exit", "1", "exit", "exit")):
+        processes.begin(id, "key", tuple(Call("ends_unseen", ({"completion": text},), 60.0)), 60.0)
+        came.append(found.get(timeout=300))
+    processes.close(60.0)
+    assert (came[0], came[2]) == (None, None), "each was the first end since nothing was known against it"
+    assert isinstance(came[1], Came) and isinstance(came[3], Failed)
 
 
 def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails_at_once_with_the_reason() -> None:
