@@ -44,7 +44,7 @@ class RemoteRewards:
         """A prefetch gets no answer of its own: the server reports what it has read (`shown`)."""
         self._client.do(partial(self._begin, id, Call(*what)))
 
-    def discard(self, ids: Collection[int], keys: Collection[Hashable] = ()) -> None:
+    def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._client.do(partial(self._discard, tuple(ids)))
 
     def check(self) -> None:

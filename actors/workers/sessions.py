@@ -84,7 +84,7 @@ class Sessions(Protocol):
         """key: names what is begun again as another session. timeout_s: of a step."""
         ...
 
-    def discard(self, ids: Collection[int], keys: Collection[Hashable] = ()) -> None:
+    def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         """Close these sessions, as soon as their steps end or can be stopped; the keys are not begun again."""
         ...
 
