@@ -214,4 +214,4 @@ def _ours(target: str, function: EnvironmentFunction) -> Adapted:
 
 def _is(kind: Any, function: EnvironmentFunction) -> bool:
     """Also of an object that is called."""
-    return bool(kind(function) or kind(getattr(function, "__call__", None)))  # noqa: B004
+    return bool(kind(function) or kind(getattr(function, "__call__", None)))  # noqa: B004  its kind is asked for
