@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import errno
+import fcntl
 import gc
 import json
 import os
@@ -102,6 +104,20 @@ def socket_dir() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.fixture
+def network_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flock(2): there an exclusive lock needs a file that is open for writing, and a shared one a file that can be read."""
+    honest = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode == (os.O_RDONLY if operation & fcntl.LOCK_EX else os.O_WRONLY):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        honest(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
 def toml(value: Any) -> str:
     """A value as it is written after `--set key=`."""
     if isinstance(value, dict):
@@ -192,6 +208,12 @@ class Command:
     def child(self, role: str) -> psutil.Process:
         """The child process of this role; waits until there is one."""
         return wait_for(lambda: next(iter(self._children(role)), None), f"a {role} process")
+
+    def end(self, role: str) -> None:
+        """Kill the child process of this role, and wait until it has ended."""
+        victim = self.child(role)
+        victim.kill()
+        wait_for(lambda: has_ended(victim), f"the end of {role}")
 
     def family(self) -> list[psutil.Process]:
         """Every process below this one."""

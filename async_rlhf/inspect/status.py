@@ -18,7 +18,7 @@ from async_rlhf.actors.workers.client import describe
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
 from async_rlhf.buffers.transport.link import connector
-from async_rlhf.launch.sockets import hub_address
+from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.loop.changes import Ledger
@@ -90,7 +90,7 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
         except AsyncRLHFError as error:
             is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # what is left is evaluated
             hub["state"] = "ending" if is_over else f"the hub does not answer: {error}"
-        scorer = _scorer(f"ipc://{sockets}/scorer") if (sockets / "scorer").exists() else {}
+        scorer = _scorer(scorer_address(sockets)) if (sockets / "scorer").exists() else {}
     spent = Spent.until(metrics[-1] if metrics else {})
     done = config.budget.ended(spent)
     end = None if alive else run.end()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import sys
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 from async_rlhf.buffers.errors import (
     AsyncRLHFError,
@@ -68,6 +74,20 @@ _CODES: dict[type, int] = {kind: code for code, kind in FATAL.items()} | {
 def exit_code(error: BaseException) -> int:
     """The code that stands for this error."""
     return next((_CODES[kind] for kind in type(error).mro() if kind in _CODES), FAILED)
+
+
+def end_with(work: Callable[[], int]) -> NoReturn:
+    """This process ends with the code of its work; with a traceback and 1 where that raises."""
+    code = FAILED
+    try:
+        code = work()
+    except BaseException:  # noqa: BLE001  this process goes no further up than here
+        traceback.print_exc()
+    finally:
+        logging.shutdown()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)  # neither threads of libraries nor one that waits for a disk must keep a process that is done
 
 
 def ending(code: int, words: str) -> str:

@@ -19,14 +19,12 @@ import fcntl
 import gc
 import hashlib
 import json
-import logging
 import os
 import resource
 import signal
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -34,6 +32,7 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
+from async_rlhf.launch.exit_codes import end_with
 from async_rlhf.launch.program import title
 
 INHERITED = "ASYNC_RLHF_FORK_SERVER"
@@ -127,20 +126,18 @@ def _leave_an_orphan(source: socket.socket, request: dict[str, Any], descriptors
     if pid:
         os.write(writes, b"%d" % pid)
         os._exit(0)
-    code = 1
-    try:
+
+    def work() -> int:
         os.close(writes)
         source.close()
         _inherit(request, descriptors)
         module, function = request["entry"].split(":")
         sys.argv = [module, *request["arguments"]]
         gc.enable()
-        code = getattr(import_module(module), function)(request["arguments"])
-    except BaseException:  # noqa: BLE001  this process goes no further up than here
-        traceback.print_exc()
-    finally:
-        logging.shutdown()
-        os._exit(code)  # threads of libraries must not keep a process that has done its work
+        code: int = getattr(import_module(module), function)(request["arguments"])
+        return code
+
+    end_with(work)
 
 
 def _inherit(request: dict[str, Any], descriptors: list[int]) -> None:

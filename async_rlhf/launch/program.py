@@ -15,7 +15,7 @@ class Node:
 
     arguments: those of a node on another host may name `sockets.ON_HOST`. host: where it runs; empty is the supervisor's own.
     devices: the accelerators of that host that it may see, by number; None leaves them as the launcher finds them. cpus: those
-    that it may use, by number (`affinity`); None: all. threads: of its computations; None: as the configuration says.
+    that it may use, by number (`machine`); None: all. threads: of its computations; None: as the configuration says.
     """
 
     name: str

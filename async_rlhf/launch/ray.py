@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
+from importlib.metadata import version
 from typing import Any
 
 import ray
@@ -32,6 +33,7 @@ from async_rlhf.launch.hosts import CommandChannel
 from async_rlhf.launch.sockets import socket_root
 
 _log = logging.getLogger(__name__)
+_OLDEST = (2, 60)
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
 _PROBE_S = 5.0
 _EVENTS_S = 1.0
@@ -167,6 +169,11 @@ class RayChannel:
 def join(address: str, setting: str, *, or_local: bool = False) -> None:
     """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. or_local: where `auto`
     finds none, and RAY_ADDRESS names none, one of this machine alone is started, as by `ray.init()`. Raises ConfigError."""
+    found = tuple(int(part) for part in version("ray").split(".")[:2])
+    if found < _OLDEST:
+        raise ConfigError(
+            f"{setting} = {address!r}: ray {version('ray')} is installed, the oldest is {'.'.join(map(str, _OLDEST))}"
+        )
     if address.startswith("ray://"):
         raise ConfigError(
             f"{setting} = {address!r} is a Ray Client's: run the command on a node of the cluster (ray job submit does), "

@@ -35,6 +35,10 @@ def hub_address(directory: Path) -> str:
     return f"ipc://{directory}/hub"
 
 
+def scorer_address(directory: Path) -> str:
+    return f"ipc://{directory}/scorer"
+
+
 def socket_root(room: int = _ROOM) -> Path:
     """The temporary directory, or `/tmp` where that leaves no `room` (bytes) for a socket's path below it. Raises ConfigError
     when neither will do."""

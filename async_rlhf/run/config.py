@@ -29,7 +29,6 @@ from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.config_keys import explain, known
-from async_rlhf.run.shipped import fetched, is_name
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
 # More than any run reaches: groups of a run without `max_steps`, and numbers where the data have no end, for filtered groups
@@ -227,7 +226,7 @@ def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
             _prepare(changed, Path.cwd())
             _lay(values, changed)
     if isinstance(model := values.get("model"), str):
-        values["model"] = fetched(model)
+        values["model"] = shipped.fetched(model)
     config = validated(values)
     check(config)
     return config
@@ -348,7 +347,7 @@ def _model(given: str, base: Path) -> str:
     own = base / Path(given).expanduser()
     if not own.exists() and (among_shipped := shipped.model_directory(given)) is not None:
         return str(among_shipped)
-    return given if is_name(given, base) else str(own)
+    return given if shipped.is_name(given, base) else str(own)
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _snapshot(name: str) -> Path:
             return Path(cached)
     except LocalEntryNotFoundError:
         pass
-    print(f"fetching {name} from the Hugging Face Hub (once)", file=sys.stderr)  # noqa: T201
+    print(f"fetching {name} from the Hugging Face Hub (once)", file=sys.stderr)  # noqa: T201  # a user waits for it
     try:
         directory = Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
     except (OSError, ValueError, ImportError) as error:  # whatever huggingface_hub raises, for a proxy too, is one of these

@@ -262,7 +262,6 @@ class Exchange:
             "committed_step": admission.committed_step,
             "fence": admission.fence,
             "version": admission.published,
-            "queued_bytes": admission.queued_bytes,
             "ledger": admission.ledger.as_dict(),
             "actors": self._sessions.status(self._clock()),
             **self._counters,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 import msgpack
@@ -129,16 +129,7 @@ class Framing(Generic[M]):
         if not isinstance(protocol, int) or not (oldest or self._protocol) <= protocol <= self._protocol:
             shown = _shown(protocol).strip("'")
             raise WireError(f"protocol {shown}; this side has protocol {self._protocol}", "protocol", request)
-        tag = fields.pop("type", None) if isinstance(fields, dict) else fields
-        if not isinstance(tag, str) or (kind := self._kinds.get(tag)) is None:
-            raise WireError(f"type {_shown(tag)} is no message of this protocol", "unknown-type", request)
-        try:
-            return request, kind.model_validate(fields), frames[1:]
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, (tag, *problem["loc"][:8])))[:200]
-            detail = f"field {where!r} = {_shown(problem['input'])}: {problem['msg'][:200]}"
-            raise WireError(detail, "field", request) from error
+        return request, _of_fields(self._kinds, fields, request), frames[1:]
 
 
 def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
@@ -188,10 +179,10 @@ class Codec(Generic[M]):
             )
             if protocol != _CODEC_PROTOCOL:
                 raise ValueError(f"protocol {str(protocol)[:40]}")
-            return self._kinds[fields.pop("type")].model_validate(fields)
-        except (ValueError, TypeError, KeyError, AttributeError, msgpack.exceptions.UnpackException) as error:
+            return _of_fields(self._kinds, fields)
+        except (WireError, ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
             what = f"what is no message of protocol {_CODEC_PROTOCOL} of {self._about}"
-            raise WireError(f"{what}: {str(error)[:200]}") from error
+            raise WireError(f"{what}: {error}") from error
 
     def _plain(self, value: Any) -> Any:
         """What a message holds and MessagePack does not know: a record within it, or a column."""
@@ -200,6 +191,21 @@ class Codec(Generic[M]):
         if self._converts:
             return str(value)
         raise TypeError(f"a {type(value).__name__} is neither number, text, list nor dictionary")
+
+
+def _of_fields(kinds: Mapping[str, type[M]], fields: Any, request: int = 0) -> M:
+    """The message that has been unpacked into these fields, `type` among them. Raises WireError, `unknown-type` or `field`."""
+    tag = fields.pop("type", None) if isinstance(fields, dict) else fields
+    if not isinstance(tag, str) or (kind := kinds.get(tag)) is None:
+        expected = ", ".join(kinds)
+        raise WireError(f"type {_shown(tag)} is no message of this protocol, which has {expected}", "unknown-type", request)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, (tag, *problem["loc"][:8])))[:200]
+        detail = f"field {where!r} = {_shown(problem['input'])}: {problem['msg'][:200]}"
+        raise WireError(detail, "field", request) from error
 
 
 def _shown(value: Any) -> str:

@@ -274,10 +274,6 @@ class Admission:
     def num_queued(self) -> int:
         return len(self._queued)
 
-    @property
-    def queued_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self._queued.values())
-
     def batch(self, step: int) -> list[int] | None:
         """The numbers of batch `step` in order, where it is made up already (and not committed)."""
         return sorted(self._batches.of[step]) if step in self._batches.of else None

@@ -52,6 +52,7 @@ for source in "$kit"/wheels/*.tar.gz; do
     "${install[@]}" --no-build-isolation "$source" >/dev/null 2>&1 || echo "left out: $(basename "$source")"
 done
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+mkdir -p "${1:-.}"
 cd "${1:-.}"
 exec "$python" -m async_rlhf doctor --device "$device" --speeds --report "$PWD" "${@:2}"
 """

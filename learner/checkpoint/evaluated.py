@@ -46,16 +46,21 @@ def _best(rewards: Mapping[int, float]) -> int | None:
     return min(rewards, key=lambda step: (-rewards[step], step), default=None)
 
 
+def is_due(step: int, every: int) -> bool:
+    """Whether a step is to be evaluated. every: steps between two evaluations; 0: none is made."""
+    return every > 0 and step % every == 0
+
+
 def needed(evaluations: Path, every: int) -> Callable[[int], bool]:
     """Whether the checkpoint of a step may not be removed: it is the best, or is to be evaluated and is not yet.
 
-    evaluations: the file of that name. every: steps between two evaluations; 0: none is made.
+    evaluations: the file of that name. every: as in `is_due`.
     """
     kept = ("step", "mean_reward", "group_size")  # not the answers that a line quotes: a run of weeks has many
     lines = (line for line in read_lines(evaluations) if is_evaluation(line))
     records = [{key: line[key] for key in kept if key in line} for line in lines]
     best, done = best_step(records), {record["step"] for record in records}
-    return lambda step: step == best or (every > 0 and step % every == 0 and step not in done)
+    return lambda step: step == best or (is_due(step, every) and step not in done)
 
 
 def link_best(checkpoints: Path, records: Iterable[Line]) -> None:

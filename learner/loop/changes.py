@@ -87,7 +87,6 @@ class Change:
 
     number: int
     values: Mapping[str, tuple[Any, Any]]
-    asked_at: float
     step: int | None = None
 
 
@@ -106,7 +105,7 @@ class History:
         for line in lines:
             match line:
                 case Asked():
-                    changes[line.number] = Change(line.number, line.values, line.time)
+                    changes[line.number] = Change(line.number, line.values)
                     last_number = max(last_number, line.number)
                 case Applied():
                     if line.number in changes:
@@ -172,7 +171,7 @@ class Ledger:
     def append(self, decide: Callable[[History], Sequence[Line]], *, wait: bool = True) -> History:
         """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
         OSError, BlockingIOError without `wait`; nothing is added then."""
-        with self._open(os.O_CREAT) as file:
+        with self._open(os.O_RDWR | os.O_CREAT) as file:  # network file systems lock only what is open for writing
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = file.read()
             history, end = self._history(data), data.rfind(b"\n") + 1
@@ -188,9 +187,9 @@ class Ledger:
                     raise
         return history.then(lines)
 
-    def _open(self, flags: int = 0) -> IO[bytes]:
+    def _open(self, flags: int = os.O_RDONLY) -> IO[bytes]:
         """To be read, unbuffered; never waits for the other end of a pipe."""
-        descriptor = os.open(self.path, flags | os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(self.path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
             os.close(descriptor)

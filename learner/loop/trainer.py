@@ -30,7 +30,7 @@ from async_rlhf.buffers.clients.learner import TakenBatch
 from async_rlhf.buffers.composition import Composition, Statistics
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
-from async_rlhf.learner.checkpoint.evaluated import needed
+from async_rlhf.learner.checkpoint.evaluated import is_due, needed
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
 from async_rlhf.learner.checkpoint.writer import CheckpointWriter
@@ -100,7 +100,7 @@ class Trainer:
         settings: Callable[[Mapping[str, Any]], TrainerConfig],
     ) -> None:
         self._backend, self._settings, config = backend, settings, settings({})
-        self._config = self._first = config
+        self._config = config
         keep, evaluations = config.checkpoint, directory / "evaluations.jsonl"
         self._checkpoints = Checkpoints(
             directory / "checkpoints", keep.keep_last, keep.keep_every, lambda: needed(evaluations, config.evaluate_every)
@@ -265,8 +265,8 @@ class Trainer:
 
     def _is_saved(self, step: int) -> bool:
         config = self._config
-        evaluated = config.evaluate_every > 0 and step % config.evaluate_every == 0
-        return evaluated or step % config.checkpoint.save_every == 0 or step == config.budget.max_steps
+        at_interval = is_due(step, config.evaluate_every) or step % config.checkpoint.save_every == 0
+        return at_interval or step == config.budget.max_steps
 
     def _save(self) -> None:
         """Begin a checkpoint of the present step; training goes on while it is written."""

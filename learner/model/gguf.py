@@ -33,7 +33,7 @@ def model_directory(model: str) -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-rlhf"
     directory = cache / f"{file.stem}-{content_digest(file)}"
     if not (directory / "config.json").is_file():
-        print(f"converting {file.name} into {directory} (once)", file=sys.stderr)  # noqa: T201
+        print(f"converting {file.name} into {directory} (once)", file=sys.stderr)  # noqa: T201  # a user waits for it
         command = [sys.executable, "-P", "-m", "async_rlhf.learner.model.gguf", str(file), str(directory)]
         try:
             done = subprocess.run(

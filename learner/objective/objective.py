@@ -110,9 +110,7 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     none, all_N = weight_N.new_zeros(()), weight_N.sum()
     sums = {"clip_ratio/region_mean": none, "is/masked_ratio": none, "is/clamped_ratio": none, "is/weight_mean": all_N}
     if kind.corrects != "nothing":
-        weight_N, own = correct(
-            inputs, config, weigh=kind.corrects == "weights and masks", whole_sequences=kind.level == "sequence"
-        )
+        weight_N, own = _correction(inputs, config)
         sums |= own
     terms, own_sums = load_loss(config.kind)(inputs, weight_N, config)
     per_token_N = _per_token(inputs, config, sums)
@@ -123,20 +121,15 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     return LossOutputs(total=total, sums={**sums, **own_sums})
 
 
-def correct(
-    inputs: LossInputs, config: LossConfig, *, weigh: bool, whole_sequences: bool
-) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """[N], no gradient: the correction of proximal against behaviour that a loss multiplies its terms by, masks multiplied in;
-    and sums over tokens.
-
-    weigh: False for a loss that has the ratio to the behaviour policy in it already: it takes masks only.
-    whole_sequences: True for a loss whose terms are completions: its weight is the completion's, whatever `is_level` is.
-    """
+def _correction(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """[N], no gradient: the correction of proximal against behaviour that the loss multiplies its terms by, masks multiplied
+    in; and sums over tokens."""
+    kind = loss_spec(config.kind)
     proximal_N, behaviour_N, sequence_N = inputs.logp_proximal_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N
     geometric = config.sequence_ratio == "geometric"
     weight_N = torch.ones_like(inputs.advantage_N)
-    if weigh and config.is_cap is not None:
-        if whole_sequences or config.is_level == "sequence":
+    if kind.corrects == "weights and masks" and config.is_cap is not None:
+        if kind.level == "sequence" or config.is_level == "sequence":  # a term that is a completion has one weight
             weight_N = sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
         else:
             weight_N = truncated_weight(proximal_N, behaviour_N, config.is_cap)

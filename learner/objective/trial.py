@@ -136,10 +136,16 @@ def _inputs(config: LossConfig, scale: float = 0.3) -> LossInputs:
 
 def _gradient(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
     """The sum, and its gradient [N]."""
+    total, gradient_N, _ = _differentiated(inputs, config)
+    return total, gradient_N
+
+
+def _differentiated(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    """The sum, its gradient [N], and the sums over tokens."""
     leaf = inputs.logp_current_N.detach().requires_grad_()
-    total = objective(replace(inputs, logp_current_N=leaf), config).total
-    total.backward()  # type: ignore[no-untyped-call]
-    return total.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    found = objective(replace(inputs, logp_current_N=leaf), config)
+    found.total.backward()  # type: ignore[no-untyped-call]
+    return found.total.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, found.sums
 
 
 def _terms(config: LossConfig) -> tuple[bool, str]:
@@ -152,12 +158,10 @@ def _terms(config: LossConfig) -> tuple[bool, str]:
 
 def _adds_up(config: LossConfig) -> tuple[bool, str]:
     inputs = _inputs(config)
-    groups = [_of_group(inputs, group) for group in sorted(set(inputs.group_S.tolist()))]
-    whole, gradient = _gradient(inputs, config)
-    parts = [_gradient(each, config) for each in groups]
-    apart = abs(float(sum(total for total, _ in parts) - whole))
-    apart = max(apart, float((torch.cat([each for _, each in parts]) - gradient).abs().max()))
-    sums, of_parts = objective(inputs, config).sums, [objective(each, config).sums for each in groups]
+    parts = [_differentiated(_of_group(inputs, group), config) for group in sorted(set(inputs.group_S.tolist()))]
+    whole, gradient_N, sums = _differentiated(inputs, config)
+    totals, gradients, of_parts = zip(*parts, strict=True)
+    apart = max(abs(float(sum(totals) - whole)), float((torch.cat(gradients) - gradient_N).abs().max()))
     for name, value in sums.items():
         found = sum(float(each.get(name, 0.0)) for each in of_parts)
         if not math.isclose(found, value, rel_tol=_CLOSE_SUMS, abs_tol=_CLOSE_SUMS):

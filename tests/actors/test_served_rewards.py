@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -327,6 +328,18 @@ def test_an_answer_is_kept_until_a_beat_names_its_session_no_longer_and_a_step_i
 def test_what_is_no_message_is_one_error(data: bytes) -> None:
     with pytest.raises(WireError, match="what is no message of protocol 1"):
         SERVED.unpack(data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"type": "who"}, "type 'who' is no message of this protocol, which has describe, step, show, "),
+        ({"type": "beat", "open": 3}, "field 'beat.open' = '3': Input should be a valid list"),
+    ],
+)
+def test_the_type_or_field_that_makes_it_no_message_is_named(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(WireError, match=f"protocol 1 of a session: {said}"):
+        SERVED.unpack(msgpack.packb([1, fields]))
 
 
 def test_messages_arrive_as_they_were_sent() -> None:

@@ -16,7 +16,7 @@ from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.live import check_resumed
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import has_ended, wait_for
+from tests.conftest import wait_for
 
 NUM_STEPS = 40
 CHOSEN = {"data.curriculum.reward": "reasoning_gym", "data.curriculum.new_share": 0.2}
@@ -31,9 +31,7 @@ def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_
     settings["learner.learning_rate"] = 1e-6  # no prompt is solved for good, which would end the run
     started = command(*small_arguments(**settings))
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(RunDir(run).read_metrics()) >= 2, "the second step")
-    hub = started.child("hub")
-    hub.kill()
-    wait_for(lambda: has_ended(hub), "the hub's end")
+    started.end("hub")
     code, output = started.finish()
     assert code == 0 and "starting it again" in output, output
 

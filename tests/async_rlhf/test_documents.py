@@ -29,9 +29,17 @@ PLAYED: dict[str, Any] = {"environment": "double.py:double", "rewards.functions"
 
 
 @pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the files of the page about rewards."""
+    REWARDS.write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for page in (REWARDS, ENVIRONMENTS):  # in which `data.jsonl` is the environments'
-        page.write_files(tmp_path)
+    """A directory with the files of the page about environments."""
+    ENVIRONMENTS.write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -46,8 +54,7 @@ def shell(line: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("line", [each for each in REWARDS.commands() if " try reward " in each])
-def test_a_command_about_rewards_scores_everything(folder: Path, line: str) -> None:
-    REWARDS.write_files(folder)
+def test_a_command_about_rewards_scores_everything(rewards: Path, line: str) -> None:
     result = CliRunner().invoke(app, shlex.split(line)[1:])
     assert result.exit_code == 0 and " 0 failed" in result.output, result.output
 
@@ -59,17 +66,21 @@ def test_a_command_about_environments_plays_every_episode(folder: Path, line: st
 
 
 @pytest.mark.parametrize("code", REWARDS.of("python"))
-def test_a_program_runs(folder: Path, code: str) -> None:
-    REWARDS.write_files(folder)
-    shell(shlex.join([sys.executable, "-c", code]), folder)
+def test_a_program_runs(rewards: Path, code: str) -> None:
+    shell(shlex.join([sys.executable, "-c", code]), rewards)
 
 
 @pytest.mark.parametrize(
-    ("own", "text"), [*(({}, each) for each in REWARDS.of("toml")), *((PLAYED, each) for each in ENVIRONMENTS.of("toml"))]
+    ("page", "own", "text"),
+    [
+        *(("rewards", {}, each) for each in REWARDS.of("toml")),
+        *(("folder", PLAYED, each) for each in ENVIRONMENTS.of("toml")),
+    ],
 )
-def test_a_configuration_passes_the_check_before_a_run(folder: Path, own: dict[str, Any], text: str) -> None:
-    if not own:
-        REWARDS.write_files(folder)
+def test_a_configuration_passes_the_check_before_a_run(
+    request: pytest.FixtureRequest, page: str, own: dict[str, Any], text: str
+) -> None:
+    request.getfixturevalue(page)
     given = {f"{section}.{key}": value for section, values in tomllib.loads(text).items() for key, value in values.items()}
     assert preflight(load(QUICK, {**own, **given})).num_prompts > 0
 

@@ -29,6 +29,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import figures
 from async_rlhf.run.supervision.evaluator import Due, plan
 from async_rlhf.run.watching import EvaluationConfig
+from tests.conftest import invoke
 
 EVERY_10 = EvaluationConfig(every=10)
 
@@ -274,5 +275,5 @@ def test_a_model_is_evaluated_without_a_run(small: Callable[..., Any], tmp_path:
     found = json.loads(result.stdout)
     assert (found["label"], found["num_prompts"], found["model"]) == ("alone", 6, config.model) and "step" not in found
     assert not (tmp_path / "runs").exists()
-    missing = CliRunner().invoke(app, ["evaluate", str(tmp_path / "none"), str(tmp_path / "alone.toml")])
-    assert missing.exit_code == 3 and "is no directory" in missing.output
+    code, output = invoke("evaluate", tmp_path / "none", tmp_path / "alone.toml")
+    assert code == 3 and "is no directory" in output

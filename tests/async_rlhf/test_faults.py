@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import has_ended, wait_for
+from tests.conftest import wait_for
 
 
 def steps(run: Path) -> int:
@@ -23,14 +23,14 @@ def trained_groups(run: Path) -> list[int]:
     return [number for record in RunDir(run).read_metrics() for number in record["groups"]]
 
 
-def assert_whole(run: Path, num_steps: int, groups_per_batch: int = 4) -> None:
+def assert_whole(run: Path, num_steps: int) -> None:
     """Every step once and in order, every group once, the bound kept, the ledger closed."""
-    metrics = RunDir(run).read_metrics()
+    metrics, num_groups = RunDir(run).read_metrics(), 4 * num_steps  # four in each batch
     assert [record["step"] for record in metrics] == list(range(1, num_steps + 1))
-    assert sorted(trained_groups(run)) == list(range(num_steps * groups_per_batch))
+    assert sorted(trained_groups(run)) == list(range(num_groups))
     assert all(record["staleness/violations"] == 0 for record in metrics)
     ledger = RunDir(run).read_ledger()["ledger"]
-    assert ledger["closes"] and ledger["trained"] == ledger["committed"] == num_steps * groups_per_batch
+    assert ledger["closes"] and ledger["trained"] == ledger["committed"] == num_groups
 
 
 def assert_no_orphans(family: list[psutil.Process]) -> None:
@@ -50,9 +50,7 @@ def test_fork_server_actor_hub_and_learner_are_killed_in_turn_and_the_run_finish
     run = tmp_path / "runs" / "quick"
     for role, at in (("fork_server", 1), ("actor", 3), ("hub", 12), ("learner", 24)):
         wait_for(lambda at=at: steps(run) >= at, f"step {at}")
-        victim = started.child(role)
-        victim.kill()
-        wait_for(lambda victim=victim: has_ended(victim), f"the end of {role}")
+        started.end(role)
     code, output = started.finish()
     assert code == 0, output
     for name in ("actor-", "hub", "learner"):

@@ -24,6 +24,20 @@ from tests.conftest import REPOSITORY
 # As a user has them: without the number of threads that tests are held to.
 VARIABLES = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(REPOSITORY)}
 
+# A thread of an executor, as that which writes a checkpoint, waits for a disk that hangs while the learner raises.
+STUCK = """
+import runpy, threading
+from concurrent.futures import ThreadPoolExecutor
+from async_rlhf.run.run_dir import RunDir
+
+def existing(*_):
+    ThreadPoolExecutor().submit(threading.Event().wait)
+    raise RuntimeError("on purpose")
+
+RunDir.existing = existing
+runpy.run_module("async_rlhf.run.processes.roles", run_name="__main__")
+"""
+
 
 def report(arguments: list[str]) -> int:
     """What this process has been given, as JSON in its standard output."""
@@ -130,6 +144,12 @@ def test_a_fork_ends_by_a_signal_an_error_or_its_closed_input_and_holds_a_lock_a
     assert killed.finish()[0] == -signal.SIGKILL and closed.finish() == (0, "")
     code, said = failed.finish()
     assert code == 1 and "RuntimeError: on purpose" in said
+
+
+def test_a_role_that_was_begun_anew_ends_by_an_error_though_a_thread_waits_for_ever() -> None:
+    command = [sys.executable, "-c", STUCK, "learner", "runs/none"]
+    ended = subprocess.run(command, env=VARIABLES, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and "RuntimeError: on purpose" in ended.stderr, ended.stderr
 
 
 def test_forks_outlive_a_killed_server_and_the_next_is_of_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from async_rlhf.api import run as train
+from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import problems
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.preparation import prepare
@@ -184,18 +182,8 @@ def test_a_run_ends_by_its_tokens_and_goes_on_with_more_of_them(small: Callable[
     with pytest.raises(ConfigError, match=rf"max_trained_tokens = 150 reached before step {len(used) + 1}, .*--from-step"):
         prepare(config, resume=True)
 
-    again = CliRunner().invoke(app, ["rollouts", "replay", str(run.path), "--name", "again"])
-    assert again.exit_code == 0, again.output
+    code, output = invoke("rollouts", "replay", run.path, "--name", "again")
+    assert code == 0, output
     assert (tmp_path / "runs/again/checkpoints/latest/model/model.safetensors").read_bytes() == (
         run.latest / "model/model.safetensors"
     ).read_bytes()
-
-
-def test_what_a_killed_supervisor_left_is_finished_by_what_was_recorded(small: Callable[..., Any]) -> None:
-    run = RunDir.create(small(**LIMITED, max_seconds=9))
-    run.retire()
-    steps = [{"step": step, "num_tokens_total": 9 * step, "step_time_total": 4.5 * step} for step in (1, 2)]
-    for recorded, head in ((steps[:1], "stopped, step 1 of 500, 4 of 9 seconds"), (steps, "finished, step 2 of 500, 9 of 9")):
-        run.metrics.write_text("".join(json.dumps(step) + "\n" for step in recorded))
-        assert head in lines(run, read(run))[0]
-    assert read(run)["used_up"] == "max_seconds = 9 reached"

@@ -14,13 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import problems
 from async_rlhf.launch import connection, depot
 from async_rlhf.launch.orders import Start
@@ -37,7 +35,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_agreement import machine
 from tests.async_rlhf.test_supervisor import Heard
-from tests.conftest import has_ended
+from tests.conftest import has_ended, invoke
 
 AGENT = (sys.executable, "-m", "async_rlhf.launch.agent")
 # On one of two hosts there is no model, and its clock is five minutes ahead.
@@ -326,11 +324,11 @@ def test_a_run_that_hosts_could_not_reach_is_refused(
 
 
 def test_an_override_names_a_launcher_and_check_says_which_host_is_not_fit() -> None:
-    refused = CliRunner().invoke(app, ["train", "quick", "--set", "launch.kind=slurm"])
-    assert refused.exit_code == 3 and "launch.kind = 'slurm'" in refused.output
+    code, output = invoke("train", "quick", "--set", "launch.kind=slurm")
+    assert code == 3 and "launch.kind = 'slurm'" in output
     hosts = ["--set", 'launch.hosts=["localhost"]', "--set", "launch.kind=hosts", "--set", 'launch.command=["false"]']
-    checked = CliRunner().invoke(app, ["check", "quick", *hosts])
-    assert checked.exit_code == 3 and "host 'localhost': its command (false) ended with code 1" in checked.output
+    code, output = invoke("check", "quick", *hosts)
+    assert code == 3 and "host 'localhost': its command (false) ended with code 1" in output
 
 
 def test_the_hub_s_address_is_the_one_that_reaches_the_hosts() -> None:

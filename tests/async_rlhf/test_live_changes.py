@@ -19,7 +19,7 @@ from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
 from tests.async_rlhf.test_faults import steps
 from tests.async_rlhf.test_synchronous import measured
-from tests.conftest import has_ended, invoke, wait_for
+from tests.conftest import invoke, wait_for
 
 RATE = "learner.learning_rate"
 
@@ -143,9 +143,7 @@ def test_a_run_that_is_changed_and_loses_its_learner_ends_with_the_bits_of_one_t
     wait_for(lambda: steps(run) >= 1, "step 1")
     ask(RunDir.existing(run), {RATE: 2e-2, "rewards.weights.reasoning_gym": 0.5})
     wait_for(lambda: changed_at(RunDir(run)) and steps(run) >= changed_at(RunDir(run))[0] + 1, "a step with the change")
-    learner = started.child("learner")
-    learner.kill()
-    wait_for(lambda: has_ended(learner), "the end of the learner")
+    started.end("learner")
     code, output = started.finish()
     assert code == 0, output
     (step,) = changed_at(RunDir(run))

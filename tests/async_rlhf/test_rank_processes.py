@@ -6,6 +6,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -41,6 +42,18 @@ class Idle:
         self.code = -9 if self.code is None else self.code
 
 
+class Idling(LocalLauncher):
+    """Starts nothing: each node is what `make` returns for it. started: by name."""
+
+    def __init__(self, make: Callable[[Node], Any] = lambda node: Idle()) -> None:
+        super().__init__()
+        self._make, self.started = make, dict[str, Any]()
+
+    def start(self, run_dir: Path, node: Node) -> Any:
+        self.started[node.name] = self._make(node)
+        return self.started[node.name]
+
+
 class Counting(LocalLauncher):
     """Keeps what it starts; it has room for so many processes."""
 
@@ -70,8 +83,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         monkeypatch.setenv("ASYNC_RLHF_FORK_SERVER", "off")
         made.append(Counting(room))
         node = Node("learner", "learner", ("ipc:///nowhere",), tmp_path / "learner.log")
-        log = lambda name: tmp_path / f"{name}.log"  # noqa: E731
-        found = start_ranks(made[-1], tmp_path, node, len(scripts), LOOPBACK, lambda node: node, log)
+        found = start_ranks(
+            made[-1], tmp_path, node, len(scripts), LOOPBACK, lambda node: node, lambda name: tmp_path / f"{name}.log"
+        )
         assert isinstance(found, RankProcesses)
         return found, made[-1]
 

@@ -176,6 +176,12 @@ def test_a_cluster_that_cannot_be_used_is_refused(on_ray: Any, cluster: Cluster)
             connect(on_ray(**{"launch.address": address}))
 
 
+def test_a_ray_older_than_the_tested_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rlhf.launch.ray.version", lambda name: "2.9.3")
+    with pytest.raises(ConfigError, match=r"--ray = 'auto': ray 2\.9\.3 is installed, the oldest is 2\.60"):
+        join("auto", "--ray")
+
+
 def test_where_no_cluster_is_and_no_address_was_given_a_local_ray_is_started_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,18 +18,14 @@ from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.cli.commands import app
 from async_rlhf.launch.exit_codes import INTERRUPTED, InterruptedRunError, exit_code
-from async_rlhf.launch.local import LocalLauncher
-from async_rlhf.launch.program import Node
 from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
-from tests.async_rlhf.test_rank_processes import Idle
-from tests.conftest import Command, wait_for
+from tests.async_rlhf.test_rank_processes import Idling
+from tests.conftest import Command, invoke, wait_for
 
 HOLD = """
 import subprocess, sys
@@ -98,11 +94,6 @@ def test_a_lock_that_a_file_system_has_given_to_another_process_is_lost_and_rubb
     assert lock.is_lost(path) and holder(path) == Holder(socket.gethostname(), process.pid)
 
 
-class Idling(LocalLauncher):
-    def start(self, run_dir: Path, node: Node) -> Any:
-        return Idle()
-
-
 def test_a_run_whose_directory_another_host_has_taken_ends_its_processes_and_leaves_the_directory(small: Any) -> None:
     run = RunDir.create(small())
     supervisor = Supervisor(run.config(), run, Idling())
@@ -162,9 +153,9 @@ def test_a_command_on_a_run_that_another_process_has_is_refused_until_that_is_ki
     RunDir.create(small()).retire()
     process = hold(path=small().run_dir / "lock")
     assert holder(small().run_dir / "lock") == Holder(socket.gethostname(), process.pid)
-    refused = CliRunner().invoke(app, [*small_arguments(), "--resume"])
-    assert refused.exit_code == 3 and f"is running (process {process.pid} on host" in refused.output, refused.output
-    assert "stop it first: async-rlhf stop" in refused.output
+    code, output = invoke(*small_arguments(), "--resume")
+    assert code == 3 and f"is running (process {process.pid} on host" in output, output
+    assert "stop it first: async-rlhf stop" in output
     with pytest.raises(ConfigError, match="is running"):
         RunDir.reopen(small())
     process.kill()
@@ -172,8 +163,8 @@ def test_a_command_on_a_run_that_another_process_has_is_refused_until_that_is_ki
     lock = RunLock.take(small().run_dir / "lock")
     assert holder(small().run_dir / "lock") == Holder(socket.gethostname(), os.getpid())
     lock.release()
-    stopped = CliRunner().invoke(app, ["stop", str(small().run_dir)])
-    assert stopped.exit_code == 3 and "is not running" in stopped.output, stopped.output
+    code, output = invoke("stop", small().run_dir)
+    assert code == 3 and "is not running" in output, output
 
 
 @pytest.mark.rest
@@ -191,10 +182,10 @@ def test_of_two_at_the_same_time_exactly_one_goes_on(
     assert won.process.poll() is None
     with pytest.raises(ConfigError, match="is running"):
         RunDir.reopen(small(max_steps=100_000))
-    assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
+    assert invoke("stop", run.path)[0] == 0
     code, output = won.finish()
     assert code == 0, output
-    assert not run.is_alive() and CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 3
+    assert not run.is_alive() and invoke("stop", run.path)[0] == 3
 
 
 def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
@@ -212,7 +203,7 @@ def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
             RunDir.reopen(config)
         assert (
             f"has no supervisor that can be seen from here; processes that hold its lock: {learner.pid} (learner)"
-            in CliRunner().invoke(app, ["stop", str(config.run_dir)]).output
+            in invoke("stop", config.run_dir)[1]
         )
     finally:
         learner.kill()

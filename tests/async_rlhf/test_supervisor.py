@@ -30,7 +30,7 @@ from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.supervision import supervisor as supervising
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_faults import steps, trained_groups
-from tests.async_rlhf.test_rank_processes import Idle
+from tests.async_rlhf.test_rank_processes import Idle, Idling
 from tests.conftest import Command, file_size_limit, wait_for
 
 
@@ -163,9 +163,13 @@ def test_a_run_that_cannot_begin_ends_at_once_keeps_the_reason_and_leaves_its_na
     RunDir.create(config, overwrite=True).retire()
 
 
+def no_hub(*_: Any) -> Any:
+    raise DeadlineError("there is none")
+
+
 def test_what_is_raised_about_the_last_step_leaves_no_process(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its record is read when the learner has ended."""
-    config, started = small(), dict[str, Idle]()
+    config = small()
     run = RunDir.create(config)
 
     class Learned(Idle):
@@ -173,13 +177,7 @@ def test_what_is_raised_about_the_last_step_leaves_no_process(small: Any, monkey
             run.metrics.write_text('{"step": 1}\n')
             return 0
 
-    class Idling(LocalLauncher):
-        def start(self, run_dir: Path, node: Node) -> Any:
-            started[node.name] = Learned() if node.role == "learner" else Idle()
-            return started[node.name]
-
-    def no_hub(*_: Any) -> Any:
-        raise DeadlineError("there is none")
+    launcher = Idling(lambda node: Learned() if node.role == "learner" else Idle())
 
     def refuse(record: dict[str, Any]) -> None:
         raise ZeroDivisionError
@@ -187,8 +185,38 @@ def test_what_is_raised_about_the_last_step_leaves_no_process(small: Any, monkey
     monkeypatch.setattr(Supervisor, "_ask_for", no_hub)
     monkeypatch.setattr(supervising, "_CLOSE_S", 0.0)
     with pytest.raises(ZeroDivisionError):
-        Supervisor(config, run, Idling(), on_step=refuse).run()
-    assert {name: process.code for name, process in started.items()} == {"hub": -9, "learner": None, "actor-0": -9}
+        Supervisor(config, run, launcher, on_step=refuse).run()
+    assert {name: process.code for name, process in launcher.started.items()} == {"hub": -9, "learner": None, "actor-0": -9}
+
+
+@pytest.mark.parametrize(
+    ("role", "left", "told"),
+    [
+        ("learner", ["hub"], "the run cannot be started: no room"),
+        ("tracker", ["hub", "learner", "actor-0"], "tracker ended before it began: no room; starting it again in 0.5 s"),
+    ],
+)
+def test_only_a_role_that_the_run_needs_refuses_it_by_not_starting(
+    small: Any, monkeypatch: pytest.MonkeyPatch, role: str, left: list[str], told: str
+) -> None:
+    config, heard = small(**{"tracking.kind": "tensorboard"}), Heard()
+
+    def make(node: Node) -> Idle:
+        if node.role == role:
+            raise OSError("no room")
+        return Idle()
+
+    def watch(_: Supervisor) -> None:
+        raise ConfigError(heard.events[0])
+
+    launcher = Idling(make)
+    monkeypatch.setattr(Supervisor, "_watch", watch)
+    monkeypatch.setattr(Supervisor, "_ask_for", no_hub)
+    monkeypatch.setattr(supervising, "_CLOSE_S", 0.0)
+    monkeypatch.setattr(supervising, "_TRACKING_S", 0.0)
+    with pytest.raises(ConfigError, match=told):
+        Supervisor(config, RunDir.create(config), launcher, heard).run()
+    assert list(launcher.started) == left and {each.code for each in launcher.started.values()} == {-9}
 
 
 def test_damage_that_a_role_finds_ends_the_run_at_once(small: Any) -> None:

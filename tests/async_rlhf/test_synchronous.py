@@ -30,7 +30,8 @@ from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
 from async_rlhf.run.processes.roles import make_work
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import has_ended, wait_for
+from tests.async_rlhf.test_faults import steps
+from tests.conftest import wait_for
 
 STEPS = 20
 
@@ -98,10 +99,6 @@ OF_TIME = ("time", "step_time", "samples_per_second", "tokens_per_second", "broa
 OF_OTHERS = ("actors", "canary/", "queue/depth", "version")
 
 
-def num_steps(run: Path) -> int:
-    return len(RunDir(run).read_metrics()) if (run / "metrics.jsonl").exists() else 0
-
-
 def trained(run: Path) -> list[bytes]:
     """Weights, optimizer and counters of the last checkpoint, as they lie on disk."""
     last = run / "checkpoints" / "latest"
@@ -128,10 +125,8 @@ def train(
         started = command(*small_arguments(**settings, **overrides))
         directory = tmp_path / "runs" / name
         for step, role in kills:
-            wait_for(lambda step=step: num_steps(directory) >= step, f"step {step}")
-            victim = started.child(role)
-            victim.kill()
-            wait_for(lambda victim=victim: has_ended(victim), f"the end of {role}")
+            wait_for(lambda step=step: steps(directory) >= step, f"step {step}")
+            started.end(role)
         code, output = started.finish()
         assert code == 0, output
         assert output.count("signal 9") == output.count("starting it again") == len(kills), output

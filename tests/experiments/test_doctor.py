@@ -43,7 +43,6 @@ def test_a_kit_installs_beside_the_torch_that_is_there_and_reports(tmp_path: Pat
     kit.build(tmp_path / "kit", version, platform.machine())
     names = {path.name.split("-")[0] for path in (tmp_path / "kit/wheels").glob("*.whl")}
     assert {"async_rlhf", "pyzmq", "pydantic", "pydantic_core"} <= names and not names & {"torch", "transformers", "numpy"}
-    (tmp_path / "out").mkdir()
     command = [str(tmp_path / "kit/run.sh"), str(tmp_path / "out"), "--only", "learner"]
     own = {"DEVICE": "cpu", "PYTHON": sys.executable, "SITE": str(tmp_path / "site")}
     ended = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=600)

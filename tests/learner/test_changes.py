@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import resource
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ from async_rlhf.buffers.files import Disk
 from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, LiveChanges, Undone, described
 from async_rlhf.learner.loop.trainer import TrainerConfig
+from tests.conftest import file_size_limit
 from tests.learner.lives import Killed, Live, make_batches
 
 RATE = "learner.learning_rate"
@@ -157,13 +157,8 @@ def test_on_a_full_disk_a_change_waits_and_the_run_goes_on(tmp_path: Path, monke
 
 def test_where_there_is_room_for_a_part_of_a_line_nothing_is_applied(tmp_path: Path) -> None:
     ask(tmp_path, 0.5)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (Ledger(tmp_path).path.stat().st_size + 20, hard))
-    try:
-        with pytest.raises(OSError):
-            Ledger(tmp_path).append(lambda history: history.apply(1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with file_size_limit(Ledger(tmp_path).path.stat().st_size + 20), pytest.raises(OSError):
+        Ledger(tmp_path).append(lambda history: history.apply(1))
     assert [change.step for change in Ledger(tmp_path).read().changes] == [None]
 
 
@@ -176,6 +171,15 @@ def test_an_operator_who_hangs_while_asking_holds_up_no_step(tmp_path: Path) -> 
         learner.train()
     learner.train()
     assert learner.made == {1: {}, 2: {}, 3: {RATE: 0.5}}
+
+
+@pytest.mark.usefixtures("network_file_system")
+def test_a_change_is_asked_for_and_applied_on_a_network_file_system(tmp_path: Path) -> None:
+    learner = Learner(tmp_path)
+    ask(tmp_path, 0.5)
+    for _ in range(2):
+        learner.train()
+    assert learner.made[2] == {RATE: 0.5}
 
 
 def test_of_two_who_ask_at_once_the_second_decides_by_what_the_first_has_asked(tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_a_run_without_changes_has_no_ledger_and_one_that_is_there_is_read_where
     learner, ledger = Learner(tmp_path), Ledger(tmp_path)
     learner.train()
     assert not list(tmp_path.iterdir()) and ledger.read() == History()
-    assert described(Change(1, {"guard.target": (None, 2)}, 0.0)) == "guard.target null -> 2, waits for the next step"
+    assert described(Change(1, {"guard.target": (None, 2)})) == "guard.target null -> 2, waits for the next step"
     for number in (1, 2):
         ask(tmp_path, 1.0)
         assert len(ledger.read().changes) == number
@@ -230,7 +234,7 @@ STEPS = 8
 
 
 def changed(config: TrainerConfig, values: Mapping[str, Any]) -> TrainerConfig:
-    """As `run.learning` makes it of the whole configuration."""
+    """As `run.config.changed` makes it of the whole configuration."""
     sections: dict[str, dict[str, Any]] = {"learner": {}, "checkpoint": {}, "guard": {}}
     for key, value in values.items():
         section, _, name = key.partition(".")

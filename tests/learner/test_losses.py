@@ -62,12 +62,12 @@ CORRECTIONS: dict[str, dict[str, object]] = {
 CORRECTED = [kind for kind in ALL if loss_spec(kind).corrects != "nothing"]
 
 
-def completions(seed: int, *, groups: int = 3, members: int = 2, spread: float = 0.4) -> list[Completion]:
-    """Groups of completions of 1 to 5 tokens, whose policies differ by about `spread`."""
+def completions(seed: int, *, spread: float = 0.4) -> list[Completion]:
+    """Three groups of two completions of 1 to 5 tokens, whose policies differ by about `spread`."""
     draw = random.Random(seed)
     found = []
-    for group in range(groups):
-        for _ in range(members):
+    for group in range(3):
+        for _ in range(2):
             length = draw.randint(1, 5)
             behaviour = [draw.uniform(-3, -0.2) for _ in range(length)]
             proximal = [b + draw.gauss(0, spread) for b in behaviour]

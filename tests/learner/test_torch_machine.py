@@ -47,8 +47,8 @@ def logprobs(backend: Controller, group: Group, rollout: Rollout) -> Tensor:
         )
 
 
-def of_all(backend: Controller, groups: list[Group] = GROUPS) -> list[Tensor]:
-    return [logprobs(backend, group, rollout) for group in groups for rollout in group.rollouts]
+def of_all(backend: Controller) -> list[Tensor]:
+    return [logprobs(backend, group, rollout) for group in GROUPS for rollout in group.rollouts]
 
 
 def test_a_step_changes_every_weight_is_the_same_each_time_and_made_from_the_gradient(model_dir: Path) -> None:

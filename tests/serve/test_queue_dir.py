@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
 import re
 import shlex
 import signal
@@ -167,17 +164,8 @@ def test_a_daemon_whose_queue_another_host_has_taken_ends_and_names_it(queue: Qu
     assert states(queue) == {"run": "stopped"}
 
 
-def test_a_queue_may_lie_on_a_network_file_system(tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flock(2): there an exclusive lock needs a file that is open for writing, and a shared one a file that can be read."""
-    honest = fcntl.flock
-
-    def flock(file: Any, operation: int) -> None:
-        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
-        if mode == (os.O_RDONLY if operation & fcntl.LOCK_EX else os.O_WRONLY):
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        honest(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+@pytest.mark.usefixtures("network_file_system")
+def test_a_queue_may_lie_on_a_network_file_system(tmp_path: Path, small: Any) -> None:
     queue = QueueDir.made(tmp_path / "serve")
     assert queue.submit(small(name="run"), tmp_path / "gone").number == 1
     lock, said = queue.take(), list[str]()

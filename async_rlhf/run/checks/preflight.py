@@ -140,12 +140,7 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     found = tokenizer.lengths(texts, are_chats[: len(texts)], limit)
     _check_lengths(config, texts, found, limit, setting)
     first_held_out = len(rows[0])
-    if environment is None:
-        read = list(map(tokenizer.normal, texts))
-    else:  # its own columns are a part of what it asks
-        read = [json.dumps(environment.usable({**row.columns, "prompt": row.prompt}), sort_keys=True) for row in everyone]
-    held_out = set(read[first_held_out:])
-    repeated = {n for n in range(first_held_out) if read[n] in held_out} - found.too_long.keys()
+    repeated = _repeated(everyone, texts, first_held_out, tokenizer, environment) - found.too_long.keys() if rows[1] else set()
     left_out = found.too_long.keys() | repeated
     kept = (
         [row for number, row in enumerate(rows[0]) if number not in left_out],
@@ -157,6 +152,22 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
         )
     known = [*remarks(config.learner), *_of_prompts(config, found, len(repeated)), *tokenizer.remarks(texts, are_chats)]
     return Prepared(kept, len(epoch_of(config.data, kept[0])), environment, len(left_out), known)
+
+
+def _repeated(
+    rows: Sequence[Row],
+    texts: Sequence[str],
+    first_held_out: int,
+    tokenizer: PromptTokenizer,
+    environment: EnvironmentSpec | None,
+) -> set[int]:
+    """Training prompts of which the model reads what it reads of held-out ones."""
+    if environment is None:
+        read = list(map(tokenizer.normal, texts))
+    else:  # its own columns are a part of what it asks
+        read = [json.dumps(environment.usable({**row.columns, "prompt": row.prompt}), sort_keys=True) for row in rows]
+    held_out = set(read[first_held_out:])
+    return {n for n in range(first_held_out) if read[n] in held_out}
 
 
 def _of_prompts(config: Config, found: PromptLengths, num_repeated: int) -> Iterator[str]:

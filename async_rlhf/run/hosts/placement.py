@@ -12,7 +12,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.machine import machine_cpus, this_machine, visible
 from async_rlhf.launch.placement import Devices, Host, Inventory, Placement, Wanted, as_ranges, place
 from async_rlhf.launch.program import Node, actor_name, actor_node
-from async_rlhf.launch.sockets import ON_HOST, hub_address
+from async_rlhf.launch.sockets import ON_HOST, hub_address, scorer_address
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs
@@ -49,9 +49,7 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
     """
     hub, network = hub_address(sockets), config.address
     hosts = {name: slot.host for name, slot in placement.slots.items()}
-    scorers = {
-        name: f"ipc://{ON_HOST if host else sockets}/scorer" for name, host in hosts.items() if name.startswith("scorer")
-    }
+    scorers = {name: scorer_address(ON_HOST if host else sockets) for name, host in hosts.items() if name.startswith("scorer")}
     relays = {name: f"ipc://{ON_HOST}/relay" for name in hosts if name.startswith("relay-")}
     scorer_on = {hosts[name]: address for name, address in scorers.items()}
     relay_on = {hosts[name]: address for name, address in relays.items()}

@@ -9,7 +9,6 @@ SIGTERM, and at once on the second.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
 import sys
@@ -29,7 +28,7 @@ from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay
 from async_rlhf.buffers.weights.shared import is_local
-from async_rlhf.launch.exit_codes import exit_code
+from async_rlhf.launch.exit_codes import end_with, exit_code
 from async_rlhf.launch.machine import assigned_threads
 from async_rlhf.launch.program import title
 from async_rlhf.launch.tether import Tether
@@ -267,7 +266,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    logging.shutdown()
-    # Threads of libraries must not keep a process that has done its work.
-    os._exit(code)
+    end_with(lambda: main(sys.argv[1:]))

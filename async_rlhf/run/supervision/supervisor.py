@@ -189,13 +189,15 @@ class Supervisor:
     def _start_all(self) -> None:
         nodes = nodes_of(self._config, self._placement, self._run, self._sockets)
         self._children = {node.name: Child(node, has_worked=self._step > 0) for node in nodes}
-        if self._config.tracking.kind != "none":
-            self._children["tracker"] = Child(Node("tracker", "tracker", (), self._run.log("tracker")), optional=True)
         with _refused_when_full():
             self._run.keep_placement(self._placement)
             self._report_beginning()  # the first role waits for the fork server's imports
             for child in self._children.values():
                 self._start(child)
+        if self._config.tracking.kind != "none":
+            tracker = Child(Node("tracker", "tracker", (), self._run.log("tracker")), optional=True)
+            self._children["tracker"] = tracker
+            self._attempt(tracker)
         self._evaluator.judge()
 
     def _start(self, child: Child) -> None:
@@ -205,6 +207,15 @@ class Supervisor:
         else:
             process = self._launcher.start(run.path, node)
         child.started(process, self._now())
+
+    def _attempt(self, child: Child) -> bool:
+        """Start it; what the machine refuses is a death."""
+        try:
+            self._start(child)
+        except OSError as error:
+            self._died(child, f"before it began: {error}")
+            return False
+        return True
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -298,10 +309,7 @@ class Supervisor:
             self._progress.event(f"{child.node.name} is lost: {reason}; it is tried again from {pause_s:.1f} s on")
 
     def _start_again(self, child: Child) -> None:
-        try:
-            self._start(child)
-        except OSError as error:
-            self._died(child, f"before it began: {error}")
+        if not self._attempt(child):
             return
         self._run.count_restart(child.node.role)
         if child.node.role == "hub" and self._draining:
@@ -377,8 +385,8 @@ class Supervisor:
                 break
             self._look_after(tracker)
             time.sleep(_LOOK_S)
-        if tracker.process is not None:
-            tracker.kill()
+        tracker.kill()
+        if tracker.process is not None and self._now() >= deadline:
             self._progress.event(f"the tracker was not ready {_TRACKING_S:.0f} s after the end; see {tracker.node.log}")
 
 

@@ -50,7 +50,7 @@ OLD = {"fence": 1, "step": 0}
 WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "another protocol": (encoded({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side has protocol"),
     "a protocol of text": (encoded({"type": "bye"}, protocol="two"), "protocol", "protocol two"),
-    "an unknown type": (encoded({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol"),
+    "an unknown type": (encoded({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol, which has hello, "),
     "no type": (encoded({}), "unknown-type", "is no message of this protocol"),
     "a message for others": (encoded({"type": "stop", "reason": "x"}), "unknown-type", "'stop' is not for the hub"),
     "an empty header": ([b""], "malformed", "no MessagePack"),

@@ -10,9 +10,9 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.record import Entry
 
 
-def entry(attempt: int = 0, version: int = 0, num_tokens: int = 1, num_bytes: int = 0) -> Entry:
+def entry(attempt: int = 0, version: int = 0, num_tokens: int = 1) -> Entry:
     """Of a group whose tokens are all of one version."""
-    return Entry(attempt, version, version, num_tokens, num_bytes)
+    return Entry(attempt, version, version, num_tokens, num_bytes=0)
 
 
 class Ready(Admission):
