@@ -94,12 +94,16 @@ def measure(load: Load, turns: int) -> Row:
 
 def crowd(load: Load, turns: int, idle_s: float) -> Row:
     """The hub with many clients beside the hub with two."""
+    cpu: dict[int, list[float]] = {_CROWD: [], 2: []}
 
     def with_clients(number: int) -> float:
-        return GROUP_SIZE * load.num_groups / run_queue(replace(load, clients=number)).seconds
+        run, rollouts = run_queue(replace(load, clients=number)), GROUP_SIZE * load.num_groups
+        cpu[number].append(1000 * run.hub_cpu_s / rollouts)
+        return rollouts / run.seconds
 
-    rates = alternate({f"{n} clients": partial(with_clients, n) for n in (_CROWD, 2)}, turns, warm_up=0)
-    figures = {"idle_percent": idle_percent(replace(load, clients=_CROWD), idle_s)}
+    rates = alternate({f"{number} clients": partial(with_clients, number) for number in cpu}, turns, warm_up=0)
+    figures = {f"hub_cpu_of_{number}_s_per_1000": statistics.median(values) for number, values in cpu.items()}
+    figures["idle_percent"] = idle_percent(replace(load, clients=_CROWD), idle_s)
     return Row.of(f"{_CROWD} clients beside 2", rates, "rollouts/s", at_least=0.8, figures=figures)
 
 
