@@ -46,8 +46,8 @@ def test_what_was_added_is_read_and_nothing_twice(tmp_path: Path, monkeypatch: p
     write_lines(run / "metrics.jsonl", records(9, begin=6))
     write_lines(run / "rollouts.jsonl", [group(9)])
     parsed: list[str] = []
-    whole = json.loads
-    monkeypatch.setattr(json, "loads", lambda text: (parsed.append(text), whole(text))[1])
+    whole = run_files.json_value
+    monkeypatch.setattr(run_files, "json_value", lambda text: (parsed.append(text), whole(text))[1])
     seen = reading.seen
     reading.refresh()
     assert len(parsed) == 5
