@@ -90,16 +90,19 @@ class Segment(NamedTuple):
 
 
 def segments(positions: Sequence[int]) -> list[Segment]:
-    """Segments of all rows in order; positions: index of each row's last token. A block joins the segment before it when
-    that costs no more than a segment of its own."""
+    """Segments of all rows in order; positions: index of each row's last token. A block, or each row of one whose rows differ
+    much, joins the segment before it when that costs no more than a segment of its own."""
     found: list[Segment] = []
     for start in range(0, len(positions), BLOCK):
-        stop = min(start + BLOCK, len(positions))
-        block = Segment(start, stop, max(positions[start:stop]) + 1)
-        if found and _cost(joined := _join(found[-1], block)) <= _cost(found[-1]) + _cost(block):
-            found[-1] = joined
-        else:
-            found.append(block)
+        block = positions[start : start + BLOCK]
+        size = 1 if len(block) * max(block) - sum(block) > (len(block) - 1) * COST else len(block)
+        for first in range(0, len(block), size):
+            rows = block[first : first + size]
+            part = Segment(start + first, start + first + len(rows), max(rows) + 1)
+            if found and _cost(joined := _join(found[-1], part)) <= _cost(found[-1]) + _cost(part):
+                found[-1] = joined
+            else:
+                found.append(part)
     return found
 
 

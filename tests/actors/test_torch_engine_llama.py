@@ -135,4 +135,4 @@ def test_every_row_is_in_one_segment_that_reaches_its_token_and_all_cost_no_more
     blocks = [positions[start : start + BLOCK] for start in range(0, len(positions), BLOCK)]
     apart = sum(len(block) * (max(block) + 1) + COST for block in blocks)
     assert sum((stop - start) * length + COST for start, stop, length in found) <= apart
-    assert segments([40] * 64) == [(0, 64, 41)] and segments([900, *[40] * 63]) == [(0, 4, 901), (4, 64, 41)]
+    assert segments([40] * 64) == [(0, 64, 41)] and segments([900, *[40] * 63]) == [(0, 1, 901), (1, 64, 41)]
