@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from async_rlhf.actors.torch_engine import llama
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.forward import Forward
-from async_rlhf.actors.torch_engine.llama import BLOCK, COST, LlamaForward, can_serve, segments
+from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.segments import BLOCK, COST, segments
 
 SMALL: dict[str, Any] = {
     "vocab_size": 30,
