@@ -39,7 +39,7 @@ class Reserved:
         except (OSError, OverflowError) as error:
             raise EngineError(
                 f"no addresses for {size / 2**30:.1f} GiB of keys or values ({error}): lower engine.slots or "
-                "max_completion_length, or raise the limit of address space (ulimit -v)"
+                "max_completion_length, or raise the limit of address space (ulimit -v; vm.overcommit_memory = 2 sets one too)"
             ) from error
         if hasattr(mmap, "MADV_NOHUGEPAGE"):  # with which a token would take two megabytes
             self._memory.madvise(mmap.MADV_NOHUGEPAGE)
