@@ -109,8 +109,9 @@ class EngineConfig(Section):
     prefill_tokens: int = Field(default=2048, ge=1)
     """Prompt tokens (and recomputed prefixes) computed in one step beside the decoding."""
     kv_bytes: int | None = Field(default=None, ge=1)
-    """Most bytes of keys and values; beyond it the newest sequences wait and are computed again. `"none"`: what `slots`
-    sequences need. Held turns of episodes take as much again at most."""
+    """Most bytes of keys and values (torch engine: on a CPU of each sequence's own tokens, elsewhere of as many as the longest
+    has); beyond it the newest sequences wait and are computed again. `"none"`: what `slots` sequences need. Held turns of
+    episodes take as much again at most."""
     kv_policy: Literal["full", "window", "chunk_sink"] = "full"
     """Keys and values that stay (torch engine): all; the first tokens and a recent window; or these and a token for each
     evicted chunk. Sampling is then off-policy, also at staleness 0."""

@@ -4,8 +4,8 @@ A transformers `Cache` that any model's attention layers call through `update`. 
 pass brings: *chunks* of prefixes (each written to one or more rows, attention over what those rows hold before it and
 over itself) or *tokens* (one per row, written at that row's own position, attention over the prefix that holds the
 longest running row). The columns of a row beyond its position hold leftovers of earlier occupants; the mask hides them
-and later tokens overwrite them. The buffers grow by need, so memory and cost follow the longest sequence, not the
-model's limit; with a limit in positions, they have as many rows as fit at that length.
+and later tokens overwrite them. The buffers grow by need, so memory follows the longest sequence, not the model's
+limit; with a limit in places, they have as many rows as fit at that length. On a CPU see `reserved`.
 
 Axes: `R` rows, `N` running rows, `K` chunks, `P` chunk columns, `H` key heads, `T` columns, `D` head width.
 """
@@ -19,6 +19,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks
+from async_rlhf.actors.torch_engine.scheduler import Size
 
 # Columns are added in multiples of this by default, and at least half of what is there, so that copying
 # stays a small share; small, because columns that are never used stand between those that are and cost bandwidth.
@@ -50,14 +51,21 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         self._of_rows = torch.empty(0, dtype=torch.int64)
         self._places: dict[int, torch.Tensor] = {}
 
-    def fits(self, num_rows: int, length: int) -> bool:
-        """Whether so many rows of up to `length` tokens stay within `max_places`."""
-        return self._max_places is None or num_rows * self._columns_for(length) <= self._max_places
+    def expect(self, length: int) -> None:
+        """A row may come to have so many tokens."""
+
+    def fits(self, size: Size) -> bool:
+        """Whether rows of this size stay within `max_places`."""
+        return self._max_places is None or size.num_rows * self._columns_for(size.longest) <= self._max_places
 
     @property
     def num_places(self) -> int:
         """Tokens there is room for, or may be."""
         return self._num_rows * self._num_columns if self._max_places is None else self._max_places
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.numel() * each.element_size() for each in (*self.keys, *self.values))
 
     def columns_within(self, length: int) -> int:
         """`length`, or the most there may be."""
@@ -122,6 +130,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Other requests begin in these rows. What they held is hidden by their positions."""
+
+    def release(self, num_rows: int) -> None:
+        """From this row on all are free."""
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Rows `targets` get the first `length` columns of rows `sources`; no row may be both."""

@@ -27,13 +27,17 @@ from async_rlhf.actors.torch_engine.kept import KeptCache, KeptForward, KeptLlam
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
+from async_rlhf.actors.torch_engine.reserved import ReservedCache
 from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import sample
-from async_rlhf.actors.torch_engine.scheduler import Plan, Scheduler
+from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, Plan, Scheduler, Size
 from async_rlhf.actors.torch_engine.weights import Base, adopt_weights, check_weights
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
+
+# Tokens that each row may take before a newest one is sent back.
+_ROOM = 16
 
 
 class TorchEngine:
@@ -80,7 +84,8 @@ class TorchEngine:
         self._scheduler = Scheduler(slots, prefill_tokens, evicts=kv_policy is not None)
         self._rows = Rows(slots)
         self._is_bounded = max_places is not None
-        self._cache = RowCache(slots, max_length, max_places, columns_step(model) if batch_invariant else COLUMNS_STEP)
+        kind = ReservedCache if self._device.type == "cpu" and recorder is None else RowCache
+        self._cache = kind(slots, max_length, max_places, columns_step(model) if batch_invariant else COLUMNS_STEP)
         self.kv_policy = kv_policy
         self._forward: Forward
         if kv_policy is not None:
@@ -109,7 +114,7 @@ class TorchEngine:
     @property
     def cache_bytes(self) -> int:
         """Of keys and values of all rows, what is held between turns left out."""
-        return sum(int(each.numel() * each.element_size()) for each in (*self._cache.keys, *self._cache.values))
+        return self._cache.num_bytes
 
     @property
     def progress(self) -> int:
@@ -122,10 +127,11 @@ class TorchEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """As in `Engine.submit`; nothing is queued when one of the requests is refused."""
         check_requests(requests, self._scheduler.unfinished_keys(), self._check, self._vocabulary, self._max_length)
+        self._cache.expect(max((request.most_tokens for request in requests), default=0))
         self._scheduler.submit(requests)
 
     def _check(self, request: Request) -> None:
-        if not self._cache.fits(1, request.most_tokens):
+        if not self._cache.fits(NO_ROWS.plus(request.most_tokens)):
             raise EngineError(
                 f"{request.key} needs room for {request.parts}, engine.kv_bytes has less for a "
                 "single sequence; raise it, or lower max_completion_length"
@@ -184,10 +190,10 @@ class TorchEngine:
             self._adopt(*self._coming)
             return []  # so that the caller sees the new version before anything is sampled from it
         plan = self._plan()
+        self._place(plan)
         num_rows = self._scheduler.num_rows
         if num_rows == 0:
             return []
-        self._place(plan)
         rows = self._rows
         positions = rows.positions[:num_rows]
         logits = self._forward(plan.chunks, self._last[:num_rows], self._on_device(positions), int(positions.max()) + 1)
@@ -215,28 +221,34 @@ class TorchEngine:
 
     def _plan(self) -> Plan:
         """Make room where memory is counted, then let requests in; while weights wait, only those that had begun."""
-        longest = 0
+        size = NO_ROWS
         if self._is_bounded:
             rows = self._scheduler.rows_by_age()
-            lengths = np.maximum.accumulate(self._rows.positions[rows] + 1)
-            # One more row or a longer one only needs more, so what fits is a prefix of the rows by age.
-            num_kept = sum(self._cache.fits(count + 1, int(length)) for count, length in enumerate(lengths))
-            self._suspend(rows[num_kept:])
-            longest = int(lengths[num_kept - 1]) if num_kept else 0
+            for length in (self._rows.positions[rows] + 1).tolist():
+                if not self._cache.fits(size.plus(length)):
+                    break
+                size = size.plus(length)
+            self._suspend(rows[size.num_rows :])
         return self._scheduler.plan(
             self._version,
-            longest=longest,
-            fits=self._cache.fits if self._is_bounded else None,
+            size=size,
+            fits=self._has_room if self._is_bounded else None,
             only_begun=self._coming is not None,
         )
+
+    def _has_room(self, size: Size) -> bool:
+        """Whether another row may enter: not one that is sent back a few steps later."""
+        return self._cache.fits(size if size.num_rows == 1 else size.later(_ROOM))
 
     def _place(self, plan: Plan) -> None:
         """Bring rows, cache and last tokens to where the plan has them."""
         if plan.moves:
             sources, targets = (list(side) for side in zip(*plan.moves, strict=True))
+            self._cache.clear_rows(targets)
             self._cache.copy_rows(sources, targets, int(self._rows.positions[sources].max()))
             self._last[targets] = self._last[sources]
             self._rows.move(plan.moves)
+        self._cache.release(self._scheduler.num_rows)
         if plan.admitted:
             for admission in plan.admitted:
                 self._rows.admit(admission.row, admission.request, admission.version, admission.progress)

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of, position_mask
 from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.segments import attend_in_segments, attending, segments
 
 LENGTH_STEP = 128
 
@@ -39,6 +40,7 @@ class Forward:
         self._model: Any = model
         self._cache = cache
         self._attention = attention_of(model.config)
+        self._in_segments = attend_in_segments(model)
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """Compute chunks of prefixes, then one token in each row.
@@ -67,7 +69,8 @@ class Forward:
         self._cache.begin_tokens(positions, length)
         at = positions[:, None]
         masks = self._attention.masks(lambda reach: position_mask(at, length, self._model.dtype, reach))
-        return self._pass(tokens[:, None], at, masks)
+        with attending(segments(positions.tolist()) if self._in_segments else ()):
+            return self._pass(tokens[:, None], at, masks)
 
     def _pass(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
         """Logits [rows, V] at the last position."""

@@ -23,8 +23,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import position_mask
-from async_rlhf.actors.torch_engine.llama import LlamaForward, can_pack, can_serve, segments
+from async_rlhf.actors.torch_engine.llama import LlamaForward, can_pack, can_serve
 from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.segments import segments
 from async_rlhf.buffers.attention import FULL
 
 # Tokens of a prompt that attend in one product.

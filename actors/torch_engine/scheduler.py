@@ -18,10 +18,29 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.rows import Hold, Holds, Progress
+
+
+class Size(NamedTuple):
+    """Of running rows: how many, tokens of the longest, and of all."""
+
+    num_rows: int = 0
+    longest: int = 0
+    total: int = 0
+
+    def plus(self, length: int) -> Size:
+        """With one row more."""
+        return Size(self.num_rows + 1, max(self.longest, length), self.total + length)
+
+    def later(self, steps: int) -> Size:
+        """When each row has so many tokens more."""
+        return Size(self.num_rows, self.longest + steps, self.total + steps * self.num_rows)
+
+
+NO_ROWS = Size()
 
 
 @dataclass(frozen=True)
@@ -223,18 +242,18 @@ class Scheduler:
         self,
         version: int,
         *,
-        longest: int = 0,
-        fits: Callable[[int, int], bool] | None = None,
+        size: Size = NO_ROWS,
+        fits: Callable[[Size], bool] | None = None,
         only_begun: bool = False,
     ) -> Plan:
         """Close all holes, admit as many waiting requests as fit, choose what is computed of prefixes by `version`.
 
-        `fits(rows, length)`: whether there is memory for so many rows of up to `length` tokens, the running ones
-        being at most `longest`. `only_begun` admits nothing but what was sent back.
+        `fits(size)`: whether there is memory for rows of this size; `size` is that of the running ones. `only_begun` admits
+        nothing but what was sent back.
         """
         holes = [row for row, entry in enumerate(self._rows) if entry is None]
         num_running = len(self._rows) - len(holes)
-        entering = self._take_admissible(num_running, longest, fits, only_begun)
+        entering = self._take_admissible(num_running, size, fits, only_begun)
         if not holes and not entering and not self._fills:
             return _NOTHING
         moves = self._close_holes(holes, num_running + len(entering))
@@ -244,7 +263,7 @@ class Scheduler:
         return Plan(moves, copies, admitted, chunks, filling)
 
     def _take_admissible(
-        self, num_rows: int, longest: int, fits: Callable[[int, int], bool] | None, only_begun: bool
+        self, num_rows: int, size: Size, fits: Callable[[Size], bool] | None, only_begun: bool
     ) -> list[_Entry]:
         """Those that can enter now, out of the waiting line: from its front, or of those that had begun from theirs."""
         entering: list[_Entry] = []
@@ -256,8 +275,8 @@ class Scheduler:
                 passed.append(self._waiting.popleft())
                 continue
             if fits is not None:
-                longest = max(longest, len(entry.ids))
-                if not fits(num_rows + len(entering) + 1, longest):
+                size = size.plus(len(entry.ids))
+                if not fits(size):
                     break
             entering.append(self._waiting.popleft())
         self._waiting.extendleft(reversed(passed))

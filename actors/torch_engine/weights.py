@@ -19,6 +19,8 @@ from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.tensors import RawTensor
 
 A, B = ".lora_A", ".lora_B"
+# Bytes; where products find their operands further off they round in another order.
+_ALIGNED = 64
 
 
 def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None = None) -> None:
@@ -47,17 +49,34 @@ def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base
 
 @torch.no_grad()
 def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None = None) -> None:
-    """Copy every tensor into the parameter of that name; the set has passed `check_weights`."""
+    """Give every parameter the tensor of its name; the set has passed `check_weights`.
+
+    On a CPU sealed memory is not copied: the parameters lie in it from then on, in the one copy that all processes of the
+    machine have. It cannot change, and is there as long as it is mapped.
+    """
     adapted = adapted_parameters(tensors)
     if adapted and base is not None:
         for name, parameter in model.named_parameters():
             if name in adapted:
                 a, b = (_as_tensor(tensors[name + end]).clone().to(parameter.device) for end in (A, B))
-                parameter.copy_(with_adapter(base.tensor(name).to(parameter.device), a, b))
+                _put(parameter, with_adapter(base.tensor(name).to(parameter.device), a, b))
         return
     for name, parameter in model.named_parameters():
-        if parameter.numel():
-            parameter.copy_(_as_tensor(tensors[name]))
+        if not parameter.numel():
+            continue
+        value, is_sealed = _as_tensor(tensors[name]), tensors[name].part is not None
+        if is_sealed and parameter.device.type == "cpu" and value.data_ptr() % _ALIGNED == 0:
+            parameter.data = value
+        else:
+            _put(parameter, value)
+
+
+def _put(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Into memory of its own, which recorded passes know by its address."""
+    if parameter.untyped_storage().resizable():
+        parameter.copy_(value)
+    else:  # it lies in a set, or in a file
+        parameter.data = value.to(parameter.dtype, copy=True)
 
 
 def _as_tensor(raw: RawTensor) -> torch.Tensor:

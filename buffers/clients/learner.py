@@ -192,12 +192,26 @@ class LearnerClient:
         self.begin_publish(version, tensors, canary)
         self._end_upload()
 
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
-        """Begin to send a weight set, when the one before is there. The tensors are read until the upload has ended: all
-        that waits for it (`trained`, `register`, another upload) comes before they may change."""
+    def begin_publish(
+        self,
+        version: int,
+        tensors: Mapping[str, RawTensor],
+        canary: Canary | None = None,
+        read: Callable[[], object] = lambda: None,
+    ) -> WeightUpload:
+        """Begin to send a weight set, when the one before is there. read: called when the tensors may change, once the upload
+        has copied them or failed."""
         self._end_upload()
         fence = self.fence
-        self._upload = self._start(lambda: self._weight_sender.publish(fence, version, tensors, canary))
+
+        def work() -> None:
+            try:
+                weights = self._weight_sender.copied(fence, version, tensors, canary)
+            finally:
+                read()
+            self._weight_sender.publish(weights)
+
+        self._upload = self._start(work)
         return self._upload
 
     def _check_upload(self) -> None:
@@ -229,16 +243,18 @@ class WeightSender:
         self._before: WeightSet | None = None
         self._wants_delta = False
 
-    def publish(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None) -> None:
+    def copied(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None) -> WeightSet:
+        return WeightSet.of(fence, version, tensors, canary, SealedMemory.make if self._shares else HeapMemory)
+
+    def publish(self, weights: WeightSet) -> None:
         """Raises RefusedError when the hub does not take the set, DeadlineError when it does not answer."""
-        weights = WeightSet.of(fence, version, tensors, canary, SealedMemory.make if self._shares else HeapMemory)
         step = self._delta(weights)
         announcement = weights.announcement().model_copy(update={"delta": step and step.spec})
         wanted, _ = self._connection.ask(announcement, timeout_s=self._timeout_s)
         if isinstance(wanted, wire.Wanted):
             chunks = _chunks(weights, wanted.chunks, step if wanted.delta else None)
             self._connection.ask_all(chunks, ahead=_CHUNKS_AHEAD, timeout_s=self._timeout_s)
-            self._check(fence, version)
+            self._check(weights.fence, weights.version)
             self._wants_delta = self._config.delta and wanted.delta_next
         self._before = weights if self._wants_delta else None
 

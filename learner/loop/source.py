@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,10 @@ class ArchiveSource:
                 raise RefusedError("not-kept", f"the archive has no batch {step}, it goes on at {batch.step}")
         return "end of the archive"
 
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
+    def begin_publish(
+        self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None, read: Callable[[], object]
+    ) -> WeightUpload:
+        read()
         return WeightUpload(lambda: None)
 
     def register(self, *args: object, **named: object) -> None:
@@ -145,7 +149,9 @@ class SourceSession:
         """whole: wait until the hub has it."""
         began = time.monotonic()
         tensors, canary = self._backend.tensors(), self.canary(step)
-        publication = self._source.begin_publish(step, tensors, canary)
+        copied = threading.Event()
+        publication = self._source.begin_publish(step, tensors, canary, copied.set)
+        self._backend.is_read(until=copied)
         if whole:
             publication.wait()
         self._publication = None if whole else publication

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -86,9 +87,13 @@ class Controller:
     def tensors(self) -> Mapping[str, RawTensor]:
         """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
 
-        Copies in host memory that is used again: they hold until the next call.
+        In host memory, on a CPU perhaps the parameters' own: they hold until the next step (`is_read`) and the next call.
         """
         return self._together("tensors")  # type: ignore[no-any-return]
+
+    def is_read(self, until: threading.Event) -> None:
+        """What `tensors` gave is being read: no step changes it before this is set."""
+        self.machine.is_read(until)
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         """A text and its log-probabilities under the weights that `tensors` gives. ids: how it begins; none: any tokens.

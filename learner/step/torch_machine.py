@@ -8,6 +8,7 @@ come on the machine's device.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from async_rlhf.buffers.errors import NonFiniteError
+from async_rlhf.buffers.errors import DeadlineError, NonFiniteError
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
@@ -31,6 +32,7 @@ from async_rlhf.learner.step.ranks import Ranks, take_device
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
 _PROBE_TOKENS = 128
+_READ_S = 600.0
 # Where torch has AdamW as one kernel for a whole list of parameters.
 _FUSED = ("cpu", "cuda", "mps", "xpu")
 # Of AdamW's running means. The second is shorter than its default of 0.999, as usual for language models: a stale, large
@@ -108,8 +110,8 @@ class Machine:
 
     def apply(self, step: int, finite: bool, rate: float | None = None) -> tuple[float, bool]:
         """Norm of the gradient before clipping, and whether the update was made: not when `finite` is False or the norm is
-        not; weights and optimizer are then as they were. rate: in place of `learner.learning_rate`. Waits for a snapshot that
-        still reads the weights."""
+        not; weights and optimizer are then as they were. rate: in place of `learner.learning_rate`. Waits for a snapshot or a
+        publication that still reads the weights."""
         norm = torch.nn.utils.clip_grad_norm_(self._learning(), self.config.max_grad_norm)
         if not finite or not bool(torch.isfinite(norm)):
             return float(norm), False
@@ -133,7 +135,19 @@ class Machine:
         model = self.policy.model
         if self._lora is not None and self._lora.publish == "adapter":
             return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in lora.factors(model)}
-        return self._copies(lora.merged(model))
+        leaving = lora.merged(model)
+        if self.device.type == "cpu" and all(tensor.dtype == self.publish_dtype for tensor in leaving.values()):
+            return {name: raw(tensor) for name, tensor in leaving.items()}
+        return self._copies(leaving)
+
+    def is_read(self, until: threading.Event) -> None:
+        """`apply` waits until this is set: see `Controller.is_read`."""
+
+        def wait() -> None:
+            if not until.wait(_READ_S):
+                raise DeadlineError(f"the copy of the weights that are published was not made within {_READ_S:.0f} s")
+
+        self._readers.append(wait)
 
     def _copies(self, named: Mapping[str, Tensor]) -> dict[str, RawTensor]:
         """In the type that is published, in host memory that is used again: fresh memory costs more than the copy. It is pinned

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
@@ -18,6 +22,8 @@ from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import find_max_places, load_engine
+from async_rlhf.actors.torch_engine.reserved import Reserved, ReservedCache
+from async_rlhf.actors.torch_engine.scheduler import Size
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span
 from async_rlhf.buffers.sampling import Sampling
@@ -138,19 +144,24 @@ def long_requests(count: int) -> list[Request]:
     return [replace(make_request(n // 4, 20, lengths[n]), key=RolloutKey(n // 4, 0, n % 4), seed=n) for n in range(count)]
 
 
+def bytes_of_a_token(model: PreTrainedModel) -> int:
+    """Keys and values, layers, heads, width, bytes of a float32."""
+    return 2 * 4 * (2 if model.config.model_type == "llama" else 4) * 8 * 4
+
+
 def test_with_little_memory_the_same_is_sampled_within_its_bound_and_the_earliest_is_never_sent_back(
     model: PreTrainedModel,
 ) -> None:
     requests = long_requests(16)
     assert 20 + max(request.max_new_tokens for request in requests) > 180 / 2, "only one of them fits at its full length"
     plenty = finished(TorchEngine(model, slots=16, max_length=256), requests)
-    for max_places in (400, 180):
+    for max_places in (250, 180):
         engine = TorchEngine(model, slots=16, max_length=256, max_places=max_places, prefill_tokens=16)
         done: dict[RolloutKey, Completion] = {}
         engine.submit(requests)
         for _ in range(sum(request.max_new_tokens + 2 for request in requests)):
             done.update({completion.key: completion for completion in engine.step()})
-            assert max((len(keys) * keys.shape[2] for keys in engine._cache.keys), default=0) <= max_places
+            assert engine.cache_bytes <= max_places * bytes_of_a_token(model)
         assert engine.num_suspended > 0 and len(done) == len(requests), "there is always progress"
         for request in requests:
             assert done[request.key].token_ids.tolist() == plenty[request.key].token_ids.tolist()
@@ -174,8 +185,7 @@ def test_aborting_counts_also_the_tokens_of_those_sent_back_and_what_can_never_f
 
 
 def test_bytes_are_counted_as_the_model_stores_them_and_bound_the_cache(model: PreTrainedModel, tmp_path: Path) -> None:
-    heads = 2 if model.config.model_type == "llama" else 4
-    a_token = 2 * 4 * heads * 8 * 4  # keys and values, layers, heads, width, bytes of a float32
+    a_token = bytes_of_a_token(model)
     assert find_max_places(model, 10 * a_token + 3) == 10
     with pytest.raises(ConfigError, match=f"engine.kv_bytes = 5 holds no token: keys and values of one take {a_token} bytes"):
         find_max_places(model, 5)
@@ -195,4 +205,75 @@ def test_a_counted_cache_gives_up_columns_for_rows_and_keeps_what_it_holds() -> 
     keys, _ = cache.write_tokens(0, torch.full((4, 1, 4), 2.0), torch.ones(4, 1, 4))
     assert cache.keys[0].shape == (4, 1, 32, 4)
     assert keys[:, 0, 3, 0].tolist() == [1, 1, 0, 0] and keys[:, 0, 4, 0].tolist() == [2, 2, 2, 2]
-    assert cache.fits(8, 16) and cache.fits(2, 64) and not cache.fits(8, 17) and not cache.fits(3, 60)
+    assert [cache.fits(Size(*each)) for each in ((8, 16), (2, 64), (8, 17), (3, 60))] == [True, True, False, False]
+
+
+def test_rows_take_memory_for_what_they_hold_and_grow_where_they_are(model: PreTrainedModel) -> None:
+    engine, a_token, addresses = TorchEngine(model, slots=16, max_length=256), bytes_of_a_token(model), set()
+    engine.submit([replace(make_request(99, 20, 230)), *(make_request(n, 20, 40) for n in range(31))])
+    while engine.num_unfinished:
+        engine.step()
+        held = int(engine._rows.positions[: engine._scheduler.num_rows].sum())
+        assert engine.cache_bytes <= (held + 16 * 59) * a_token, "and what rows that have just ended held"
+        addresses.add(engine._cache.addresses())
+    engine.step()
+    assert len(addresses) == 1 and engine.cache_bytes == 0
+
+
+ROWS = st.integers(0, 3)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("write"), ROWS, st.integers(1, 300)),
+            st.tuples(st.just("copy"), ROWS, ROWS),
+            st.tuples(st.just("clear"), ROWS, st.none()),
+            st.tuples(st.just("release"), ROWS, st.none()),
+            st.tuples(st.just("expect"), st.integers(1, 900), st.none()),
+            st.tuples(st.just("keep"), ROWS, ROWS),
+        ),
+        max_size=30,
+    ),
+    st.sampled_from([None, 4000]),
+)
+def test_a_reserved_cache_holds_what_a_growing_one_holds(history: list[tuple[str, int, Any]], max_places: int | None) -> None:
+    """Two layers; a column is a 64th of a page."""
+    caches, lengths = (RowCache(4), ReservedCache(4, max_places=max_places)), [0] * 4
+    for number, (what, first, second) in enumerate(history):
+        for cache in caches:
+            if what == "write":
+                at = torch.arange(lengths[first], lengths[first] + second)
+                cache.begin_tokens(at, lengths[first] + second, torch.full_like(at, first))
+                for layer in range(2):
+                    new = (at + 1000 * number + layer / 2)[:, None, None].expand(-1, 2, 16).float()
+                    cache.write_tokens(layer, new, -new)
+            elif what == "copy" and first != second:
+                cache.copy_rows([first], [second], lengths[first])
+            elif what == "keep" and cache.keys:
+                cache.put_row(second, cache.keep_row(first, lengths[first]))
+            elif what in ("clear", "release", "expect"):
+                getattr(cache, {"clear": "clear_rows"}.get(what, what))([first] if what == "clear" else first)
+        if what == "write":
+            lengths[first] += second
+        elif what in ("copy", "keep"):
+            lengths[second] = lengths[first]
+        elif what == "clear":
+            lengths[first] = 0
+        elif what == "release":
+            lengths[first:] = [0] * (4 - first)
+        for ours, plain in zip((*caches[1].keys, *caches[1].values), (*caches[0].keys, *caches[0].values), strict=True):
+            assert all(torch.equal(ours[row, :, :length], plain[row, :, :length]) for row, length in enumerate(lengths))
+            assert ours.isfinite().all()
+        assert sum(lengths) * 2 * 2 * 2 * 16 * 4 <= caches[1].num_bytes or not caches[1].keys
+
+
+def test_addresses_take_no_memory_and_what_is_given_back_is_taken_from_it() -> None:
+    before, of_this = psutil.Process().memory_info().rss, Reserved((64, 1 << 20, 16), torch.float32)
+    of_this.tensor[7] = 1.0
+    assert 60 << 20 < psutil.Process().memory_info().rss - before < 90 << 20 < of_this.tensor.nbytes
+    of_this.give_back((7 << 24) + 5, (8 << 24) - 5)
+    assert psutil.Process().memory_info().rss - before < 30 << 20
+    assert of_this.tensor[7].count_nonzero() == 2 * (mmap.PAGESIZE // 4), "the pages at both ends hold more"
+    with pytest.raises(EngineError, match=r"no addresses for 67108864\.0 GiB of keys or values"):
+        Reserved((1 << 54,), torch.float32)

@@ -34,6 +34,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def rows_of_different_lengths_attend_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rows do that differ by hundreds of tokens."""
+    monkeypatch.setattr("async_rlhf.actors.torch_engine.segments.COST", 0)
+
+
 def requests() -> list[Request]:
     """Two siblings, and prompts shorter and longer than a window; some greedy, some held when they end."""
     rng = np.random.default_rng(0)

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from async_rlhf.actors.torch_engine import llama
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.forward import Forward
-from async_rlhf.actors.torch_engine.llama import BLOCK, COST, LlamaForward, can_serve, segments
+from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.segments import BLOCK, COST, segments
 
 SMALL: dict[str, Any] = {
     "vocab_size": 30,
@@ -135,4 +136,4 @@ def test_every_row_is_in_one_segment_that_reaches_its_token_and_all_cost_no_more
     blocks = [positions[start : start + BLOCK] for start in range(0, len(positions), BLOCK)]
     apart = sum(len(block) * (max(block) + 1) + COST for block in blocks)
     assert sum((stop - start) * length + COST for start, stop, length in found) <= apart
-    assert segments([40] * 64) == [(0, 64, 41)] and segments([900, *[40] * 63]) == [(0, 4, 901), (4, 64, 41)]
+    assert segments([40] * 64) == [(0, 64, 41)] and segments([900, *[40] * 63]) == [(0, 1, 901), (1, 64, 41)]

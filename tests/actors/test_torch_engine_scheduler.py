@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.rows import Progress
-from async_rlhf.actors.torch_engine.scheduler import Chunk, Copy, Plan, Scheduler
+from async_rlhf.actors.torch_engine.scheduler import Chunk, Copy, Plan, Scheduler, Size
 from async_rlhf.buffers.record import Span
 from async_rlhf.buffers.sampling import Sampling
 
@@ -248,10 +248,10 @@ def test_siblings_sent_back_share_their_prompt_again_and_compute_the_rest_each_f
 def test_where_memory_is_counted_no_more_enter_than_fit_at_the_longest_length() -> None:
     scheduler = Scheduler(8)
     scheduler.submit([make_request(0, 0), make_request(1, 1), make_request(2, 2), make_request(3, 0)])
-    assert groups(scheduler, fits=lambda num_rows, length: num_rows * length <= 20) == [0, 1], (
+    assert groups(scheduler, fits=lambda size: size.num_rows * size.longest <= 20) == [0, 1], (
         "three of eight tokens are too many"
     )
-    assert groups(scheduler, longest=4, fits=lambda num_rows, length: num_rows * length <= 24)
+    assert groups(scheduler, size=Size(0, 4), fits=lambda size: size.num_rows * size.longest <= 24)
 
 
 # Turns that go on

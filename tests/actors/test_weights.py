@@ -16,6 +16,8 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights.shared import SealedMemory
+from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import Controller, make_backend
 from tests.actors.torch_models import own_model
@@ -55,6 +57,23 @@ def test_a_sound_set_is_adopted_to_the_last_bit_tied_parameters_once(kind: str) 
     engine.load_weights(9, tensors)
     assert engine.version == 9
     assert {name: raw.data for name, raw in raw_weights(model).items()} == {n: bytes(raw.data) for n, raw in tensors.items()}
+
+
+def test_parameters_lie_in_a_sealed_set_and_nothing_that_comes_later_is_written_into_it(tmp_path: Path) -> None:
+    save_model(make_model(0), tmp_path)
+    engine = load_engine(str(tmp_path), EngineConfig(slots=4), version=0)
+    sealed = WeightSet.of(1, 1, raw_weights(make_model(1)), make=SealedMemory.make)
+    before, parameters = bytes(sealed.blob), dict(engine._model.named_parameters())
+    places = {name: np.frombuffer(each.data, np.uint8).ctypes.data for name, each in sealed.tensors().items()}
+    for version, tensors in enumerate((sealed.tensors(), raw_weights(make_model(2)), raw_weights(make_model(3))), start=1):
+        engine.load_weights(version, tensors)
+        wanted = dict(make_model(version).named_parameters())
+        assert all(torch.equal(each, wanted[name]) for name, each in parameters.items())
+        lie_in = {name for name, place in places.items() if parameters[name].data_ptr() == place}
+        assert lie_in == ({name for name, place in places.items() if place % 64 == 0} if version == 1 else set())
+    engine.load_weights(4, sealed.tensors())
+    engine.load_weights(5, a_set(*adapter(1)))
+    assert parameters[NAME].data_ptr() != places[NAME] and bytes(sealed.blob) == before
 
 
 @pytest.fixture(params=["torch", "vllm"])

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.experiments.throughput import __main__ as bench
-from async_rlhf.experiments.throughput import judges, pipeline
+from async_rlhf.experiments.throughput import growth, judges, pipeline
 from async_rlhf.experiments.throughput.harness import MODEL, Bench, MissingError, Row, alternate, rates
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.learner import bare, bare_batches, long_tailed, make_groups, ours
@@ -232,3 +232,23 @@ def test_a_producer_sends_what_an_actor_would() -> None:
 def test_a_small_run_of_the_weights_measures_every_part() -> None:
     rows = small_rows("weights")
     assert [row["load"] for row in rows] == ["adopt", "shared", "tcp", "delta"] and all(row["ratio"] > 0 for row in rows)
+
+
+@pytest.mark.rest
+def test_costs_are_measured_at_two_sizes_beside_the_work_and_drawn(tmp_path: Path) -> None:
+    rows = list(growth.growth(Bench(small=True)))
+    assert [row.load for row in rows] == [curve.title for curve in growth.curves()]
+    assert all(len(row.sides) == 2 and row.ratio is not None and row.ratio > 0 for row in rows)
+    (cache,) = (row.ratio for row in rows if row.unit == "bytes")
+    assert cache is not None and cache <= 1.1
+    bench.save(tmp_path / "growth.json", {"date": "2026-01-01"}, [replace(row, part="growth") for row in rows])
+    growth.picture(tmp_path / "growth.json", tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 10_000
+
+
+def test_a_cost_that_grows_faster_than_its_work_misses_its_goal() -> None:
+    for power, ratio in ((1, 1.0), (2, 16.0)):
+        curve = growth.Curve("a, by size", "s", (2, 8, 32), lambda size, power=power: lambda: float(size**power), float)
+        row = growth.row_of(curve, curve.sizes, 2)
+        assert (row.ratio, row.figures) == (ratio, {"slope": power, "slope_of_work": 1.0})
+        assert ("reached" in str(row)) == (power == 1)

@@ -88,7 +88,9 @@ class ScriptedHub:
         assert step == self.step
         self.step = step + 1
 
-    def begin_publish(self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None = None) -> WeightUpload:
+    def begin_publish(
+        self, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None, read: Callable[[], object]
+    ) -> WeightUpload:
         """As late as may be: the weights are read when the next batch has been taken."""
         late, failure = self.published is not None, None
         self._taking.clear()
@@ -99,13 +101,16 @@ class ScriptedHub:
         except BaseException as error:  # noqa: BLE001 (the thread's)
             failure = error
 
-        def read() -> None:
-            if failure is not None:
-                raise failure
-            assert not late or self._taking.wait(30)
-            self.weights[version] = WeightSet.of(1, version, tensors)
+        def work() -> None:
+            try:
+                if failure is not None:
+                    raise failure
+                assert not late or self._taking.wait(30)
+                self.weights[version] = WeightSet.of(1, version, tensors)
+            finally:
+                read()
 
-        self._publication = WeightUpload(read)
+        self._publication = WeightUpload(work)
         if failure is not None:
             with suppress(BaseException):
                 self._publication.wait()

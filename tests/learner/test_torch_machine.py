@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -206,8 +207,34 @@ def test_tied_parameters_are_published_once_and_scalars_and_empty_ones_can_be(tm
     assert len(tensors["nothing"].data) == 0 and tensors["nothing"].shape == (0, 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_leave_as_a_copy_in_memory_that_is_used_again(model_dir: Path, dtype: str) -> None:
+def test_weights_leave_from_where_they_lie_and_no_step_changes_them_while_they_are_read(model_dir: Path) -> None:
+    backend = make_backend(model_dir)
+    policy, optimizer = backend.machine.policy.model, backend.machine._optimizer
+    tensors, begun, copied = backend.tensors(), threading.Event(), threading.Event()
+    own = {name: p.detach().numpy() for name, p in policy.named_parameters()}
+    assert all(np.shares_memory(np.frombuffer(tensors[name].data, np.uint8), each) for name, each in own.items())
+    before, left = {name: each.tobytes() for name, each in own.items()}, dict[str, bytes]()
+
+    def read() -> None:
+        try:
+            assert begun.wait(60)
+            left.update({name: bytes(tensor.data) for name, tensor in tensors.items()})
+        finally:
+            copied.set()
+
+    policy.get_input_embeddings().register_forward_pre_hook(lambda *_: begun.set())
+    changed_after = list[bool]()
+    optimizer.register_step_pre_hook(lambda *_: changed_after.append(copied.is_set()))
+    reading = threading.Thread(target=read)
+    reading.start()
+    backend.is_read(until=copied)
+    backend.step(make_updates(), 0)
+    reading.join()
+    assert changed_after[0] and left == before and {name: each.tobytes() for name, each in own.items()} != before
+
+
+def test_weights_of_another_type_leave_as_a_copy_in_memory_that_is_used_again(model_dir: Path) -> None:
+    dtype = "bfloat16"
     backend = make_backend(model_dir, publish_dtype=dtype)
     own = dict(backend.machine.policy.model.named_parameters())
     left: list[dict[str, bytes]] = []

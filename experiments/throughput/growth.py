@@ -1,0 +1,208 @@
+"""Do costs grow faster than the work? Each curve measures one thing at several sizes, and says by how much more it grew.
+
+A curve has its size, what is measured at it, and what the work itself is: tokens that attention reads, operations of the
+passes, bytes, rows. Between its smallest and its largest size a cost may grow as the work does: the row's ratio is one growth
+over the other, its figures the slopes of both in a log-log fit. Where a cost has a constant part the ratio is below 1. Seconds
+are those of the processor.
+
+    python -m async_rlhf.experiments.throughput growth --output growth.json
+    python -m async_rlhf.experiments.throughput.growth growth.json growth.png      # the picture of such a file
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from async_rlhf.actors.data.config import DataConfig
+from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.weights import adopt_weights
+from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.buffers.weights.shared import SealedMemory
+from async_rlhf.buffers.weights.weight_set import WeightSet
+from async_rlhf.experiments.throughput.harness import Bench, Row, rounded
+from async_rlhf.experiments.throughput.learner import make_groups, ours
+from async_rlhf.learner.step.torch_machine import raw
+
+_LAYERS, _WIDTH = 4, 128
+# Parameters beside the embedding of 100 tokens.
+_PARAMETERS = _LAYERS * (4 * _WIDTH**2 + 3 * _WIDTH * 384)
+_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Curve:
+    """measure: what it costs at a size, in `unit`, one turn. work: what the work is there, in any unit."""
+
+    title: str
+    unit: str
+    sizes: Sequence[int]
+    measure: Callable[[int], Callable[[], float]]
+    work: Callable[[int], float]
+
+
+def growth(bench: Bench) -> Iterator[Row]:
+    """Compare how costs grow with how the work grows, by length, prompt, parameters, rows and clients."""
+    torch.set_num_threads(1)
+    for curve in curves():
+        if bench.load in curve.title:
+            yield row_of(curve, curve.sizes[: bench.size(None, 2)], bench.num_turns(3))
+
+
+def row_of(curve: Curve, sizes: Sequence[int], turns: int) -> Row:
+    """Its smallest cost of the turns at each size: what else runs only adds to it."""
+    costs = []
+    for size in sizes:
+        once = curve.measure(size)
+        costs.append(min(once() for _ in range(turns + 1)))
+    work = [curve.work(size) for size in sizes]
+    ratio = rounded(costs[-1] / costs[0] / (work[-1] / work[0]))
+    slopes = {"slope": slope(sizes, costs), "slope_of_work": slope(sizes, work)}
+    row = Row.of(curve.title, {f"{size:,}": [cost] for size, cost in zip(sizes, costs, strict=True)}, curve.unit)
+    return replace(row, ratio=ratio, lowest=ratio, highest=ratio, turns=turns, at_most=1.1, figures=slopes)
+
+
+def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
+    """Of a line through the logarithms."""
+    return rounded(float(np.polyfit(np.log(sizes), np.log(values), 1)[0]))
+
+
+def curves() -> list[Curve]:
+    tokens, rows_there = (256, 1024, 4096), (10_000, 30_000, 100_000)
+    return [
+        Curve("decode steps of 8 rows, by tokens held", "s", tokens, partial(decoding, 8, 0), float),
+        Curve("decode steps of 63 short rows and one, by its tokens", "s", tokens, partial(decoding, 1, 63), _held),
+        Curve("cache of 63 short rows and one, by its tokens", "bytes", tokens, cache_bytes, _held),
+        Curve("learner step of 8 completions of 64, by prompt", "s", tokens, partial(step, 64), partial(_passes, 64)),
+        Curve(
+            "learner step of 8 completions behind 64, by their length",
+            "s",
+            (64, 256, 1024),
+            partial(step, prompt=64),
+            partial(_passes, prompt=64),
+        ),
+        Curve("publish to adopted, by parameters", "s", (1 << 22, 1 << 24, 1 << 26), weights, float),
+        Curve("loading rows, by rows", "s", rows_there, rows, float),
+    ]
+
+
+def spent(work: Callable[[], object]) -> Callable[[], float]:
+    """What returns the processor time of one call."""
+
+    def run() -> float:
+        began = time.process_time()
+        work()
+        return time.process_time() - began
+
+    return run
+
+
+def engine_of(prompts: Sequence[int]) -> TorchEngine:
+    """One that runs a row behind a prompt of each length, equal ones computed once, and has just computed all of them."""
+    engine = TorchEngine(model(max(prompts) + 1024), slots=len(prompts), prefill_tokens=1 << 20)
+    words = np.random.default_rng(0).integers(1, 100, max(prompts)).tolist()
+    engine.submit([Request(RolloutKey(n, 0, 0), tuple(words[:size]), 1000, Sampling(), n) for n, size in enumerate(prompts)])
+    engine.step()
+    return engine
+
+
+def decoding(long: int, short: int, size: int) -> Callable[[], float]:
+    engine = engine_of([size] * long + [64] * short)
+    return spent(lambda: [engine.step() for _ in range(_STEPS)])
+
+
+def cache_bytes(size: int) -> Callable[[], float]:
+    engine = engine_of([size] + [64] * 63)
+    return lambda: float(engine.cache_bytes)
+
+
+def _held(size: int) -> float:
+    return size + 63 * 64
+
+
+def step(completion: int, prompt: int) -> Callable[[], float]:
+    """Of the learner: 8 completions of one prompt."""
+    with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
+        model(prompt + completion).save_pretrained(directory)
+        (group,) = make_groups(np.full((1, 8), completion), 100)
+        group = replace(group, prompt_ids=np.random.default_rng(0).integers(1, 100, prompt).astype(np.int32))
+        side = ours(Path(directory), [group])
+    return lambda: side().cpu
+
+
+def _passes(completion: int, prompt: int) -> float:
+    """Operations of a forward pass that computes the prompt once, with attention to all before: 2 for each parameter and token,
+    and 4 for each pair and column of a layer (Kaplan et al. 2020, arXiv 2001.08361, table 1)."""
+    tokens = prompt + 8 * completion
+    pairs = prompt**2 / 2 + 8 * completion * (prompt + completion / 2)
+    return 2 * _PARAMETERS * tokens + 4 * _LAYERS * _WIDTH * pairs
+
+
+def weights(size: int) -> Callable[[], float]:
+    """A set of so many numbers in sealed memory, verified by its digests as it is made, and adopted."""
+    learned, served = (torch.nn.Linear(1 << 10, size >> 10, bias=False) for _ in range(2))
+
+    def publish() -> None:
+        tensors = {name: raw(each.detach()) for name, each in learned.named_parameters()}
+        adopt_weights(served, WeightSet.of(1, 1, tensors, make=SealedMemory.make).tensors())
+
+    return spent(publish)
+
+
+def rows(size: int) -> Callable[[], float]:
+    def load() -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+            file.writelines(json.dumps({"prompt": f"what is {n} + {n}?", "answer": str(2 * n)}) + "\n" for n in range(size))
+            file.flush()
+            found, _ = load_rows(DataConfig(source=file.name, held_out=0))
+            assert len(found) == size
+
+    return spent(load)
+
+
+def model(max_length: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=_WIDTH, intermediate_size=384, num_hidden_layers=_LAYERS, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=max_length, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+
+
+def picture(results: Path, path: Path) -> None:
+    """Each curve of a results file with a line that grows as its work does."""
+    from matplotlib.figure import Figure
+
+    found = [each for each in json.loads(results.read_text())["rows"] if each["part"] == "growth"]
+    figure = Figure(figsize=(11, 2.6 * -(-len(found) // 3)), layout="constrained")
+    for place, each in enumerate(found, start=1):
+        axes = figure.add_subplot(-(-len(found) // 3), 3, place)
+        sizes, costs = [int(size.replace(",", "")) for size in each["sides"]], list(each["sides"].values())
+        line = [costs[0] * (size / sizes[0]) ** each["figures"]["slope_of_work"] for size in sizes]
+        axes.loglog(sizes, line, "--", color="0.6", label="as the work grows")
+        axes.loglog(sizes, costs, "o-", label="measured")
+        what, _, by = each["load"].partition(", by ")
+        axes.set_title(what, fontsize=9)
+        axes.set_xlabel(by)
+        axes.set_ylabel({"s": "seconds of the processor"}.get(each["unit"], each["unit"]))
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    picture(*map(Path, sys.argv[1:3]))
