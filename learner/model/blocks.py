@@ -72,7 +72,7 @@ class _Plan:
 def attend_in_blocks(model: nn.Module) -> bool:
     """Let the model's attention take what `planned` gives for a mask, in place; False where it does not go through torch's."""
     owner: Any = model
-    if owner.config.get_text_config()._attn_implementation != "sdpa" or owner.device.type != "cpu":
+    if owner.config.get_text_config()._attn_implementation != "sdpa":
         return False
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, sdpa_mask)
@@ -146,12 +146,13 @@ class _Blockwise(torch.autograd.Function):
             own, seen = slice(block.query, block.end), slice(block.key, block.stop)
             q, k, v = query[:, :, own], key[:, :, seen], value[:, :, seen]
             found, of_block = _flash(q, k, v, 0.0, block.is_causal, attn_mask=block.bias, scale=scale)
-            if not block.is_own:
+            if block.is_own:
+                out[:, :, own], sums[..., own] = found, of_block
+            else:
                 joint = torch.logaddexp(sums[..., own], of_block)
-                found = found * (of_block - joint).exp_()[..., None]
-                found += out[:, :, own] * (sums[..., own] - joint).exp_()[..., None]
-                of_block = joint
-            out[:, :, own], sums[..., own] = found, of_block
+                out[:, :, own].mul_((sums[..., own] - joint).exp_()[..., None])
+                out[:, :, own].addcmul_(found, (of_block - joint).exp_()[..., None])
+                sums[..., own] = joint
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.blocks, ctx.scale = blocks, scale
         return out

@@ -105,9 +105,8 @@ class Policy(nn.Module):
         """The ways in which completions may share the computation of a prompt, the best first."""
         if self.attention is None:
             return ("none",)
-        if config.compile or config.sequence_parallel > 1 or not attend_in_blocks(self.model):
-            return "rows", "none"
-        return "blocks", "rows", "none"
+        plain = config.device == "cpu" and config.sequence_parallel == 1 and not config.compile
+        return ("blocks", "rows", "none") if plain and attend_in_blocks(self.model) else ("rows", "none")
 
     @property
     def packs(self) -> bool:
@@ -157,10 +156,12 @@ class Policy(nn.Module):
     def _mask(self, batch: MicroBatch, dtype: torch.dtype | None) -> Any:
         """What the model takes as `attention_mask`. Rows of one piece need no mask of ours: padding stands on the right, where
         nothing looks. Without one attention takes its fastest kernels."""
+        if not batch.is_packed:
+            return None
         if self.sharing == "blocks" and self.attention is not None and len(batch.ids_RL) == 1:
             last = self.model.config.get_text_config().num_hidden_layers - 1
             return self.attention.masks(lambda reach: planned(batch, reach, dtype or torch.float32, last))
-        return self._masks(batch.blocks_B4, batch.positions_RL, dtype) if batch.is_packed else None
+        return self._masks(batch.blocks_B4, batch.positions_RL, dtype)
 
     def _masks(self, blocks_B4: Tensor, positions_RL: Tensor, dtype: torch.dtype | None) -> Any:
         """One for each kind of layer, in the type that attention is computed in."""
