@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
-from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, beside
+from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, located
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, Message
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, checked, read_turn, schema_of
+from async_rlhf.actors.rewards.loading import found_in
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.score import Score
 
@@ -39,13 +40,16 @@ _ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
     """options: `rewards`, names of TRL rewards beside the target, which are called with `environments`; `response_template`,
     how the model writes a call. Raises EpisodeError for what is not there, ConfigError."""
-    _, name_of_it, found = beside(named)
+    place, name_of_it, found = located(named)
     for name in options:
         if name not in _OPTIONS:
             raise ConfigError(
                 f"environment.options.{name}: a TRL environment has no such option; {did_you_mean(name, _OPTIONS)}"
             )
-    rewards = {name: _reward(beside(named, name, ConfigError)[2], name) for name in options.get("rewards", ())}
+    rewards = {
+        name: _reward(found_in(place, name, "reward", f"{place}:{name}", ConfigError), name)
+        for name in options.get("rewards", ())
+    }
     if isinstance(found, list | tuple) and found and all(map(callable, found)):
         make, shown, methods, reset = None, list(found), {}, None
     elif callable(found):

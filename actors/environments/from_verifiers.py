@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, beside
+from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, located
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, Message
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, read_turn
@@ -35,7 +35,7 @@ _TEMPLATE = {**TEMPLATE, "fields": {name: each for name, each in TEMPLATE["field
 
 def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
     """options: arguments of `load_environment`. Raises EpisodeError for what is not there, ConfigError."""
-    place, name, load_environment = beside(named)
+    place, name, load_environment = located(named)
     if not callable(load_environment):
         raise ConfigError(f"environment {name!r} is a {type(load_environment).__name__}; a load_environment was expected")
     try:

@@ -29,6 +29,7 @@ from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunc
 from async_rlhf.actors.environments.tool_calls import Tool, schema_of
 from async_rlhf.actors.rewards.loading import absolute, found_in, split_form
 from async_rlhf.actors.rewards.signature import Signature, check_parameters
+from async_rlhf.actors.workers import CALLER
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, RewardError
 
 FIELDS = frozenset({"prompt", "seed"})
@@ -160,7 +161,7 @@ def load(spec: EnvironmentSpec) -> EnvironmentFunction:
         function = _found(spec.target, spec.options).function
     except ConfigError as error:
         raise EpisodeError(str(error)) from error
-    return function if split_form(spec.target, ADAPTERS)[0] else with_options(function, spec)
+    return function if form_of(spec.target)[0] else with_options(function, spec)
 
 
 def with_options(function: EnvironmentFunction, spec: EnvironmentSpec) -> EnvironmentFunction:
@@ -168,23 +169,25 @@ def with_options(function: EnvironmentFunction, spec: EnvironmentSpec) -> Enviro
     return (lambda **fields: function(**{**fields, **spec.options})) if spec.options else function
 
 
-def beside(target: str, name: str = "", error: type[EpisodeError] | type[ConfigError] = EpisodeError) -> tuple[str, str, Any]:
-    """The module or file that a target names, and what stands there: the target's own name, or another, and what that is.
-
-    Raises the error for what cannot be imported or is not there.
-    """
-    place, _, own = target.rpartition(":")
+def located(target: str) -> tuple[str, str, Any]:
+    """The module or file of a target, its name there, and what that is. Raises EpisodeError for what is not there."""
+    place, _, name = target.rpartition(":")
     if not place:
-        raise error(f"environment {target!r} has no module; name it as 'package.module:name' or 'path.py:name'")
-    name = name or own
-    return place, name, found_in(place, name, "environment", f"{place}:{name}", error)
+        raise EpisodeError(f"environment {target!r} has no module; name it as 'package.module:name' or 'path.py:name'")
+    return place, name, found_in(place, name, "environment", target, EpisodeError)
+
+
+def form_of(target: str) -> tuple[str, str]:
+    """The form before the first colon ("" for one of ours, also in a module that is called as a form), and what follows."""
+    form, rest = split_form(target, ADAPTERS)
+    return (form, rest) if ":" in rest or rest.startswith(CALLER) else ("", target)
 
 
 def _found(target: str, options: Mapping[str, Any]) -> Adapted:
-    form, rest = split_form(target, ADAPTERS)
+    form, rest = form_of(target)
     if form:
         return _adapted(form, rest, json.dumps(dict(options), sort_keys=True))
-    return _ours(target, beside(target)[2])
+    return _ours(target, located(target)[2])
 
 
 @functools.lru_cache(maxsize=16)
@@ -211,4 +214,4 @@ def _ours(target: str, function: EnvironmentFunction) -> Adapted:
 
 def _is(kind: Any, function: EnvironmentFunction) -> bool:
     """Also of an object that is called."""
-    return bool(kind(function) or kind(getattr(function, "__call__", None)))  # noqa: B004
+    return bool(kind(function) or kind(getattr(function, "__call__", None)))  # noqa: B004  its kind is asked for

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
-from async_rlhf.actors.environments.loading import ADAPTERS, EnvironmentSpec
+from async_rlhf.actors.environments.loading import EnvironmentSpec, form_of
 from async_rlhf.actors.environments.remote import RemoteEpisodes
 from async_rlhf.actors.environments.settings import EnvironmentFunction
 from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import End, Read, fails
-from async_rlhf.actors.rewards.loading import split_form
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.pool import WorkerPool
 from async_rlhf.actors.workers.sessions import Came, Closed
@@ -83,7 +82,7 @@ class EpisodePool(Generic[Key]):
         self._pending: dict[int, _Pending[Key]] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Came | Closed | Failed | None]] = queue.SimpleQueue()
         self.counters = EpisodeCounters()
-        form, address = split_form(spec.target, ADAPTERS)
+        form, address = form_of(spec.target)
         self._sessions: RemoteEpisodes | WorkerPool
         if form == "remote":
             self._sessions = RemoteEpisodes(spec, address, self._happened)
@@ -172,7 +171,7 @@ class EpisodePool(Generic[Key]):
             self.counters.lost += 1
             return Event(pending.key, None)
         if isinstance(message, Failed):
-            now, end = time.time(), fails(message.kind, message.reason)
+            now, end = time.time(), fails(*message)
             message = Came(id, end, now, now)
         self._count(message.result)
         return Event(pending.key, message.result, message.began, message.ended)

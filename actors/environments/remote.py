@@ -18,6 +18,7 @@ from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
 from async_rlhf.actors.environments.settings import Declaration
 from async_rlhf.actors.environments.yields import End, Read, fails
 from async_rlhf.actors.workers import CALLER
+from async_rlhf.actors.workers.book import timed_out
 from async_rlhf.actors.workers.client import Failure, SessionClient, describe
 from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, Step, Stepped, to_answers
 from async_rlhf.actors.workers.sessions import Came, Happened
@@ -137,13 +138,13 @@ class RemoteEpisodes:
         else:
             self._episodes[id] = episode
             end = Read(came.content, came.score)
-        self._happened(id, Came(id, end, episode.began, now))
+        self._happened(id, Came(id, end, episode.began, now, ends=isinstance(end, End)))
 
     def _failed(self, episode: _Episode, came: Failure) -> End:
         if came.kind == "late" and episode.ends_at <= time.monotonic():
             return fails("timed out", f"the episode took longer than {self._spec.episode_timeout_s:g} s (episode_timeout_s)")
         if came.kind == "late":
-            return fails("timed out", f"timed out after {self._spec.timeout_s:g} s (timeout_s)")
+            return fails(*timed_out(self._spec.timeout_s, "timeout_s"))
         return fails("lost" if came.kind == "lost" else "died", came.reason)
 
 

@@ -59,7 +59,7 @@ class EnvironmentServer(Service):
     def _begin(self, client: Client, session: Session, step: Step) -> None:
         if len(step.members) != 1:
             raise WireError("an episode begins with its fields")
-        self._pool.begin(client.key(step.id), self._spec.usable(step.members[0]))
+        self._pool.begin(client.key(step.id), step.members[0])
 
     def _go_on(self, client: Client, step: Step) -> None:
         if step.text is None:

@@ -26,17 +26,17 @@ class EpisodeKind:
     cleans_up = True
 
     def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, function: EnvironmentFunction | None) -> None:
-        self.spec, self.memory_mb = spec, config.worker_memory_mb
+        self.spec, self.in_thread = spec, function is not None
+        self.memory_mb = None if self.in_thread else config.worker_memory_mb
         self.at_once: int | None = config.max_concurrency
-        self.in_thread, self._function = function is not None, function
-        self._threads: Executor | None = None
+        # Made here for threads, which share this kind: each of them, and each that takes one's place, calls `load`.
+        self._function = None if function is None else with_options(function, spec)
+        self._threads: Executor | None = None if function is None else DaemonThreads()
 
     def load(self) -> None:
         """Raises EpisodeError."""
         if self._function is None:
             self._function, self._threads = load(self.spec), ThreadPoolExecutor(self.at_once, "episode")
-        else:
-            self._function, self._threads = with_options(self._function, self.spec), DaemonThreads()
 
     def call(self, what: Any) -> Any:
         raise AssertionError("an episode is no single call")

@@ -57,13 +57,14 @@ class Signature:
         if positional:
             raise RewardError(f"{function!r} takes {positional} by position; arguments are given by name: remove the '/'")
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        call = getattr(function, "__call__", None)  # noqa: B004  its kind is asked for: an object may have an asynchronous one
         form: Literal["one", "list", "group"] = "list" if any(p.name in _LISTED for p in named) else "one"
         return cls(
             required=tuple(p.name for p in named if p.default is p.empty),
             optional=tuple(p.name for p in named if p.default is not p.empty),
             any_column=any(p.kind is p.VAR_KEYWORD for p in parameters),
             form="group" if settings_of(function).scope == "group" else form,
-            is_async=any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
+            is_async=any(map(inspect.iscoroutinefunction, (function, call))),
             alternatives=getattr(function, ALTERNATIVES, ()),
         )
 

@@ -117,7 +117,8 @@ class Dispatcher:
                 self._hand_over([(next(self._ids), self._call(there[0], (), prefetch=True, forgotten=tuple(streams)))])
 
     def discard(self, task_ids: Iterable[int]) -> None:
-        """The answers of these tasks are no longer needed: what has not begun does not begin."""
+        """The answers of these tasks are no longer needed: what has not begun does not begin, and an asynchronous call that
+        runs is cancelled."""
         with self._changed:
             unwanted = set(task_ids)
             for waiting in self._queues.values():

@@ -71,7 +71,7 @@ class _Reward(NamedTuple):
 
         return RewardModel(Path(self.path), label=self.label, device=self.device, dtype=self.dtype, threads=self.threads)
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  a process has few, for all its life
     def judge(self) -> IncrementalJudge[Score]:
         from async_rlhf.actors.scoring.incremental import IncrementalJudge, RewardHead
 
@@ -177,13 +177,13 @@ class _Reference(NamedTuple):
     threads: int = 1
     cache_bytes: int = _CACHE_BYTES
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  a process has few, for all its life
     def model(self) -> ReferenceModel:
         from async_rlhf.actors.scoring.models import ReferenceModel
 
         return ReferenceModel(Path(self.path), device=self.device, dtype=self.dtype, threads=self.threads)
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  a process has few, for all its life
     def judge(self) -> IncrementalJudge[Logprobs]:
         from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead
 

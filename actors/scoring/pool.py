@@ -1,7 +1,7 @@
 """The scoring pool: scores each completion when it ends, while its group is still being generated.
 
 Used by the actor's loop, which must never block: `submit` and `poll` return at once, and `wake` is called from another
-thread when a poll may have something. User code runs behind the `executor` seam; `reward_queue` decides what runs when.
+thread when a poll may have something. `dispatcher` takes what `reward_queue` lets run to where it runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,14 +55,13 @@ class Interval(NamedTuple):
 class Scored(Generic[Key]):
     """A completion with the answers of all rewards.
 
-    seconds: from `submit` to the last answer. stages: when each reward's call ran, the last one after retries. ahead_s: by
-    reward with incremental scoring, this completion's share of its prefetches. reference: float32 [T] where that stage ran
-    and did not fail; its score is then not applicable.
+    stages: when each reward's call ran, the last one after retries. ahead_s: by reward with incremental scoring, this
+    completion's share of its prefetches. reference: float32 [T] where that stage ran and did not fail; its score is then not
+    applicable.
     """
 
     key: Key
     scores: Mapping[str, Score]
-    seconds: float
     stages: Mapping[str, Interval] = field(default_factory=dict)
     ahead_s: Mapping[str, float] = field(default_factory=dict)
     reference: Float32Array | None = None
@@ -71,21 +69,16 @@ class Scored(Generic[Key]):
 
 @dataclass
 class RewardCounters:
-    """seconds: time the reward's calls ran, summed over concurrent calls.
-
-    shown: prefetched texts of unfinished completions; not_read: those that it failed to read.
-    """
+    """shown: prefetched texts of unfinished completions; not_read: those that it failed to read."""
 
     scored: int = 0
     not_applicable: int = 0
     failed: int = 0
-    seconds: float = 0.0
     shown: int = 0
     not_read: int = 0
 
     def count(self, name: str, answer: Answer) -> None:
         """The log gets the first failure with its traceback."""
-        self.seconds += answer.seconds
         if answer.failure is not None:
             if self.failed == 0:
                 logger.warning(
@@ -103,7 +96,6 @@ class _Pending(Generic[Key]):
     key: Key
     fields: Mapping[str, Any]
     num_unanswered: int
-    submitted_s: float
     stream: int | None = None
     task_ids: set[int] = field(default_factory=set)
     scores: dict[str, Score] = field(default_factory=dict)
@@ -181,7 +173,7 @@ class ScoringPool(Generic[Key]):
         place = place or Place(key, 0, 1)
         stream = self._streams.pop(key, None)
         applicable = [spec for spec in self._specs if self._applies(spec, fields)]
-        pending = self._pending[key] = _Pending(key, fields, len(applicable), time.monotonic(), stream)
+        pending = self._pending[key] = _Pending(key, fields, len(applicable), stream)
         for spec in self._specs:
             if spec not in applicable:
                 pending.scores[spec.name] = Score()
@@ -294,10 +286,9 @@ class ScoringPool(Generic[Key]):
         if self._pending.get(pending.key) is not pending:
             return []  # It was discarded.
         del self._pending[pending.key]
-        seconds = time.monotonic() - pending.submitted_s
         scores = {spec.name: pending.scores[spec.name] for spec in self._specs}
         ahead_s = {} if pending.stream is None else self._ahead_s.pop(pending.stream)
-        return [Scored(pending.key, scores, seconds, pending.stages, ahead_s, pending.reference)]
+        return [Scored(pending.key, scores, pending.stages, ahead_s, pending.reference)]
 
     def _awaited(self, members: list[_Pending[Key]]) -> bool:
         return any(self._pending.get(pending.key) is pending for pending in members)

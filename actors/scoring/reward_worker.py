@@ -40,22 +40,16 @@ Answers = tuple[Answer, ...]
 
 
 def answers_of(came: Came | Closed | Failed, call: Call) -> Answers:
-    """A call that timed out may be retried."""
+    """With the times of what ran. A call that timed out may be retried."""
     if isinstance(came, Came):
         answers: Answers = came.result
-        return answers
+        return tuple(each._replace(began=came.began, ended=came.ended) for each in answers) if came.began else answers
     if isinstance(came, Closed):
         return (Answer(None, "discarded"),)
     if came.kind != "timed out":
-        return (Answer(None, came.reason),)
+        return (Answer(None, came.reason, came.traceback),)
     now = time.time()
     return (Answer(None, came.reason, began=now - call.timeout_s, ended=now, retry_after_s=0.0),)
-
-
-def timed(answers: Answers, began: float) -> Answers:
-    """In the process, whose time it is."""
-    ended = time.time()
-    return tuple(answer._replace(began=began, ended=ended) for answer in answers)
 
 
 class RewardKind:
@@ -72,21 +66,21 @@ class RewardKind:
         memory_mb: int | None,
         functions: Mapping[str, RewardFunction] | None,
     ) -> None:
-        self._specs, self.memory_mb, self._functions = specs, memory_mb, functions
+        self._specs, self._functions, self.in_thread = specs, functions, functions is not None
+        self.memory_mb = None if self.in_thread else memory_mb
         self.at_once = at_once if specs[0].kind == "async" else None
-        self.in_thread = functions is not None
         self._rewards: Mapping[str, Ready | Answer] = {}
 
     def load(self) -> None:
         self._rewards = {spec.name: ready(spec, self._functions) for spec in self._specs}
 
     def call(self, what: tuple[Any, ...]) -> Answers:
-        call, began = Call(*what), time.time()
-        return timed(run_call(self._rewards[call.name], call), began)
+        call = Call(*what)
+        return run_call(self._rewards[call.name], call)
 
     def begin(self, id: int, what: tuple[Any, ...], watchdog: LoopWatchdog) -> AsyncCall:
         call = Call(*what)
-        return AsyncCall(self._rewards[call.name], call, watchdog, id)
+        return AsyncCall(self._rewards[call.name], call, watchdog, id, self.in_thread)
 
 
 class Ready(NamedTuple):
@@ -137,21 +131,17 @@ def run_call(reward: Ready | Answer, call: Call) -> Answers:
 
 
 class AsyncCall:
-    """A `Session` of one step."""
+    """A `Session` of one step. in_thread: no new process would free memory, so that its want is a failure like others."""
 
     stoppable = True
     whole_timeout_s: float | None = None
 
-    def __init__(self, reward: Ready | Answer, call: Call, watchdog: LoopWatchdog, id: int) -> None:
-        self._reward, self._call, self._watchdog, self._id = reward, call, watchdog, id
+    def __init__(self, reward: Ready | Answer, call: Call, watchdog: LoopWatchdog, id: int, in_thread: bool) -> None:
+        self._reward, self._call, self._watchdog, self._id, self._in_thread = reward, call, watchdog, id, in_thread
         self.timeout_s = call.timeout_s
 
     def step(self, sent: str | None) -> asyncio.Future[Answers]:
-        return asyncio.ensure_future(self._step())
-
-    async def _step(self) -> Answers:
-        began = time.time()
-        return timed(await self._answers(), began)
+        return asyncio.ensure_future(self._answers())
 
     async def _answers(self) -> Answers:
         reward = self._reward
@@ -163,7 +153,7 @@ class AsyncCall:
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             task = asyncio.current_task()
             is_stopped = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
-            if is_stopped or isinstance(error, MemoryError):
+            if is_stopped or (isinstance(error, MemoryError) and not self._in_thread):
                 raise
             return (failed(error, reward.retry_on),)
 
@@ -174,4 +164,4 @@ class AsyncCall:
         return True
 
     def failed(self, has_died: bool, reason: str) -> Answers:
-        return timed((Answer(None, reason, retry_after_s=None if has_died else 0.0),), time.time() - self.timeout_s)
+        return (Answer(None, reason, retry_after_s=None if has_died else 0.0),)

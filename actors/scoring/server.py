@@ -3,8 +3,8 @@
     scorer          the stages that a machine runs once for all its actors, on a private ipc socket
     reward server   one reward for actors on any machine (`async-rlhf serve reward FILE:NAME`), with keys or on this machine
 
-Beside its loop (`service`) it owns a dispatcher with the executors of its stages. Queues are here, so completions of several
-clients share a batch, and limits are those of the server.
+Beside its loop (`service`) it owns a dispatcher with the places where its stages run. Queues are here, so completions of
+several clients share a batch, and limits are those of the server.
 """
 
 from __future__ import annotations

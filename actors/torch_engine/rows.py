@@ -1,8 +1,8 @@
 """What the host keeps about every running row: counters, settings, random numbers, and the tokens sampled so far; and what is
 left of a row that was sent back (`Progress`) or whose turn may be continued (`Hold`).
 
-Structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. Never
-holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.
+`Rows` is a structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. It
+never holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.
 
 A row that ends with `Request.hold` leaves a `Hold` behind. The request that continues it goes on where it was: at its place in
 line, and from its keys and values, which were copied out of the row when the turn ended and are copied into another row when

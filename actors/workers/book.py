@@ -15,14 +15,21 @@ class Ended(NamedTuple):
 
     failed: tuple[int, ...]
     lost: tuple[int, ...]
-    over: tuple[int, ...] = ()
+    over: tuple[int, ...]
 
 
 class Failed(NamedTuple):
-    """Why a step has no result: what it was given cannot travel, or its process ended."""
+    """Why a step has no result: what it was given cannot travel, it took too long, or its process ended. traceback: of an
+    exception."""
 
     kind: Literal["not readable", "died", "timed out"]
     reason: str
+    traceback: str = ""
+
+
+def timed_out(limit_s: float, setting: str) -> Failed:
+    """A step that took longer than what this setting allows."""
+    return Failed("timed out", f"timed out after {limit_s:g} s ({setting})")
 
 
 @dataclass

@@ -26,7 +26,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from async_rlhf.actors.rewards.answer import failed
-from async_rlhf.actors.workers.book import Failed, SessionBook
+from async_rlhf.actors.workers.book import Failed, SessionBook, timed_out
 from async_rlhf.actors.workers.process import LOOK_S, START_LIMIT_S, Worker, WorkerThread, is_over
 from async_rlhf.actors.workers.sessions import Came, Closed, Happened, Kind, StartFailed, serve
 from async_rlhf.actors.workers.watchdog import GRACE_S
@@ -97,14 +97,15 @@ class WorkerPool:
         try:
             packed = ForkingPickler.dumps(("begin", id, what))
         except Exception as error:  # noqa: BLE001  a column may be an object of the user's, and raise anything
-            self._act(partial(self._over, id, Failed("not readable", failed(error).failure or "")))
+            found = failed(error)
+            self._act(partial(self._over, id, Failed("not readable", found.failure or "", found.traceback)))
             return
         self._act(partial(self._begin, id, _Session(key, timeout_s, packed, len(packed))))
 
     def reply(self, id: int, text: str) -> None:
         self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, text))))
 
-    def discard(self, ids: Collection[int], keys: Collection[Hashable] = ()) -> None:
+    def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._act(partial(self._discard, ids, keys))
 
     def num_sessions(self) -> int:
@@ -205,7 +206,7 @@ class WorkerPool:
             worker.began = now
         self._look_by(now + (session.timeout_s if self._kind.at_once is None else LOOK_S))
         was_begun, session.has_begun = session.has_begun, True
-        if not self._send(worker, unsent) and not was_begun and id in self._sessions:  # it has ended, and never began this
+        if not self._send(worker, unsent) and not was_begun:  # it has ended, and never began this
             self._book.closed(id)
             session.unsent, session.has_begun = unsent, False
             self._unplaced = {id: None, **self._unplaced}
@@ -216,7 +217,8 @@ class WorkerPool:
         try:
             worker.connection.send_bytes(packed)
         except BlockingIOError:
-            self._replace(worker, f"timed out: its process took no message for {GRACE_S:g} s", worker.running())
+            reason = f"timed out: its process took no message for {GRACE_S:g} s"
+            self._replace(worker, Failed("timed out", reason), worker.running())
         except OSError:
             return False
         return True
@@ -237,16 +239,17 @@ class WorkerPool:
             worker.failure = message.reason
             return
         phase = self._book.phase(message.id)
+        if isinstance(message, Came) and phase == "stepping":  # Else it has been discarded.
+            self._book.enter(message.id, "closing" if message.ends else "waiting")
         if isinstance(message, Closed):
             self._over(message.id, message)
-        elif message.closed:
+        elif message.ends and not self._kind.cleans_up:
             worker.began = time.monotonic()
             self._over(message.id, message if phase == "stepping" else Closed(message.id))
-        elif phase == "stepping":  # Else it has been discarded.
-            self._book.enter(message.id, "closing" if message.ends else "waiting")
+        elif phase == "stepping":
             self._found.append((message.id, message))
         if message.retire and worker.takes:
-            logger.warning("a process of %s is replaced: a step in it cannot be stopped", self._what)
+            logger.warning("one of %s is replaced: a step in it cannot be stopped", self._what)
             self._retire(worker)
         if worker.retired_until is not None and self._has(worker) and self._book.has_drained(worker.number):
             self._end_retired(worker)
@@ -282,7 +285,7 @@ class WorkerPool:
                 try:
                     self._take(worker)
                 except (EOFError, OSError):
-                    self._replace(worker, worker.ended(), worker.running())
+                    self._replace(worker, Failed("died", worker.ended()), worker.running())
         for _ in range(self._actions.qsize()):
             self._actions.get_nowait()()
         if (now := time.monotonic()) >= self._look_at:
@@ -295,7 +298,7 @@ class WorkerPool:
                 continue
             if not worker.is_ready:
                 if now >= worker.ready_by:
-                    self._replace(worker, f"it was not ready within {START_LIMIT_S:g} s", None)
+                    self._replace(worker, Failed("died", f"it was not ready within {START_LIMIT_S:g} s"), None)
             elif worker.retired_until is not None and worker.retired_until < now:
                 self._end_retired(worker)
             elif self._book.sessions(worker.number):
@@ -308,7 +311,7 @@ class WorkerPool:
         if self._kind.at_once is None:
             limit_s = self._sessions[next(iter(inside))].timeout_s
             if now - worker.began >= limit_s:
-                self._replace(worker, f"timed out after {limit_s:g} s ({self._kind.timeout_setting})", None)
+                self._replace(worker, timed_out(limit_s, self._kind.timeout_setting), None)
             return
         on_loop = worker.running()
         cause = on_loop if on_loop in inside else None
@@ -320,10 +323,10 @@ class WorkerPool:
             return
         limit = f"for more than {limit_s:g} s ({self._kind.timeout_setting})"
         if cause is None:
-            self._replace(worker, f"its process did not answer {limit}", None)
+            self._replace(worker, Failed("died", f"its process did not answer {limit}"), None)
         else:
             blocked = f"timed out: it blocked the event loop {limit}; a step that does not await belongs in a plain 'def'"
-            self._replace(worker, blocked, cause)
+            self._replace(worker, Failed("timed out", blocked), cause)
 
     def _patience_s(self, now: float) -> float:
         """Longest wait before the next look, where no session begins meanwhile (`_look_by`)."""
@@ -348,7 +351,7 @@ class WorkerPool:
             try:
                 worker = Worker(self._num_started, serve, self._kind)
             except OSError as error:
-                self._broken = f"no process could be started for {self._what}: {error}"
+                self._broken = f"none of {self._what} could be started: {error}"
                 return
             self._look_by(time.monotonic() + LOOK_S)
             self._workers[worker.number] = self._by_descriptor[worker.connection.fileno()] = worker
@@ -363,9 +366,9 @@ class WorkerPool:
 
     def _end_retired(self, worker: Worker) -> None:
         """Its cause is known, and has failed already."""
-        self._replace(worker, "it was retired", _NONE)
+        self._replace(worker, Failed("died", "it was retired"), _NONE)
 
-    def _replace(self, worker: Worker, reason: str, cause: int | None) -> None:
+    def _replace(self, worker: Worker, why: Failed, cause: int | None) -> None:
         """End a worker. cause: the session for whose code it must end, where it is known; of calls in order, the first is."""
         del self._workers[worker.number], self._by_descriptor[worker.connection.fileno()]
         self._poll.unregister(worker.connection)
@@ -374,20 +377,20 @@ class WorkerPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self._broken = (
-                    f"{self._what} ended {self._failed_starts} times in a row before they were ready: {reason}; see what they "
-                    "wrote to stderr, and try the import in a fresh interpreter"
+                    f"{self._what} ended {self._failed_starts} times in a row before they were ready: {why.reason}; see what "
+                    "they wrote to stderr, and try the import in a fresh interpreter"
                 )
         if isinstance(worker.process, WorkerThread):
             self._stuck.append(worker.process)
         if self._kind.at_once is None and cause is None:
             cause = next(iter(self._book.sessions(worker.number)), _NONE)
         left = self._book.died(worker.number, None if cause is None else (cause,))
-        if worker.takes and worker.is_ready:
+        if worker.takes:
             counts = (len(left.failed), len(left.lost))
-            logger.warning("%s; the process is replaced, %d sessions failed, %d begin again", reason, *counts)
+            logger.warning("%s; the process is replaced, %d sessions failed, %d begin again", why.reason, *counts)
         twice = "its process ended twice while it was in a step: " if cause is None else ""
         for id in left.failed:
-            self._over(id, Failed("timed out" if reason.startswith("timed out") else "died", twice + reason))
+            self._over(id, why._replace(reason=twice + why.reason))
         for id in left.lost:
             self._over(id, None)
         for id in left.over:

@@ -9,7 +9,7 @@ on close    it is killed; sessions that clean up have been closed before
     process -> owner   None once the user's code is imported, or StartFailed; Came, Closed
 
 Each begin and each reply is answered by one Came. A session is over with Closed, after its cleanup, or with its last Came where
-there is none (`Came.closed`). An id names a session of one owner's life.
+there is none. An id names a session of one owner's life.
 
 Sessions run on an event loop, many at once; or in order, each a single call that only the end of the process stops. A blocked
 loop cannot report itself: the process writes into shared memory that its loop turns and which session runs on it (`watchdog`).
@@ -28,7 +28,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, Protocol
 
-from async_rlhf.actors.workers.book import Failed
+from async_rlhf.actors.workers.book import Failed, timed_out
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, ended, obey_parent
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import AsyncRLHFError
@@ -49,15 +49,14 @@ class StartFailed(NamedTuple):
 
 
 class Came(NamedTuple):
-    """What a step came to. began, ended: of it on the loop, in seconds since the epoch. ends: no step follows. closed: nor is
-    anything left of the session. retire: as of Closed."""
+    """What a step came to. began, ended: of it, in seconds since the epoch; 0 where the result has its own times. ends: no step
+    follows, and nothing is left of the session unless its kind cleans up. retire: as of Closed."""
 
     id: int
     result: Any
     began: float = 0.0
     ended: float = 0.0
     ends: bool = True
-    closed: bool = True
     retire: bool = False
 
 
@@ -85,7 +84,7 @@ class Sessions(Protocol):
         """key: names what is begun again as another session. timeout_s: of a step."""
         ...
 
-    def discard(self, ids: Collection[int], keys: Collection[Hashable] = ()) -> None:
+    def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         """Close these sessions, as soon as their steps end or can be stopped; the keys are not begun again."""
         ...
 
@@ -107,7 +106,8 @@ class Session(Protocol):
     whole_timeout_s: float | None
 
     def step(self, sent: str | None) -> asyncio.Future[Any]:
-        """What came of it, which raises MemoryError and nothing else. sent: what the model wrote, None at first."""
+        """What came of it, which raises nothing but MemoryError: its process is to be replaced. sent: what the model wrote,
+        None at first."""
         ...
 
     def close(self) -> asyncio.Future[str]:
@@ -124,10 +124,11 @@ class Session(Protocol):
 
 
 class Kind(Protocol):
-    """What the sessions of a pool are; its processes are given a copy.
+    """What the sessions of a pool are. Each of its processes is given a copy; threads share it.
 
-    timeout_setting, memory_setting: what failures call the limits. memory_mb: of a process, None for none. at_once: steps on
-    one loop; None: in order. cleans_up: its sessions have something to close. in_thread: only the owner's process has the code.
+    timeout_setting, memory_setting: what failures call the limits. memory_mb: of a process, None for none, as of threads.
+    at_once: steps on one loop; None: in order. cleans_up: its sessions have something to close. in_thread: only the owner's
+    process has the code.
     """
 
     timeout_setting: str
@@ -138,7 +139,8 @@ class Kind(Protocol):
     in_thread: bool
 
     def load(self) -> None:
-        """Import the user's code. Raises AsyncRLHFError where no session can be begun without it."""
+        """Import the user's code; each process calls it once, each thread too. Raises AsyncRLHFError where no session can be
+        begun without it."""
         ...
 
     def call(self, what: Any) -> Any:
@@ -168,7 +170,8 @@ def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             _, id, what = connection.recv()  # nothing but begins
-            connection.send(Came(id, kind.call(what)))
+            began = time.time()
+            connection.send(Came(id, kind.call(what), began, time.time()))
     end_worker(0)
 
 
@@ -247,11 +250,12 @@ class _Loop:
         id, sent = running.id, None
         while not running.is_closed:
             came = await self._step(running, sent)
-            if came.closed:
+            is_over = came.ends and not self._kind.cleans_up
+            if is_over:
                 del self._running[id]
             # The owner always reads, so this does not block the loop.
             self._connection.send(came)
-            if came.closed:
+            if is_over:
                 return
             if came.ends or running.is_closed:
                 break
@@ -277,13 +281,11 @@ class _Loop:
             result = session.failed(True, ended(OUT_OF_MEMORY, self._kind.memory_mb, self._kind.memory_setting))
         if result is None:
             result = session.failed(False, self._late(session, in_step=left_s > session.timeout_s))
-        ends = session.ends(result)
-        closed = ends and not self._kind.cleans_up
-        return Came(running.id, result, began, time.time(), ends, closed, running.is_stuck or running.retires)
+        return Came(running.id, result, began, time.time(), session.ends(result), running.is_stuck or running.retires)
 
     def _late(self, session: Session, in_step: bool = True) -> str:
         if in_step:
-            return f"timed out after {session.timeout_s:g} s ({self._kind.timeout_setting})"
+            return timed_out(session.timeout_s, self._kind.timeout_setting).reason
         return f"the episode took longer than {session.whole_timeout_s:g} s (episode_timeout_s)"
 
     async def _close(self, running: _Running) -> str:

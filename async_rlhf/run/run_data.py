@@ -8,7 +8,7 @@ data/order.jsonl                           with a curriculum: the row of each gr
 
 What the rows came from (a file that is edited, objects of a Python program, a task that draws from sets) is not needed any
 more, nor are the packages to read it. An actor on another machine is given a copy; where there is none, it loads the rows
-itself, and the hub lets it in only when they are the same.
+itself, those too that a run leaves out (`checks.preflight`), and the hub lets it in only when they are the same.
 """
 
 from __future__ import annotations

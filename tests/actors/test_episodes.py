@@ -266,7 +266,7 @@ def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_referen
     assert np.frombuffer(sizes, "<i4").tolist() == [2, 1, 1, 1] and np.frombuffer(kept, "<i4").tolist() == [5, 6, 90, 91, 7]
     assert rollout_of(
         Played(completion, (1,), "", ("",), score=RIGHT),
-        Scored(completion.key, {}, 0.0, reference=np.array([-1, -2, -3, -4], np.float32)),
+        Scored(completion.key, {}, reference=np.array([-1, -2, -3, -4], np.float32)),
         play_of(None, None, 1, 1),
         {},
     ).reference.tolist() == [-1, -4]  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from async_rlhf.actors.config import ScoringConfig
-from async_rlhf.actors.rewards import Answer, spec_in_process
+from async_rlhf.actors.rewards import Answer, resolve, spec_in_process
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.actors.scoring.reward_worker import Call, RewardKind, answers_of
 from async_rlhf.actors.workers.book import Failed
@@ -86,6 +86,10 @@ async def innocent(completion):
 async def dies(completion):
     await asyncio.sleep(0.02)
     os._exit(9)
+
+async def ends_unseen(completion):
+    if completion == "exit": await asyncio.to_thread(lambda: (time.sleep(0.1), os._exit(9)))
+    return 1.0
 """
 
 # Imported like any other file by `resolve`; only the workers fail on it.
@@ -174,9 +178,12 @@ def test_workers_killed_between_calls_are_replaced(bench: Callable[..., Bench]) 
     assert pool.one("2") == Score(2.0)
 
 
-def test_fields_that_cannot_travel_are_a_failure(bench: Callable[..., Bench]) -> None:
+def test_fields_that_cannot_travel_are_a_failure_whose_traceback_is_in_the_log(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
     scores = bench("answered trl").score("4", answer=lambda: "4")[0]
     assert all("pickle" in (score.failure or "") for score in scores.values())
+    assert caplog.text.count("Traceback") == 2
 
 
 def test_as_many_asynchronous_calls_run_at_once_as_may(bench: Callable[..., Bench]) -> None:
@@ -244,6 +251,20 @@ def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
     assert told in (scores[culprit].failure or "") and scores["innocent"] == Score(7.0)
 
 
+def test_what_has_succeeded_is_not_suspected_any_more(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text(JUDGES)
+    found = queue.SimpleQueue[Came | Closed | Failed | None]()
+    kind = RewardKind(resolve(["judges.py:ends_unseen"], tmp_path), 1, None, None)
+    processes = WorkerPool(kind, 1, "processes", RewardError, lambda id, came: found.put(came))
+    came = []
+    for id, text in enumerate(("exit", "1", "exit", "exit")):
+        processes.begin(id, "key", tuple(Call("ends_unseen", ({"completion": text},), 60.0)), 60.0)
+        came.append(found.get(timeout=300))
+    processes.close(60.0)
+    assert (came[0], came[2]) == (None, None), "each was the first end since nothing was known against it"
+    assert isinstance(came[1], Came) and isinstance(came[3], Failed)
+
+
 def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails_at_once_with_the_reason() -> None:
     release = threading.Event()
 
@@ -266,6 +287,24 @@ def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails
     assert "never ended; put the function into a .py file" in str(ask("quick", 60.0).failure)
     release.set()
     wait_for(lambda: ask("quick", 60.0).value == 1.0, "an answer")
+    threads.close(60.0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_want_of_memory_in_a_function_of_the_calling_process_is_its_own_error_and_no_limit(is_async: bool) -> None:
+    def wants(completion: str) -> float:
+        raise MemoryError("too large")
+
+    async def wants_async(completion: str) -> float:
+        raise MemoryError("too large")
+
+    found = queue.SimpleQueue[Came | Closed | Failed | None]()
+    function, call = wants_async if is_async else wants, Call("own", ({"completion": "x"},), 60.0)
+    kind = RewardKind((spec_in_process("own", function, None),), 1, 512, {"own": function})
+    threads = WorkerPool(kind, 1, "threads", RewardError, lambda id, came: found.put(came))
+    threads.begin(0, 0, tuple(call), 60.0)
+    came = found.get(timeout=300)
+    assert came is not None and answers_of(came, call)[0].failure == "MemoryError: too large"
     threads.close(60.0)
 
 

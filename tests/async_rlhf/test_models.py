@@ -17,7 +17,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.engine import Request, RolloutKey, completed
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.record import Group, Rollout
@@ -62,12 +62,8 @@ def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Pat
         for number in range(2):
             prompt = rng.integers(3, 64, 6 + 5 * number).astype(np.int32)
             keys = [RolloutKey(number, step, member) for member in range(GROUP_SIZE)]
-            engine.submit(
-                [Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, SAMPLING, seed=key.member) for key in keys]
-            )
-            ended = {}
-            while engine.num_unfinished:
-                ended |= {completion.key: completion for completion in engine.step()}
+            requests = [Request(key, tuple(prompt.tolist()), 12 + 3 * key.member, SAMPLING, seed=key.member) for key in keys]
+            ended = completed(engine, requests)
             made = [ended[key] for key in keys]
             rollouts = tuple(Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason) for c in made)
             groups.append(Group(number, 0, prompt, rollouts, SAMPLING))

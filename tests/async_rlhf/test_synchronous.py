@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from async_rlhf import api
-from async_rlhf.actors.engine import Completion
+from async_rlhf.actors.engine import completed
 from async_rlhf.actors.loop.work import Work
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
@@ -56,15 +56,12 @@ def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
 
 def generate(engine: Any, work: Work, numbers: Sequence[int]) -> list[Group]:
     work_of = {number: work.requests(number, 0) for number in numbers}
-    engine.submit([request for _, _, requests in work_of.values() for request in requests])
-    done: dict[tuple[int, int], Completion] = {}
-    while engine.num_unfinished:
-        done.update({(c.key.group, c.key.member): c for c in engine.step()})
+    done = completed(engine, [request for _, _, requests in work_of.values() for request in requests])
     groups = []
     for number, (row, prompt, requests) in work_of.items():
         rollouts = []
         for request in requests:
-            completion = done[number, request.key.member]
+            completion = done[request.key]
             text = work.decode(completion.token_ids.tolist())
             score = Score(float(reasoning_gym(completion=text, entry=row.columns["entry"])))
             rollouts.append(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.engine import Request, RolloutKey, completed
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask
@@ -226,10 +226,8 @@ def test_a_truncated_sample_without_its_support_is_refused_by_a_loss_of_ratios_a
 def test_what_the_engine_has_just_sampled_has_ratio_one(cut_off: dict[str, float]) -> None:
     engine = load_engine(str(TINY_SPELLER), EngineConfig(slots=8), version=0)
     prompt = tuple(range(4, 12))
-    engine.submit([Request(RolloutKey(0, 0, m), prompt, 12, Sampling(temperature=4.0, **cut_off), seed=m) for m in range(8)])  # type: ignore[arg-type]
-    done = []
-    while engine.num_unfinished:
-        done += engine.step()
+    requests = [Request(RolloutKey(0, 0, m), prompt, 12, Sampling(temperature=4.0, **cut_off), seed=m) for m in range(8)]  # type: ignore[arg-type]
+    done = completed(engine, requests).values()
     rollouts = [Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason, sampling_mask=c.sampling_mask) for c in done]
     assert any(r.sampling_mask is not None and r.sampling_mask.sizes.max() > 1 for r in rollouts)
     group = Group(0, 0, np.array(prompt, np.int32), tuple(rollouts), Sampling(temperature=4.0, **cut_off))  # type: ignore[arg-type]

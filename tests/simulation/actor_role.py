@@ -116,7 +116,7 @@ class FakeScoring:
         # Two numbers after each other whose members are worth the same, then two whose members are not.
         return [
             Scored(
-                key, {"reward": Score(float(key.member * (key.group // 2 % 2)))}, 0.0,
+                key, {"reward": Score(float(key.member * (key.group // 2 % 2)))},
                 stages={"reward": Interval(self._began.pop(key), time.time())}, reference=self._reference(key),
             )
             for key in done

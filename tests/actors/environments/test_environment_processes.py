@@ -12,7 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.actors.environments.pool import Event
+from async_rlhf.actors.environments import EnvironmentConfig
+from async_rlhf.actors.environments.loading import spec_in_process
+from async_rlhf.actors.environments.pool import EpisodePool, Event
+from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.workers import pool
 from async_rlhf.buffers.errors import EpisodeError
@@ -188,7 +191,40 @@ def test_a_cleanup_that_hangs_is_counted_and_its_process_replaced(bench: Callabl
     assert played.ended("a") is not None and played.ended("a").reason == "scored"  # type: ignore[union-attr]
 
 
-def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+def own(prompt: str, level: int = 0) -> Iterator[str]:
+    yield f"{prompt} {level}"
+
+
+def test_threads_that_take_each_others_place_have_one_function_with_its_options() -> None:
+    kind = EpisodeKind(spec_in_process("own", own, {"level": 2}, {}, None), EnvironmentConfig(), own)
+    functions = []
+    for _ in range(3):  # as each thread does
+        kind.load()
+        functions.append(kind._function)
+    assert functions[0] is functions[1] is functions[2] is not None
+    assert next(functions[0](prompt="?")) == "? 2"
+
+
+def wants_memory() -> Iterator[str]:
+    yield "?"
+    raise MemoryError("too large")
+
+
+def test_want_of_memory_in_a_function_of_the_calling_process_is_of_no_limit() -> None:
+    config = EnvironmentConfig()
+    spec = spec_in_process("wants", wants_memory, {}, {}, None)
+    pool, events = EpisodePool[str](spec, config, function=wants_memory), list[Event[str]]()
+    pool.begin("a", {})
+    wait_for(lambda: events.extend(pool.poll()) or events, "its first words")
+    pool.reply("a", "")
+    wait_for(lambda: events.extend(pool.poll()) or len(events) == 2, "its end")
+    assert isinstance(events[1].came, End) and events[1].came.failure == "out of memory: the system gave no more"
+    pool.close(60.0)
+
+
+def test_an_environment_that_no_process_can_import_ends_the_run_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "unloadable.py"
     path.write_text("""
 import multiprocessing
@@ -199,3 +235,4 @@ def environment(question): text = yield question
         played.begin("a")
         with pytest.raises(EpisodeError, match=r"ended 3 times in a row before they were ready: .*KeyError: 'no licence'"):
             played.until(lambda: False)
+    assert "KeyError: 'no licence'; the process is replaced" in caplog.text, "of the first already"

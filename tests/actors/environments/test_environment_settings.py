@@ -56,6 +56,13 @@ def test_a_function_that_is_given_in_python_is_named_by_its_file(folder: Path) -
     assert target == f"{folder / 'tasks.py'}:calculator" and load(resolve(target, Path("/"))) is function
 
 
+def test_a_module_that_is_called_as_a_form_is_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "remote.py").write_text("def play(question): yield question")
+    spec = resolve("remote:play", folder, {"question"}, {"question": "?"})
+    assert spec.required == ("question",) and next(load(spec)()) == "?"
+
+
 def test_an_environment_may_take_every_column_and_be_an_object(folder: Path) -> None:
     assert spec_of(folder, "everything", columns=set()).usable({"prompt": "", "x": 1}) == {"prompt": "", "x": 1}
     assert (spec_of(folder, "game", columns=set()).kind, spec_of(folder, "game").fields) == ("sync", ("seed",))

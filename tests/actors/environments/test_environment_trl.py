@@ -248,7 +248,7 @@ def test_a_run_gives_the_template_the_tools_of_its_environment(folder: Path) -> 
         ("BAD_TOOLS", {}, "tool 'undescribed' cannot be described"),
         ("MANY", {}, "is dict; an environment_factory .* name one"),
         ("Counter", {"reward": ["moved"]}, "environment.options.reward: .* 'rewards'"),
-        ("Counter", {"rewards": ["move"]}, "no 'move' at the top level .* 'moved'"),
+        ("Counter", {"rewards": ["move"]}, "^reward .*: no 'move' at the top level .* 'moved'"),
         ("TOOLS", {"response_template": {"feelds": {}}}, "environment.options.response_template: .*'feelds'"),
         ("Counter", {"rewards": ["wants_state"]}, "'wants_state' asks for 'trainer_state'"),
     ],
