@@ -120,22 +120,21 @@ def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *
 
 
 def _tokens(config: LearnerConfig, generation: GenerationConfig) -> int:
-    """Of the largest micro-batch: a completion is never cut, and completions share a prompt that comes on top of theirs."""
+    """Of the largest micro-batch: a completion is never cut, and the prompt of several comes on top of them."""
     return max(config.micro_batch_tokens, _widest(config, generation, config.micro_batch_tokens))
 
 
 def _widest(config: LearnerConfig, generation: GenerationConfig, room: float) -> int:
-    """Tokens of the longest row, with `room` for several completions beside their prompt."""
+    """Tokens of the longest row: `room` for several completions beside a prompt."""
     prompt, longest = generation.max_prompt_length, generation.longest_completion
-    several = min(prompt + room, prompt + generation.group_size * longest, config.row_tokens or math.inf)
-    return max(prompt + longest, int(several))
+    return max(prompt + longest, int(min(prompt + min(room, generation.group_size * longest), config.row_tokens or math.inf)))
 
 
 def _passing(config: LearnerConfig, shape: Shape, generation: GenerationConfig, tokens: int) -> int:
     """What forward and backward pass hold at most, beside weights, gradients and logits."""
     half = config.dtype == "bfloat16"
-    room = room_beside(generation.max_prompt_length, token_cost(shape.layer, shape.heads))
-    masks = 4 * tokens * min(tokens, _widest(config, generation, min(room, config.micro_batch_tokens)))
+    room = min(config.micro_batch_tokens, room_beside(generation.max_prompt_length, token_cost(shape.layer, shape.heads)))
+    masks = 4 * tokens * min(tokens, _widest(config, generation, room))
     layer, inputs = _layer(config, shape, tokens), 4 * tokens * shape.width
     # autocast keeps its copies of the weights to the end of the forward pass, and products keep them for the backward
     copied = 2 if half and config.backend == "torch" else 0
