@@ -184,9 +184,9 @@ class LearnerConfig(Section):
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     micro_batch_tokens: int = Field(default=2048, ge=1)
-    """Padded tokens of one forward and backward pass."""
-    row_tokens: int = Field(default=512, ge=1)
-    """Completions of one prompt share a row, and the prompt's computation, up to this many tokens."""
+    """Padded tokens of one forward and backward pass; of completions of one prompt so many beside it."""
+    row_tokens: int | None = Field(default=None, ge=1)
+    """A limit of memory: tokens of a prompt with several of its completions in one pass."""
     publish_every: int = Field(default=1, ge=1)
     """Steps between two published weight sets."""
     device: str = "cpu"
@@ -255,6 +255,20 @@ def chunk_tokens(vocabulary: int, device: str) -> int:
     """Tokens whose logits the loss treats at a time on a type of device."""
     within = tokens_within(vocabulary, LOGITS_MIB)
     return min(within, max(_CPU_TOKENS, tokens_within(vocabulary, _CPU_MIB))) if device == "cpu" else within
+
+
+def token_cost(weights: float, width: int) -> float:
+    """What a token costs beside attention in a layer of so many weights, in pairs of a query and a key with so many numbers in
+    all heads: each weight is multiplied with a token once, each of those numbers with a pair twice; the backward pass has twice
+    as many products with weights, and 2.5 times as many with pairs."""
+    return 3.0 * weights / (3.5 * 2 * width)
+
+
+def room_beside(prompt: int, cost: float) -> float:
+    """Tokens of completions in a row that begins with a prompt of so many, where all pairs of the row are computed. Further
+    completions spare prompts and cost pairs that are masked: with w the cost of a token in pairs, (w l + l^2) / c, of a row of
+    l = p + c, is least at c^2 = p^2 + w p."""
+    return math.sqrt(prompt * (prompt + cost))
 
 
 def check_division(config: LearnerConfig, size_of: Callable[[str], int | None]) -> None:

@@ -13,7 +13,7 @@ from async_rlhf.buffers.composition import Statistics
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group
 from async_rlhf.experiments.counterfactual.measures import Array
-from async_rlhf.learner.batch.micro_batch import count
+from async_rlhf.learner.batch.packing import count
 from async_rlhf.learner.batch.rows import Row, by_group, make_rows
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.loop.trainer import estimated
@@ -62,7 +62,7 @@ class Gradients:
         """
         backend = Controller(self._machine, loss)
         estimates, _ = estimated(groups, rewards, backend, self._config.advantage, loss)
-        rows = make_rows(groups, estimates.advantages, backend.row_tokens, estimates.targets)
+        rows = make_rows(groups, estimates.advantages, estimates.targets)
         of_group = {each[0].group.number: each for each in by_group(rows)}
         num_parts = -(-len(groups) // groups_a_part)
         sums_KP, counts_K = np.zeros((num_parts, self.num_parameters), np.float32), np.zeros(num_parts)

@@ -148,5 +148,5 @@ def _step(device: str, dtype: str) -> dict[str, float]:
     config = LearnerConfig(device=device, dtype=dtype)
     groups = make_groups(np.array([[5, 9, 17, 30], [12, 3, 8, 21]]), vocabulary=90)
     backend = make_backend(Path(_speller()), config, LossConfig())
-    report = backend.step([make_rows(groups, advantages_of(groups), config.row_tokens)], 0)
+    report = backend.step([make_rows(groups, advantages_of(groups))], 0)
     return {name: float(report.metrics[name]) for name in ("loss", "grad_norm")}

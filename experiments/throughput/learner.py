@@ -142,7 +142,7 @@ def advantages_of(groups: list[Group]) -> list[list[float | None]]:
 
 def ours(model: Path, groups: list[Group]) -> Side:
     backend = make_backend(model, CONFIG, LossConfig())
-    return timed(lambda: backend.step([make_rows(groups, advantages_of(groups), CONFIG.row_tokens)], 0))
+    return timed(lambda: backend.step([make_rows(groups, advantages_of(groups))], 0))
 
 
 def bare_batches(groups: list[Group]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -1,31 +1,21 @@
-"""An update's rows over the ranks, and to the tensors of one forward pass: the one place that shifts by one, packs and masks.
+"""The tensors of one forward pass and of its loss, and what each position of them attends to. No gradient, no model here.
 
-Every completion attends to its prompt and to itself, never to its siblings; a piece that begins a row anew attends to itself
-alone. Completions that share a row stand in it with all of their pieces; of one that has a row of its own each further piece
-has one too. Everything the loss needs is flat over the N loss-bearing tokens of a micro-batch, so padding never reaches it. A
-completion is never cut over micro-batches, and where a loss compares siblings neither is a group. No gradient, no model here.
-
-Rows go to the rank with the least to do, longest first; every rank gets equally many micro-batches, padding batches where it
-has fewer, since ranks that share parameters must make every pass together.
+Everything the loss needs is flat over the N loss-bearing tokens of a micro-batch, so padding never reaches it.
 
 Axes: R rows, L positions of a row, N loss-bearing tokens (those that were sampled; what an environment gave is only read), S
-completions.
+completions, B blocks of attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from async_rlhf.buffers.attention import FULL, Reach
-from async_rlhf.buffers.record import Rollout
-from async_rlhf.learner.batch.rows import Member, Row, by_group
-from async_rlhf.learner.objective.objective import Counts
 
 
 class SamplingMasks(NamedTuple):
@@ -70,8 +60,9 @@ class SamplingMasks(NamedTuple):
 class PolicyInputs:
     """What a policy reads in one forward pass, and the tokens whose log-probabilities are asked of it.
 
-    ids_RL, positions_RL: int64. segments_RL: int64, 0 in the prompt, m > 0 in what its m-th completion has behind it; -1 in
-    padding, and -2, -3, ... in pieces that begin anew.
+    ids_RL, positions_RL: int64. blocks_B4: int64, of each block its first query, the end of its queries, its first key, the end
+    of its keys, in the flattened [R L]. Its queries attend to its keys; where these are the same, to those up to their own.
+    Blocks of the second kind come first, and together have every position but padding once.
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token. target_N: int64 token ids.
     temperature_N: float32. sizes_N, ids_K: the tokens that each was chosen among, as in `SamplingMasks`; None where nothing was
     cut off.
@@ -79,7 +70,7 @@ class PolicyInputs:
 
     ids_RL: Tensor
     positions_RL: Tensor
-    segments_RL: Tensor
+    blocks_B4: Tensor
     source_N: Tensor
     target_N: Tensor
     temperature_N: Tensor
@@ -119,8 +110,8 @@ class MicroBatch(PolicyInputs):
 
     @property
     def is_packed(self) -> bool:
-        """Whether completions share a row."""
-        return len(self.group_S) > len(self.ids_RL)
+        """Whether positions of a row do not simply attend to all before them."""
+        return len(self.blocks_B4) > len(self.ids_RL)
 
     @property
     def sequence_N(self) -> Tensor:
@@ -141,230 +132,33 @@ class MicroBatch(PolicyInputs):
         return cls(**tensors)
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How rows become micro-batches: at most `micro_batch_tokens` padded tokens each, one completion at least.
-
-    whole_groups: the rows of a group stay together, however many they are. sampling_masks: False evaluates the whole
-    vocabulary, also where sampling was cut off. recorded_references: log-probabilities under the reference come from the
-    rollouts, which all have them.
-    """
-
-    micro_batch_tokens: int
-    whole_groups: bool = False
-    sampling_masks: bool = True
-    recorded_references: bool = False
-
-
-@dataclass(frozen=True)
-class Update:
-    """One rank's part of one optimizer update. `counts` are those of the whole update."""
-
-    batches: tuple[MicroBatch, ...]
-    counts: Counts
-    number: int
-    """Updates of the same rows have the same number: what was computed of the first serves the others."""
-
-
-def partition(updates: Sequence[Sequence[Row]], ranks: int, packing: Packing) -> list[list[Update]]:
-    """For every rank its part of every update."""
-    parts: list[list[Update]] = [[] for _ in range(ranks)]
-    numbers: dict[int, int] = {}
-    for rows in updates:
-        counts = count(rows)
-        number = numbers.setdefault(id(rows), len(numbers))
-        cut = [make_micro_batches(mine, packing) for mine in partition_rows(rows, ranks)]
-        most = max(len(batches) for batches in cut)
-        for part, batches in zip(parts, cut, strict=True):
-            padding = [padding_batch() for _ in range(most - len(batches))]
-            part.append(Update((*batches, *padding), counts, number))
-    return parts
-
-
-def count(rows: Sequence[Row]) -> Counts:
-    lengths = [member.rollout.num_tokens for row in rows for member in row.members]
-    return Counts(num_tokens=sum(lengths), num_sequences=len(lengths), num_groups=len({row.group.number for row in rows}))
-
-
-def partition_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
-    """The rows of each rank: whole groups, longest first, each to the rank with the fewest tokens so far; order kept."""
-    if ranks == 1:
-        return [list(rows)]
-    groups = by_group(rows)
-    tokens = [sum(row.length for row in group) for group in groups]
-    load, owner = [0] * ranks, [0] * len(groups)
-    for index in sorted(range(len(groups)), key=lambda index: -tokens[index]):
-        owner[index] = min(range(ranks), key=load.__getitem__)
-        load[owner[index]] += tokens[index]
-    return [[row for index, group in enumerate(groups) if owner[index] == rank for row in group] for rank in range(ranks)]
-
-
-def padding_batch() -> MicroBatch:
-    """A forward pass with nothing to learn from: one position, no token."""
-    position, nothing, zero = torch.zeros(1, 1, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0)
-    return MicroBatch(
-        **dict.fromkeys(("ids_RL", "positions_RL", "segments_RL"), position),
-        **dict.fromkeys(("source_N", "target_N", "member_N", "group_S", "version_N"), nothing),
-        **dict.fromkeys(("temperature_N", "logp_behaviour_N", "advantage_N"), zero),
-        comparable_N=nothing.bool(),
-    )
-
-
-def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
-    """Rows of similar length together, and apart those of one completion, which need no mask and may be far longer."""
-    units = by_group(rows) if packing.whole_groups else [[row] for row in rows]
-    batches: list[list[Row]] = []
-    packed, widest, count = False, 0, 0
-    for (shares, longest, num_rows), unit in sorted(((_shape(unit), unit) for unit in units), key=_longest_first):
-        if not batches or (count + num_rows) * widest > packing.micro_batch_tokens or packed != shares:
-            batches.append([])
-            packed, widest, count = shares, longest, 0
-        batches[-1] += unit
-        count += num_rows
-    return [_tensors(batch, packing) for batch in batches]
-
-
-def _longest_first(shaped: tuple[tuple[bool, int, int], list[Row]]) -> tuple[bool, int]:
-    shares, longest, _ = shaped[0]
-    return not shares, -longest
-
-
-def _shape(rows: Sequence[Row]) -> tuple[bool, int, int]:
-    """Whether completions share a row, the length of the longest row, and how many rows."""
-    shares = any(len(row.members) > 1 for row in rows)
-    lengths = [row.length for row in rows] if shares else [length for row in rows for length in row.lengths]
-    return shares, max(lengths), len(lengths)
-
-
-def attention_mask(segments_RL: Tensor, positions_RL: Tensor, reach: Reach = FULL) -> Tensor:
-    """bool [R, L, L], True where query (second axis) may attend to key (third): the prompt, and its own completion so far, as
-    far back as a layer reaches; its own tokens alone in a piece that begins anew. Distances are those of positions, for
-    siblings stand between a completion and its prompt."""
-    length = segments_RL.shape[1]
-    queries, keys = segments_RL[:, :, None], segments_RL[:, None, :]
-    seen = queries == keys
-    seen |= (keys == 0) & (queries > 0)
-    seen &= torch.ones(length, length, dtype=torch.bool, device=segments_RL.device).tril()
-    if reach.window is not None:
-        seen &= positions_RL[:, :, None] < (positions_RL + reach.window)[:, None, :]
-    if reach.chunk is not None:
-        chunk_RL = positions_RL // reach.chunk
-        seen &= chunk_RL[:, :, None] == chunk_RL[:, None, :]
+def attention_mask(blocks_B4: Tensor, positions_RL: Tensor, reach: Reach = FULL) -> Tensor:
+    """bool [R, L, L], True where query (second axis) may attend to key (third): as blocks say, as far back as a layer reaches.
+    Distances are those of positions, for siblings stand between a completion and its prompt. Padding sees itself."""
+    rows, length = positions_RL.shape
+    seen = torch.zeros(rows, length, length, dtype=torch.bool, device=positions_RL.device)
+    for query, end, key, stop in blocks_B4.tolist():
+        row, begin = divmod(query, length)
+        seen[row, begin : begin + end - query, key - row * length : stop - row * length] = True
+    seen &= torch.ones(length, length, dtype=torch.bool, device=positions_RL.device).tril()
+    seen &= reached(positions_RL, positions_RL, reach)
+    seen.diagonal(dim1=1, dim2=2).fill_(True)
     return seen
 
 
-def attention_bias(segments_RL: Tensor, positions_RL: Tensor, reach: Reach, dtype: torch.dtype) -> Tensor:
-    """[R, 1, L, L] in `dtype`, added to the products of queries and keys: 0 where `attention_mask` is True, else the lowest
-    number. In `dtype` they are computed in, and in lines of a multiple of 8 numbers, so that no layer makes a copy of it."""
-    rows, length = segments_RL.shape
-    lines = torch.full((rows, length, -(-length // 8) * 8), torch.finfo(dtype).min, dtype=dtype, device=segments_RL.device)
-    return lines[..., :length].masked_fill_(attention_mask(segments_RL, positions_RL, reach), 0)[:, None]
+def reached(queries_RQ: Tensor, keys_RK: Tensor, reach: Reach) -> Tensor:
+    """bool [R, Q, K] or what broadcasts to it: whether a layer of this reach looks back from one position to the other."""
+    seen = torch.ones(1, 1, 1, dtype=torch.bool, device=queries_RQ.device)
+    if reach.window is not None:
+        seen = seen & (queries_RQ[:, :, None] < (keys_RK + reach.window)[:, None, :])
+    if reach.chunk is not None:
+        seen = seen & ((queries_RQ // reach.chunk)[:, :, None] == (keys_RK // reach.chunk)[:, None, :])
+    return seen
 
 
-def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
-    shares, width, num_rows = _shape(rows)
-    shape = (num_rows, width)
-    layout = _Layout(np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64))
-    members = [member for row in rows for member in row.members]
-    samplings = [row.group.sampling for row in rows for _ in row.members]
-    sources = [source for row in rows for source in layout.add(row, shares)]
-    rollouts = [member.rollout for member in members]
-    lengths = [rollout.num_tokens for rollout in rollouts]
-    optional = _targets(members)
-    if packing.recorded_references:
-        optional["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
-    comparable = [_comparable(r, not sampling.truncation) for r, sampling in zip(rollouts, samplings, strict=True)]
-    return MicroBatch(
-        ids_RL=torch.from_numpy(layout.ids),
-        positions_RL=torch.from_numpy(layout.positions),
-        segments_RL=torch.from_numpy(layout.segments),
-        source_N=_joined(sources, np.int64),
-        target_N=_joined([rollout.sampled_ids for rollout in rollouts], np.int64),
-        temperature_N=torch.from_numpy(np.repeat([sampling.temperature for sampling in samplings], lengths).astype(np.float32)),
-        member_N=torch.from_numpy(np.repeat([member.index for member in members], lengths)),
-        group_S=torch.tensor([row.group.number for row in rows for _ in row.members]),
-        version_N=_joined([rollout.versions for rollout in rollouts], np.int64),
-        comparable_N=_joined(comparable, np.bool_),
-        logp_behaviour_N=_joined([rollout.logprobs for rollout in rollouts], np.float32),
-        advantage_N=_joined([member.advantages for member in members], np.float32),
-        **_sampling_masks(rollouts if packing.sampling_masks else ()),
-        **optional,
-    )
-
-
-@dataclass
-class _Layout:
-    """Where each token of a micro-batch stands: int64 [R, L] of ids, positions and segments, and what is filled of them."""
-
-    ids: np.ndarray
-    positions: np.ndarray
-    segments: np.ndarray
-    row: int = -1
-    end: int = 0
-    """Of what is filled in `row`."""
-
-    def add(self, row: Row, shares: bool) -> list[np.ndarray]:
-        """The next row, and further ones for pieces that begin anew where completions do not share theirs. Returns of each
-        completion int64 [N]: where its tokens are predicted, in the flattened rows."""
-        self._next_row()
-        prompt = row.group.prompt_ids
-        num_prompt, last = len(prompt), self._begin_of_row + len(prompt) - 1
-        self._put(prompt, 0, 0)
-        sources, anew = [], -1
-        for m, member in enumerate(row.members, 1):
-            rollout = member.rollout
-            predicting = np.zeros(rollout.length, np.int64)
-            for piece in rollout.pieces:
-                if piece.num_prompt:
-                    anew -= 1
-                    if not shares:
-                        self._next_row()
-                read = rollout.completion_ids[piece.start : piece.stop - 1]
-                at = self._put(read, 0, anew) if piece.num_prompt else self._put(read, num_prompt, m)
-                predicting[piece.start : piece.stop] = np.arange(at - 1, at + len(read))
-            predicting[0] = last  # by the prompt, each other one by the token before it
-            sources.append(predicting[rollout.sampled])
-        return sources
-
-    @property
-    def _begin_of_row(self) -> int:
-        width: int = self.ids.shape[1]
-        return self.row * width
-
-    def _next_row(self) -> None:
-        self.row, self.end = self.row + 1, 0
-
-    def _put(self, ids: np.ndarray, position: int, segment: int) -> int:
-        """Where they begin in the flattened rows. position: of the first of them."""
-        begin, self.end = self.end, self.end + len(ids)
-        where = self.row, slice(begin, self.end)
-        self.ids[where], self.segments[where] = ids, segment
-        self.positions[where] = np.arange(position, position + len(ids))
-        return self._begin_of_row + begin
-
-
-def _comparable(rollout: Rollout, from_all: bool) -> np.ndarray:
-    """bool [N]: sampled with no keys and values of older weights, and from all tokens or from a sampling mask that is known."""
-    known = from_all or rollout.sampling_mask is not None
-    spans = [span for span in rollout.spans if span.version is not None]
-    return np.repeat([known and span.cache_version is None for span in spans], [span.num_tokens for span in spans])
-
-
-def _sampling_masks(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """Nothing where nothing was cut off from any of them."""
-    kept = [rollout.sampling_mask for rollout in rollouts]
-    if all(sampling_mask is None for sampling_mask in kept):
-        return {}
-    sizes = [np.zeros(r.num_tokens, np.int32) if s is None else s.sizes for r, s in zip(rollouts, kept, strict=True)]
-    ids = [each.ids for each in kept if each is not None]
-    return {"sizes_N": _joined(sizes, np.int64), "ids_K": _joined(ids, np.int64)}
-
-
-def _targets(members: Sequence[Member]) -> dict[str, Tensor]:
-    """float32 [N] by name: what all members have."""
-    each = [{} if member.targets is None else member.targets.named() for member in members]
-    return {name: _joined([own[name] for own in each], np.float32) for name in each[0] if all(name in own for own in each)}
-
-
-def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int64 | np.float32 | np.bool_]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))
+def attention_bias(seen_RQK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R, 1, Q, K] in `dtype`, added to the products of queries and keys: 0 where they are seen, else the lowest number. In
+    `dtype` they are computed in, and in lines of a multiple of 8 numbers, so that no layer makes a copy of it."""
+    rows, queries, keys = seen_RQK.shape
+    lines = torch.full((rows, queries, -(-keys // 8) * 8), torch.finfo(dtype).min, dtype=dtype, device=seen_RQK.device)
+    return lines[..., :keys].masked_fill_(seen_RQK, 0)[:, None]

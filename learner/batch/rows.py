@@ -1,6 +1,6 @@
-"""Groups to rows: one prompt with several of its completions, so that the prompt is computed once. No tensors here.
+"""Groups to rows: a prompt with the completions of it to learn from. No tensors here.
 
-A completion is never cut, and stays whole where it consists of several pieces (`record.Piece`). Called by the trainer.
+How many of them share the prompt's computation is decided when rows become micro-batches (`packing`). Called by the trainer.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ class Row:
 def make_rows(
     groups: Sequence[Group],
     advantages: Sequence[Sequence[float | None]],
-    row_tokens: int,
     targets: Mapping[int, TokenTargets] | None = None,
 ) -> list[Row]:
-    """Rows of at most `row_tokens` (one completion at least). A None advantage leaves the completion out.
+    """A row of each group that has something to learn from. A None advantage leaves the completion out.
 
     `advantages[g][m]` belongs to member m of group g; members are numbered over the whole batch, and `targets` are by
     that number.
@@ -68,14 +67,9 @@ def make_rows(
     index = 0
     for group, values in zip(groups, advantages, strict=True):
         members: list[Member] = []
-        length = len(group.prompt_ids)
         for rollout, advantage in zip(group.rollouts, values, strict=True):
             if advantage is not None:
-                if members and length + rollout.num_read > row_tokens:
-                    rows.append(Row(group, tuple(members)))
-                    members, length = [], len(group.prompt_ids)
                 members.append(Member(rollout, advantage, index, targets.get(index)))
-                length += rollout.num_read
             index += 1
         if members:
             rows.append(Row(group, tuple(members)))

@@ -220,7 +220,7 @@ class Trainer:
     def _updates(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> list[list[Row]]:
         """Whole groups split into the updates of this step in order, in every pass over the batch."""
         learner = self._config.learner
-        rows = make_rows(groups, estimates.advantages, self._backend.row_tokens, estimates.targets)
+        rows = make_rows(groups, estimates.advantages, estimates.targets)
         return split_updates(rows, learner.updates_per_step) * learner.epochs
 
     def _update(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> StepReport:
@@ -310,7 +310,7 @@ def estimated(
     scored, learned = (any(reward is not None for group in each for reward in group) for each in (rewards, chosen))
     # what the divergence takes from a reward it also takes from the baselines that the reward is in
     asked = rewards if loss.kl_in_reward and not advantage.needs_critic else chosen
-    rows = make_rows(groups, asked, backend.row_tokens) if loss.needs_evaluation(advantage) else []
+    rows = make_rows(groups, asked) if loss.needs_evaluation(advantage) else []
     evaluated = backend.evaluate(rows) if rows else {}
     return estimate_advantages(groups, rewards, chosen, evaluated, advantage, loss), scored and not learned
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -18,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from async_rlhf.buffers.attention import FAMILIES, attention, max_length, probe_length
+from async_rlhf.buffers.attention import FAMILIES, Reach, attention, max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, PolicyInputs, attention_bias, make_micro_batches
+from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias, attention_mask
+from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
-from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, tokens_within
+from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, token_cost, tokens_within
+from async_rlhf.learner.model.blocks import attend_in_blocks, planned
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
 from async_rlhf.learner.model.sequence import Share, share_attention
 
@@ -69,26 +72,27 @@ class Policy(nn.Module):
 
     def __init__(self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False) -> None:
         super().__init__()
+        for setting in ("gradient_checkpointing", "compile"):
+            if getattr(config, setting) and not _layers(model):
+                raise ConfigError(f"learner.{setting} = true: this model has no layers that support it; use false")
         self.model = cast(Any, model)
+        self.config: dict[str, Any] = self.model.config.get_text_config().to_dict()
+        self.attention = attention(self.config)
+        self._sequence_ranks = config.sequence_parallel
+        self.sharings = self._sharings(config)
+        self.sharing = self.sharings[0]
         self.critic: Critic | None = None
         if with_critic and config.critic.kind != "none":
             own = copy.deepcopy(self.trunk) if config.critic.kind == "model" else None
             self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.compiled = config.compile
-        for setting in ("gradient_checkpointing", "compile"):
-            if getattr(config, setting) and not _layers(model):
-                raise ConfigError(f"learner.{setting} = true: this model has no layers that support it; use false")
         if config.gradient_checkpointing:
             _checkpoint_gradients(model)
         if config.compile:
             _compile(self)
-        self.config: dict[str, Any] = self.model.config.get_text_config().to_dict()
-        self.attention = attention(self.config)
-        self.packs = self.attention is not None
         with self._plainly():
             self._chunked = self._output_layer_is_last()
-        self._sequence_ranks = config.sequence_parallel
         if self._sequence_ranks > 1:
             if self.attention is None:
                 raise ConfigError(
@@ -96,6 +100,28 @@ class Policy(nn.Module):
                     f"attends is not known here; set it to 1, or use one of {', '.join(sorted(FAMILIES))}"
                 )
             share_attention(model)
+
+    def _sharings(self, config: LearnerConfig) -> tuple[Sharing, ...]:
+        """The ways in which completions may share the computation of a prompt, the best first."""
+        if self.attention is None:
+            return ("none",)
+        plain = config.device == "cpu" and config.sequence_parallel == 1 and not config.compile
+        return ("blocks", "rows", "none") if plain and attend_in_blocks(self.model) else ("rows", "none")
+
+    @property
+    def packs(self) -> bool:
+        """Whether completions share the computation of their prompt."""
+        return self.sharing != "none"
+
+    @property
+    def token_cost(self) -> float:
+        """See `config.token_cost`."""
+        if self.attention is None:
+            return math.inf
+        text = self.model.config.get_text_config()
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        weights = sum(p.numel() for p in self.trunk.parameters()) - self.model.get_input_embeddings().weight.numel()
+        return token_cost(weights / text.num_hidden_layers, text.num_attention_heads * width)
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +145,7 @@ class Policy(nn.Module):
         if self._sequence_ranks == 1:
             return self._forward(batch, self._mask(batch, self._autocast), self._autocast)
         share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
-        masks = self._masks(share.segments_RL, share.positions_RL, self._autocast)
+        masks = self._masks(share.blocks_B4, share.positions_RL, self._autocast)
         logp_N, entropy_N, value_N = self._forward(share.own, masks, self._autocast)
         return share.joined(logp_N), share.joined(entropy_N), value_N
 
@@ -128,14 +154,23 @@ class Policy(nn.Module):
         return self._forward(batch, self._mask(batch, None), None)[0]
 
     def _mask(self, batch: MicroBatch, dtype: torch.dtype | None) -> Any:
-        """Rows of one completion need no mask of ours: padding stands on the right, where nothing looks. Without one attention
-        takes its fastest kernels."""
-        return self._masks(batch.segments_RL, batch.positions_RL, dtype) if batch.is_packed else None
+        """What the model takes as `attention_mask`. Rows of one piece need no mask of ours: padding stands on the right, where
+        nothing looks. Without one attention takes its fastest kernels."""
+        if not batch.is_packed:
+            return None
+        if self.sharing == "blocks" and self.attention is not None and len(batch.ids_RL) == 1:
+            last = self.model.config.get_text_config().num_hidden_layers - 1
+            return self.attention.masks(lambda reach: planned(batch, reach, dtype or torch.float32, last))
+        return self._masks(batch.blocks_B4, batch.positions_RL, dtype)
 
-    def _masks(self, segments_RL: Tensor, positions_RL: Tensor, dtype: torch.dtype | None) -> Any:
+    def _masks(self, blocks_B4: Tensor, positions_RL: Tensor, dtype: torch.dtype | None) -> Any:
         """One for each kind of layer, in the type that attention is computed in."""
         assert self.attention is not None, "rows of several completions for a model that takes one"
-        return self.attention.masks(lambda reach: attention_bias(segments_RL, positions_RL, reach, dtype or torch.float32))
+
+        def bias(reach: Reach) -> Tensor:
+            return attention_bias(attention_mask(blocks_B4, positions_RL, reach), dtype or torch.float32)
+
+        return self.attention.masks(bias)
 
     def _forward(self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
@@ -206,22 +241,24 @@ def _compile(policy: nn.Module) -> None:
 @torch.no_grad()
 def check_policy(policy: Policy) -> None:
     """Hold a policy to its model when a learner starts, with the weights that it starts from: log-probabilities from
-    micro-batches against plain passes, one text at a time. Sets `policy.packs`: siblings in one row where that gives the plain
-    numbers, else a row for each. Raises ConfigError when they differ either way."""
+    micro-batches against plain passes, one text at a time. Sets `policy.sharing`: the first way in which siblings share the
+    computation of their prompt that gives the plain numbers. Raises ConfigError when none does."""
     group = _made_up(policy)
     plain = torch.cat([_plain(policy, group, rollout) for rollout in group.rollouts])
-    packs, difference = policy.packs, float("nan")
-    for policy.packs in (True, False) if packs else (False,):
+    difference = float("nan")
+    for sharing in policy.sharings:
+        policy.sharing = sharing
         try:
             difference = _difference(policy, group, plain)
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
             if policy.compiled and isinstance(error, torch._dynamo.exc.TorchDynamoException):
                 reason = " ".join(str(error).strip().partition("\n\n")[0].split())
                 raise ConfigError(f"learner.compile = true: this model is not compiled here: {reason}. Use false") from error
-            _log.warning("a pass over padded rows ended with %s: %s", type(error).__name__, error)
+            if policy.sharing != "blocks":  # which asks more of a model than that it is right
+                _log.warning("a pass over padded rows ended with %s: %s", type(error).__name__, error)
             continue
         if difference <= MAX_DIFFERENCE:
-            if packs and not policy.packs:
+            if policy.sharing == "none" and len(policy.sharings) > 1:
                 _log.warning("completions of a prompt do not share its computation: in one row this model mixes them")
             return
     raise ConfigError(
@@ -233,8 +270,8 @@ def check_policy(policy: Policy) -> None:
 
 def _difference(policy: Policy, group: Group, plain: Tensor) -> float:
     """Mean |log-probability - plain| of the tokens of the group; infinite where one of them is no number."""
-    rows = make_rows([group], [[0.0] * len(group.rollouts)], 1 << 30 if policy.packs else 1)
-    batches = make_micro_batches(rows, Packing(1 << 30))
+    rows = make_rows([group], [[0.0] * len(group.rollouts)])
+    batches = make_micro_batches(rows, Packing(1 << 30, policy.sharing))
     found = torch.cat([policy.exactly(batch.to(policy.device)) for batch in batches])
     # Micro-batches hold the longest rows first, and the group has its completions in that order.
     return float((found - plain).abs().mean().nan_to_num(torch.inf))

@@ -29,11 +29,11 @@ _NAME = "ulysses"
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes of a micro-batch. own: its positions and the M tokens they predict. segments_RL, positions_RL: of
+    """What one rank computes of a micro-batch. own: its positions and the M tokens they predict. blocks_B4, positions_RL: of
     whole rows, padded to a multiple of n. index_M: which tokens of the micro-batch they are; num_tokens: N."""
 
     own: PolicyInputs
-    segments_RL: Tensor
+    blocks_B4: Tensor
     positions_RL: Tensor
     index_M: Tensor
     num_tokens: int
@@ -43,7 +43,7 @@ class Share:
         length = batch.ids_RL.shape[1]
         whole = -(-length // size) * size
         width = whole // size
-        segments = pad(batch.segments_RL, (0, whole - length), value=-1)
+        blocks = batch.blocks_B4 + batch.blocks_B4[:, :1] // length * (whole - length)
         positions = pad(batch.positions_RL, (0, whole - length))
         mine = slice(rank * width, (rank + 1) * width)
         row_N, position_N = batch.source_N // length, batch.source_N % length
@@ -51,13 +51,13 @@ class Share:
         own = PolicyInputs(
             ids_RL=pad(batch.ids_RL, (0, whole - length))[:, mine],
             positions_RL=positions[:, mine],
-            segments_RL=segments[:, mine],
+            blocks_B4=blocks,
             source_N=row_N[index] * width + position_N[index] - rank * width,
             target_N=batch.target_N[index],
             temperature_N=batch.temperature_N[index],
             **({} if batch.sampling_masks is None else batch.sampling_masks.of(index)._asdict()),
         )
-        return cls(own, segments, positions, index, batch.num_tokens)
+        return cls(own, blocks, positions, index, batch.num_tokens)
 
     def joined(self, value_M: Tensor) -> Tensor:
         """[N]: every token's, from the rank that has it; the gradient goes to the own ones."""

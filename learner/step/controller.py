@@ -26,7 +26,8 @@ from torch import Tensor
 from async_rlhf.buffers.errors import NonFiniteError
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.learner.batch.micro_batch import MicroBatch, Packing, Update, partition
+from async_rlhf.learner.batch.micro_batch import MicroBatch
+from async_rlhf.learner.batch.packing import Packing, Update, partition
 from async_rlhf.learner.batch.rows import Row, check_row
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.objective.estimation import PolicyEvaluation
@@ -52,17 +53,15 @@ class Controller:
         self._ratios = spec.takes_ratios and not loss.allow_uncorrected
         self._packing = Packing(
             config.micro_batch_tokens,
+            machine.policy.sharing,
+            config.row_tokens,
+            machine.policy.token_cost,
             whole_groups=spec.level == "pair",
             sampling_masks=spec.takes_ratios,
             recorded_references=loss.needs_reference and not machine.with_reference,
         )
 
     # -- rank 0: commands of the learner's loop ----------------------------------------------------------------------
-
-    @property
-    def row_tokens(self) -> int:
-        """Most tokens of a row that holds several completions; 1 where each has a row of its own."""
-        return self._learner.row_tokens if self.machine.policy.packs else 1
 
     def evaluate(self, rows: Sequence[Row]) -> Mapping[int, PolicyEvaluation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""

@@ -77,7 +77,7 @@ class Machine:
         model = load_model(self._model_dir, device or self.device, getattr(torch, kind)).requires_grad_(False)
         computed = self.config.dtype if kind == "float32" else kind
         reference = Policy(model, self.config.model_copy(update={"dtype": computed}))
-        reference.packs = self.policy.packs
+        reference.sharing = self.policy.sharing
         return reference
 
     # -- the machine of a step ---------------------------------------------------------------------------------------

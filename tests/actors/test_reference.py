@@ -47,7 +47,7 @@ def supported(rollout: Rollout) -> Rollout:
 
 def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
     backend = make_backend(directory, LearnerConfig(), LossConfig(kl_coef=0.1))
-    seen = backend.evaluate(make_rows([group], [[1.0] * len(group.rollouts)], 512))
+    seen = backend.evaluate(make_rows([group], [[1.0] * len(group.rollouts)]))
     return [found for each in seen.values() if (found := each.logp_reference) is not None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.inspect.episodes import Part, _parts, lines
 from async_rlhf.inspect.episodes import Trial as Shown
-from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
+from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model.policy import Policy
@@ -145,8 +145,8 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     sampled = np.concatenate([rollout.logprobs for rollout in rollouts])
     np.testing.assert_allclose(sampled[exact], wanted[exact], atol=2e-4)
     versions = np.concatenate([rollout.versions for rollout in rollouts])
-    for row_tokens in (1, 1 << 20):
-        batches = make_micro_batches(make_rows([group], [[1.0] * len(rollouts)], row_tokens), Packing(1 << 20))
+    for sharing in get_args(Sharing):
+        batches = make_micro_batches(make_rows([group], [[1.0] * len(rollouts)]), Packing(1 << 20, sharing))
         for version, model in enumerate(models):
             policy, found = Policy(model, LearnerConfig()), np.full(len(wanted), np.nan)
             for batch in batches:

@@ -67,7 +67,7 @@ def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Pat
             made = [ended[key] for key in keys]
             rollouts = tuple(Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason) for c in made)
             groups.append(Group(number, 0, prompt, rollouts, SAMPLING))
-        report = backend.step([make_rows(groups, [[1.0, -1.0, 0.5]] * 2, backend.row_tokens)], step)
+        report = backend.step([make_rows(groups, [[1.0, -1.0, 0.5]] * 2)], step)
         assert report.applied and report.metrics["mismatch/abs_log_ratio"] < MISMATCH
         assert report.metrics["is/ess"] == pytest.approx(1.0, abs=1e-6), "at staleness 0 the importance weight is 1"
         assert report.metrics["is/ratio_max"] == pytest.approx(1.0, abs=1e-4)

@@ -50,7 +50,7 @@ def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
         groups = generate(engine, work, numbers)
         rewards = [[Composition().reward(rollout.scores) for rollout in group.rollouts] for group in groups]
         advantages = [group_relative(values, scale_by_std=True) for values in rewards]
-        backend.step([make_rows(groups, advantages, config.learner.row_tokens)], step)
+        backend.step([make_rows(groups, advantages)], step)
     return {name: np.frombuffer(tensor.data, np.float32).reshape(tensor.shape) for name, tensor in backend.tensors().items()}
 
 

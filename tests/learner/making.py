@@ -120,11 +120,11 @@ def _spans(version: int, length: int, observed: Sequence[tuple[int, int]]) -> li
 
 GROUPS = [make_group(n, [3, 1, 6], version=0) for n in range(4)]
 ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
-ROWS = make_rows(GROUPS, ADVANTAGES, 512)
+ROWS = make_rows(GROUPS, ADVANTAGES)
 
 
 def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advantages: Any = ADVANTAGES) -> list[list[Row]]:
-    return split_updates(make_rows(groups, advantages, 512), num_updates)
+    return split_updates(make_rows(groups, advantages), num_updates)
 
 
 def make_backend(path: Path, loss: LossConfig | None = None, publish_dtype: str = "float32", **settings: Any) -> Controller:

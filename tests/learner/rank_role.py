@@ -40,15 +40,15 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     out.mkdir()
     if "load" in job:
         backend.load(Path(job["load"]))
-    seen = backend.evaluate(make_rows(GROUPS, ADVANTAGES, 512))
+    seen = backend.evaluate(make_rows(GROUPS, ADVANTAGES))
     first, last = job.get("first", 0), job["steps"]
     reports = []
     for step in range(first, last):
         advantages = [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]] if job.get("poison") == step else ADVANTAGES
         if job.get("dry_run"):
             for values in (ADVANTAGES, [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]]):
-                backend.dry_run(split_updates(make_rows(GROUPS, values, 512), 2), step)
-        updates = split_updates(make_rows(GROUPS, advantages, 512), job.get("updates", 1))
+                backend.dry_run(split_updates(make_rows(GROUPS, values), 2), step)
+        updates = split_updates(make_rows(GROUPS, advantages), job.get("updates", 1))
         reports.append(backend.step(updates, step, job.get("rates", {}).get(str(step))))
         if job.get("watch"):
             sys.stdout.write(f"step {step}\n")
@@ -58,7 +58,7 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     backend.snapshot()(out)
     tensors = backend.tensors()
     reference = backend.machine._reference
-    referred = backend.evaluate(make_rows(GROUPS, ADVANTAGES, 512)) if reference is not None else {}
+    referred = backend.evaluate(make_rows(GROUPS, ADVANTAGES)) if reference is not None else {}
     held = [getattr(p, "ds_tensor", p) for p in reference.parameters()] if reference is not None else []
     report = {
         "metrics": [dict(report.metrics) for report in reports],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import oracles
@@ -23,7 +24,8 @@ from transformers import PreTrainedModel
 from async_rlhf.buffers.attention import Reach
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.learner.batch.micro_batch import Packing, attention_mask, make_micro_batches
+from async_rlhf.learner.batch.micro_batch import MicroBatch, attention_mask
+from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LossConfig
 
@@ -40,12 +42,12 @@ BATCH: list[tuple[Group, list[float | None]]] = [
 ]
 
 
-def gradient(path: Path, model: PreTrainedModel, batch: Any = BATCH, **settings: int) -> dict[str, Tensor]:
+def gradient(path: Path, model: PreTrainedModel, batch: Any = BATCH, **settings: Any) -> dict[str, Tensor]:
     """Of one step that itself changes next to nothing; read off the parameters that the backend leaves it on."""
     model.save_pretrained(path)
     backend = make_backend(path, LossConfig(is_cap=2.0), learning_rate=1e-12, max_grad_norm=1e6, **settings)
     groups, advantages = zip(*batch, strict=True)
-    assert backend.step([make_rows(groups, advantages, backend.machine.config.row_tokens)], 0).applied
+    assert backend.step([make_rows(groups, advantages)], 0).applied
     return {name: p.grad for name, p in backend.machine.policy.model.named_parameters() if p.grad is not None}
 
 
@@ -64,9 +66,9 @@ def test_the_gradient_is_that_of_one_plain_forward_pass_per_completion(name: str
     assert_same_gradient(gradient(tmp_path, model, micro_batch_tokens=8192), expected)
 
 
-@pytest.mark.parametrize(("micro_batch_tokens", "row_tokens"), [(1, 1), (30, 512), (8192, 10), (8192, 1)])
+@pytest.mark.parametrize(("micro_batch_tokens", "row_tokens"), [(1, 1), (30, None), (8192, 10), (8192, 1), (1, None)])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut_and_ordered(
-    tmp_path: Path, micro_batch_tokens: int, row_tokens: int
+    tmp_path: Path, micro_batch_tokens: int, row_tokens: int | None
 ) -> None:
     cut = {"micro_batch_tokens": micro_batch_tokens, "row_tokens": row_tokens}
     mixed = random.Random(1).sample(BATCH, len(BATCH))
@@ -76,7 +78,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut_and_ordered(
 
 def test_a_token_behind_older_keys_or_cut_from_an_unknown_distribution_is_not_comparable() -> None:
     def comparable(group: Group) -> list[bool]:
-        (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0]], 512), Packing(8192))
+        (batch,) = make_micro_batches(make_rows([group], [[1.0, -1.0]]), Packing(8192))
         assert batch.comparable_N.dtype == torch.bool
         return batch.comparable_N.tolist()
 
@@ -116,32 +118,57 @@ def pasts(group: Group, rollout: Rollout) -> Iterator[tuple[int, list[int]]]:
             past = [*past, token]
 
 
+def assert_within_limits(batch: MicroBatch, packing: Packing, everyone: list[tuple[Group, Rollout]]) -> None:
+    """Beyond the limit there is one completion, or completions of one prompt that have within it what they do not share; blocks
+    have no padding, and no pair of tokens twice."""
+    size, most = batch.ids_RL.numel(), packing.micro_batch_tokens
+    mine = [everyone[member] for member in batch.member_N.unique_consecutive().tolist()]
+    prompts = {group.number: len(group.prompt_ids) for group, _ in mine}
+    if size > most and not packing.whole_groups:
+        assert len(prompts) == 1
+        prompt = sum(prompts.values())
+        assert len(mine) == 1 or size <= prompt + most
+    if packing.sharing == "blocks":
+        pairs = torch.zeros(size, size, dtype=torch.int64)
+        for query, end, key, stop in batch.blocks_B4.tolist():
+            square = torch.ones(end - query, stop - key, dtype=torch.int64)
+            pairs[query:end, key:stop] += square.tril() if query == key else square
+        assert pairs.bool().equal(attention_mask(batch.blocks_B4, batch.positions_RL)[0]) and int(pairs.max()) == 1
+        if packing.row_tokens is None and packing.token_cost == math.inf and most >= size:
+            assert size == sum(prompts.values()) + sum(rollout.num_read for _, rollout in mine)
+
+
 @given(
     shape=st.lists(st.tuples(st.integers(1, 5), st.lists(members, min_size=1, max_size=5)), min_size=1, max_size=4),
-    row_tokens=st.integers(1, 30),
-    micro_batch_tokens=st.integers(1, 80),
+    packing=st.builds(
+        Packing,
+        st.integers(1, 80),
+        st.sampled_from(get_args(Sharing)),
+        row_tokens=st.none() | st.integers(1, 30),
+        token_cost=st.floats(0, 200) | st.just(math.inf),
+        whole_groups=st.booleans(),
+    ),
     window=st.none() | st.integers(1, 6),
 )
 def test_every_token_that_counts_is_there_once_and_sees_its_piece_alone_as_far_back_as_a_layer_reaches(
-    shape: list[tuple[int, list[Any]]], row_tokens: int, micro_batch_tokens: int, window: int | None
+    shape: list[tuple[int, list[Any]]], packing: Packing, window: int | None
 ) -> None:
     groups = [
         replace(make_group(n, [1], prompt_length=prompt), rollouts=tuple(episode(n, *each[:2]) for each in drawn))
         for n, (prompt, drawn) in enumerate(shape)
     ]
     flat = [advantage for _, drawn in shape for *_, advantage in drawn]
-    rows = make_rows(groups, [[advantage for *_, advantage in drawn] for _, drawn in shape], row_tokens)
-    batches = make_micro_batches(rows, Packing(micro_batch_tokens))
+    rows = make_rows(groups, [[advantage for *_, advantage in drawn] for _, drawn in shape])
+    batches = make_micro_batches(rows, packing)
     everyone = [(group, rollout) for group in groups for rollout in group.rollouts]
-    assert all(len(row.members) == 1 or row.length <= row_tokens for row in rows)
     seen: list[int] = []
     for batch in batches:
         num_rows, width = batch.ids_RL.shape
         of_row: Counter[int] = Counter()
-        assert 1 in (num_rows, len(batch.group_S)) or batch.ids_RL.numel() <= micro_batch_tokens
-        assert batch.positions_RL.shape == batch.segments_RL.shape == (num_rows, width)
+        assert_within_limits(batch, packing, everyone)
+        assert batch.positions_RL.shape == (num_rows, width)
         assert len({len(tensor) for name, tensor in batch.tensors().items() if name.endswith("_N")}) == 1
-        mask = attention_mask(batch.segments_RL, batch.positions_RL, Reach(window=window))
+        mask = attention_mask(batch.blocks_B4, batch.positions_RL, Reach(window=window))
         assert bool(mask.any(-1).all())  # an empty softmax would be NaN, padding or not
         for member in batch.member_N.unique_consecutive().tolist():
             seen.append(member)
@@ -162,20 +189,18 @@ def test_every_token_that_counts_is_there_once_and_sees_its_piece_alone_as_far_b
                 assert query == keys[-1]
                 if not batch.is_packed:  # without a mask of ours a query sees all before it
                     assert batch.ids_RL[row, : query + 1].tolist() == past
-        # completions share all rows of it or none, so a mask has no more numbers than the settings say
-        assert {count > 1 for count in of_row.values()} == {batch.is_packed}
-        assert not batch.is_packed or num_rows * width**2 <= max(micro_batch_tokens, row_tokens) * row_tokens
+        # completions share all rows of it or none
+        assert packing.sharing == "blocks" or len({count > 1 for count in of_row.values()}) == 1
     assert sorted(seen) == [index for index, advantage in enumerate(flat) if advantage is not None]
 
 
 @given(
     sizes=st.lists(lengths, max_size=8),
-    row_tokens=st.integers(1, 20),
     num_updates=st.integers(1, 10),
 )
-def test_updates_are_made_of_whole_groups_in_order(sizes: list[list[int]], row_tokens: int, num_updates: int) -> None:
+def test_updates_are_made_of_whole_groups_in_order(sizes: list[list[int]], num_updates: int) -> None:
     groups = [make_group(n, each) for n, each in enumerate(sizes)]
-    rows = make_rows(groups, [[1.0] * len(each) for each in sizes], row_tokens)
+    rows = make_rows(groups, [[1.0] * len(each) for each in sizes])
     updates = split_updates(rows, num_updates)
     assert [row for update in updates for row in update] == rows
     assert len(updates) <= num_updates and all(updates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.gradient_laws.__main__ import CASES, Case
-from async_rlhf.learner.batch.micro_batch import Packing, SamplingMasks, make_micro_batches
+from async_rlhf.learner.batch.micro_batch import SamplingMasks
+from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LossConfig, chunk_tokens
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
@@ -198,9 +200,10 @@ def truncated_group(number: int, extras: list[int | None]) -> Group:
 
 def test_a_token_finds_its_own_support_however_rows_are_cut_and_ordered() -> None:
     groups = [truncated_group(0, [2, None, 5]), truncated_group(1, [4]), make_group(2, [3])]
-    rows = make_rows(groups, [[1.0] * len(group.rollouts) for group in groups], 8)
+    rows = make_rows(groups, [[1.0] * len(group.rollouts) for group in groups])
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    for batch in (batch for tokens in (8, 64) for batch in make_micro_batches(rows, Packing(tokens))):
+    packings = [Packing(tokens, sharing, row_tokens=8) for tokens in (8, 64) for sharing in get_args(Sharing)]
+    for batch in (batch for packing in packings for batch in make_micro_batches(rows, packing)):
         recorded = [rollouts[member].sampling_mask for member in batch.member_N.unique_consecutive().tolist()]
         masks = batch.sampling_masks
         assert (masks is None) == all(each is None for each in recorded)
@@ -211,7 +214,7 @@ def test_a_token_finds_its_own_support_however_rows_are_cut_and_ordered() -> Non
 
 
 def test_a_truncated_sample_without_its_support_is_refused_by_a_loss_of_ratios_and_by_no_other() -> None:
-    rows = make_rows([truncated_group(7, [2, None])], [[1.0, -1.0]], 512)
+    rows = make_rows([truncated_group(7, [2, None])], [[1.0, -1.0]])
     for loss in (LossConfig(kind="best_of_n"), LossConfig(allow_uncorrected=True)):
         ((update,),) = make_backend(TINY_SPELLER, loss).partition([rows])
         assert (update.batches[0].sampling_masks is None) == (loss.kind == "best_of_n"), "likelihoods are of all tokens"
@@ -228,7 +231,7 @@ def test_what_the_engine_has_just_sampled_has_ratio_one(cut_off: dict[str, float
     rollouts = [Rollout(c.token_ids, c.logprobs, c.spans, c.finish_reason, sampling_mask=c.sampling_mask) for c in done]
     assert any(r.sampling_mask is not None and r.sampling_mask.sizes.max() > 1 for r in rollouts)
     group = Group(0, 0, np.array(prompt, np.int32), tuple(rollouts), Sampling(temperature=4.0, **cut_off))  # type: ignore[arg-type]
-    rows = make_rows([group], [[1.0, -1.0] * 4], 512)
+    rows = make_rows([group], [[1.0, -1.0] * 4])
     seen = make_backend(TINY_SPELLER).evaluate(rows)
     for index, rollout in enumerate(rollouts):
         np.testing.assert_allclose(seen[index].logp_proximal, rollout.logprobs, atol=2e-5)

@@ -195,7 +195,7 @@ def test_an_own_loss_and_estimator_train_a_model(mine: str, model_dir: Path) -> 
     advantage, own = AdvantageConfig(kind=f"{mine}:centred", scale_by_std=False), LossConfig(kind=f"{mine}:plain")
     found = estimate_advantages(groups, rewards, select_members(groups, rewards, advantage, own), {}, advantage, own)
     assert found.advantages == [[0.5, None, -0.5]]
-    report = make_backend(model_dir, own).step([make_rows(groups, found.advantages, 512)], 0)
+    report = make_backend(model_dir, own).step([make_rows(groups, found.advantages)], 0)
     assert report.applied and report.metrics["grad_norm"] > 0
     with pytest.raises(ValueError, match="None where the reward is None"):
         estimate_advantages(groups, rewards, rewards, {}, AdvantageConfig(kind=f"{mine}:forgetful"), own)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.doctor import families
-from async_rlhf.learner.batch.micro_batch import Packing, make_micro_batches
+from async_rlhf.learner.batch.packing import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.policy import Policy, check_policy
@@ -76,7 +76,9 @@ def test_products_in_half_precision_leave_weights_gradient_and_optimizer_in_floa
 def test_one_mask_in_the_type_of_the_products_serves_all_layers_and_rows_of_one_completion_have_none(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = make_backend(model_dir, dtype="bfloat16")
+    machine = make_backend(model_dir, dtype="bfloat16", row_tokens=8).machine
+    machine.policy.sharing = "rows"
+    backend = Controller(machine, LossConfig())
     made: list[dict[str, Any]] = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -86,7 +88,7 @@ def test_one_mask_in_the_type_of_the_products_serves_all_layers_and_rows_of_one_
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
     with torch.no_grad():
-        backend.evaluate(make_rows(GROUPS, ADVANTAGES, 8))  # of each group two share a row and one is alone
+        backend.evaluate(make_rows(GROUPS, ADVANTAGES))  # of each group two share a row and one is alone
     first, second, *alone = made
     mask, same = first["attn_mask"], second["attn_mask"]
     assert mask.data_ptr() == same.data_ptr() and mask.dtype == same.dtype == torch.bfloat16
@@ -107,8 +109,8 @@ def test_compiled_layers_give_the_same_steps_and_are_not_compiled_anew_for_other
     counts = []
     for step in range(4):
         lengths = np.random.default_rng(step).integers(2, 16, (4, 3)).tolist()
-        groups = [make_group(n, each, prompt_length=3 + step) for n, each in enumerate(lengths)]
-        rows = make_rows(groups, ADVANTAGES, 512)
+        groups = [make_group(n, each, prompt_length=31 + step) for n, each in enumerate(lengths)]
+        rows = make_rows(groups, ADVANTAGES)
         ours, theirs = compiled.step([rows], step), plain.step([rows], step)
         assert ours.metrics["grad_norm"] == pytest.approx(theirs.metrics["grad_norm"], rel=1e-5)
         counts.append(compiler.frame_count)
@@ -156,7 +158,7 @@ MEMBERS = [(group, rollout) for group in MIXED for rollout in group.rollouts]
 
 def of_parameters(model: PreTrainedModel, logp: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    (logp * torch.linspace(-1, 1, len(logp))).sum().backward()  # type: ignore[no-untyped-call]
+    (logp * torch.linspace(-1, 1, len(logp))).sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -166,16 +168,19 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
     policy = Policy(model, LearnerConfig())
     check_policy(policy)
     assert policy.packs == (kind not in ONE_A_ROW)
-    rows = make_rows(MIXED, [[1.0] * len(group.rollouts) for group in MIXED], 512 if policy.packs else 1)
-    (batch,) = make_micro_batches(rows, Packing(8192))
-    found, _, _ = policy(batch)
+    rows = make_rows(MIXED, [[1.0] * len(group.rollouts) for group in MIXED])
     plain = [oracles.rollout_logprobs(model, *each) for each in MEMBERS]
-    wanted = torch.cat([plain[member] for member in batch.member_N.unique_consecutive().tolist()])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
-    want, got = of_parameters(model, wanted), of_parameters(model, found)
-    assert got.keys() == want.keys()
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=2e-4, msg=f"the gradient of {name} differs")
+    for sharing in policy.sharings[policy.sharings.index(policy.sharing) :]:  # on other devices a later one is taken
+        policy.sharing = sharing
+        (batch,) = make_micro_batches(rows, Packing(8192, sharing))
+        found, _, _ = policy(batch)
+        wanted = torch.cat([plain[member] for member in batch.member_N.unique_consecutive().tolist()])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+        want, got = of_parameters(model, wanted), of_parameters(model, found)
+        assert got.keys() == want.keys()
+        for name in want:
+            message = f"the gradient of {name} differs ({sharing})"
+            torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=2e-4, msg=message)
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.sockets import LOOPBACK
-from async_rlhf.learner.batch.micro_batch import Packing, count, make_micro_batches, partition, partition_rows
+from async_rlhf.learner.batch.packing import Packing, count, make_micro_batches, partition, partition_rows
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.model.sequence import Share
 from async_rlhf.learner.step.deepspeed_machine import autotp_settings
@@ -318,13 +318,13 @@ def test_a_meeting_that_cannot_be_is_named() -> None:
 
 
 def test_rows_go_by_groups_to_the_rank_with_the_least_none_is_lost_and_all_make_equally_many_passes() -> None:
-    rows = make_rows(GROUPS, ADVANTAGES, 6)
+    rows = make_rows(GROUPS, ADVANTAGES)
     parts = partition_rows(rows, 2)
     assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in rows)
     assert not {row.group.number for row in parts[0]} & {row.group.number for row in parts[1]}
     load = [sum(row.length for row in part) for part in parts]
     assert max(load) - min(load) <= max(row.length for row in rows)
-    one = make_rows(GROUPS[:1], ADVANTAGES[:1], 512)
+    one = make_rows(GROUPS[:1], ADVANTAGES[:1])
     first, second = (part[0] for part in partition([one], 2, Packing(40)))
     assert len(first.batches) == len(second.batches) and first.counts == second.counts == count(one)
     assert [batch.num_tokens for batch in second.batches] == [0] * len(second.batches)
@@ -333,8 +333,8 @@ def test_rows_go_by_groups_to_the_rank_with_the_least_none_is_lost_and_all_make_
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size: int) -> None:
-    rows = make_rows([make_group(n, [3, 1, 6]) for n in range(2)], [[1.0, -1.0, 0.5]] * 2, 512)
-    (plain,) = make_micro_batches(rows, Packing(512))
+    rows = make_rows([make_group(n, [3, 1, 6]) for n in range(2)], [[1.0, -1.0, 0.5]] * 2)
+    (plain,) = make_micro_batches(rows, Packing(512, "rows"))
     sizes = torch.arange(plain.num_tokens) % 3
     batch = replace(plain, sizes_N=sizes, ids_K=torch.arange(int(sizes.sum())))
     assert batch.sampling_masks is not None
@@ -342,7 +342,7 @@ def test_every_token_is_of_one_rank_which_has_its_position_and_its_support(size:
     shares = [Share.of(batch, rank, size) for rank in range(size)]
     assert torch.cat([share.index_M for share in shares]).sort().values.tolist() == list(range(batch.num_tokens))
     for share in shares:
-        assert share.own.ids_RL.shape[1] * size == share.segments_RL.shape[1]
+        assert share.own.ids_RL.shape[1] * size == share.positions_RL.shape[1]
         assert share.own.target_N.equal(batch.target_N[share.index_M])
         read = share.own.ids_RL.flatten()[share.own.source_N]
         assert read.equal(batch.ids_RL.flatten()[batch.source_N[share.index_M]])

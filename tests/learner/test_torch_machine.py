@@ -303,7 +303,7 @@ def trained_with(path: Path, loss: LossConfig, *, recorded: bool = True) -> Cont
 
 def with_reference(path: Path, loss: LossConfig, less: float = 0.0) -> list[Group]:
     """The same groups with what the frozen model says of each token."""
-    seen = trained_with(path, loss, recorded=False).evaluate(make_rows(TEMPERED, ADVANTAGES, 512)).values()
+    seen = trained_with(path, loss, recorded=False).evaluate(make_rows(TEMPERED, ADVANTAGES)).values()
     said = iter([each.logp_reference - np.float32(less) for each in seen if each.logp_reference is not None])
     return [replace(g, rollouts=tuple(replace(r, reference=next(said)) for r in g.rollouts)) for g in TEMPERED]
 
@@ -317,9 +317,9 @@ def test_a_step_from_recorded_values_is_the_step_that_computes_them(model_dir: P
     for groups in (TEMPERED, with_reference(model_dir, config)):
         trained = trained_with(model_dir, config, recorded=groups is not TEMPERED)
         for step in range(2):  # in the second the policy is another than the reference
-            seen = trained.evaluate(make_rows(groups, ADVANTAGES, 512)) if config.needs_evaluation(plain) else {}
+            seen = trained.evaluate(make_rows(groups, ADVANTAGES)) if config.needs_evaluation(plain) else {}
             found = estimate_advantages(groups, ADVANTAGES, ADVANTAGES, seen, plain, config)
-            report = trained.step(split_updates(make_rows(groups, found.advantages, 512, found.targets), 2), step)
+            report = trained.step(split_updates(make_rows(groups, found.advantages, found.targets), 2), step)
         told.append((weights(trained), report.metrics))
     assert told[0] == told[1]
 
@@ -329,11 +329,11 @@ def test_what_was_recorded_is_used_no_second_model_is_held_and_one_without_is_no
     groups = with_reference(model_dir, loss)
     one, other = trained_with(model_dir, loss), trained_with(model_dir, loss)
     assert one.machine._reference is None
-    lower = other.step([make_rows(with_reference(model_dir, loss, 1.0), ADVANTAGES, 512)], 0).metrics["kl/reference"]
-    assert lower == pytest.approx(one.step([make_rows(groups, ADVANTAGES, 512)], 0).metrics["kl/reference"] + 1, abs=1e-4)
+    lower = other.step([make_rows(with_reference(model_dir, loss, 1.0), ADVANTAGES)], 0).metrics["kl/reference"]
+    assert lower == pytest.approx(one.step([make_rows(groups, ADVANTAGES)], 0).metrics["kl/reference"] + 1, abs=1e-4)
     lacking = replace(groups[2].rollouts[0], reference=None)
     groups[2] = replace(groups[2], rollouts=(lacking, *groups[2].rollouts[1:]))
     with pytest.raises(RecordError, match=r'group 2 carries no log-probabilities.*placement = "learner"'):
-        one.step([make_rows(groups, ADVANTAGES, 512)], 1)
+        one.step([make_rows(groups, ADVANTAGES)], 1)
     without = [[None if (g, m) == (2, 0) else value for m, value in enumerate(row)] for g, row in enumerate(ADVANTAGES)]
-    assert one.step([make_rows(groups, without, 512)], 1).applied, "one that failed is left out, the others are trained on"
+    assert one.step([make_rows(groups, without)], 1).applied, "one that failed is left out, the others are trained on"

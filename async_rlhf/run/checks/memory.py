@@ -24,7 +24,7 @@ from async_rlhf.actors.config import REFERENCE, EngineConfig, GenerationConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import tensor_shapes
 from async_rlhf.launch.placement import Host, Inventory, Placement
-from async_rlhf.learner.config import FLOAT32_BYTES, LOGITS_MIB, LearnerConfig, chunk_tokens
+from async_rlhf.learner.config import FLOAT32_BYTES, LOGITS_MIB, LearnerConfig, chunk_tokens, room_beside, token_cost
 from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.placement import model_devices
 
@@ -107,7 +107,7 @@ def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *
     }
     parts = {name: size // config.tensor_parallel for name, size in parts.items()}
     tokens = _tokens(config, generation) // config.sequence_parallel
-    parts["activations"] = _passing(config, shape, tokens)
+    parts["activations"] = _passing(config, shape, generation, tokens)
     chunk = FLOAT32_BYTES * shape.vocabulary * chunk_tokens(shape.vocabulary, config.device)
     parts["logits"] = LOGITS_MIB * _MIB + 4 * chunk
     if config.critic.kind == "model":
@@ -120,17 +120,21 @@ def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *
 
 
 def _tokens(config: LearnerConfig, generation: GenerationConfig) -> int:
-    """Of the largest micro-batch: a row is never cut."""
-    longest = generation.max_prompt_length + generation.longest_completion
-    group = generation.max_prompt_length + generation.group_size * generation.longest_completion
-    return max(config.micro_batch_tokens, longest, min(config.row_tokens, group))
+    """Of the largest micro-batch: a completion is never cut, and the prompt of several comes on top of them."""
+    return max(config.micro_batch_tokens, _widest(config, generation, config.micro_batch_tokens))
 
 
-def _passing(config: LearnerConfig, shape: Shape, tokens: int) -> int:
+def _widest(config: LearnerConfig, generation: GenerationConfig, room: float) -> int:
+    """Tokens of the longest row: `room` for several completions beside a prompt."""
+    prompt, longest = generation.max_prompt_length, generation.longest_completion
+    return max(prompt + longest, int(min(prompt + min(room, generation.group_size * longest), config.row_tokens or math.inf)))
+
+
+def _passing(config: LearnerConfig, shape: Shape, generation: GenerationConfig, tokens: int) -> int:
     """What forward and backward pass hold at most, beside weights, gradients and logits."""
     half = config.dtype == "bfloat16"
-    width = max(config.row_tokens, tokens if config.micro_batch_tokens < tokens else 0)
-    masks = 4 * tokens * min(width, tokens)
+    room = min(config.micro_batch_tokens, room_beside(generation.max_prompt_length, token_cost(shape.layer, shape.heads)))
+    masks = 4 * tokens * min(tokens, _widest(config, generation, room))
     layer, inputs = _layer(config, shape, tokens), 4 * tokens * shape.width
     # autocast keeps its copies of the weights to the end of the forward pass, and products keep them for the backward
     copied = 2 if half and config.backend == "torch" else 0

@@ -1,0 +1,170 @@
+"""Attention block by block (`PolicyInputs.blocks_B4`), for models that call it through transformers' interface, on a CPU.
+
+What a dense mask would compute and throw away is not computed: a prompt's keys are read by all its completions at once, and
+completions of one row never meet. A query that looks into two blocks joins them by their weights, the sums of exponents that
+torch's kernel returns (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, section 3.1); its backward pass, given the joint
+sums, finds each block's own part of the gradient.
+
+The last layer computes only positions that predict something: nothing reads what it says of the others.
+
+Axes: T positions of the only row, H heads, d width of a head, Q queries and K keys of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from async_rlhf.buffers.attention import FULL, Reach
+from async_rlhf.learner.batch.micro_batch import PolicyInputs, attention_bias, reached
+
+_NAME = "blocks"
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+Span = tuple[int, int, int, int]
+"""As a line of `blocks_B4`."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """[query, end) attend to [key, stop). bias: [1, 1, Q, K] as `attention_bias`; None where all keys are seen, or all before
+    where these are the queries."""
+
+    query: int
+    end: int
+    key: int
+    stop: int
+    bias: Tensor | None
+
+    @property
+    def is_own(self) -> bool:
+        return self.key == self.query
+
+    @property
+    def is_causal(self) -> bool:
+        return self.is_own and self.bias is None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a layer computes; the last one less."""
+
+    every: Sequence[Block]
+    last: Sequence[Block]
+    last_layer: int | None
+
+    def of(self, module: nn.Module) -> Sequence[Block]:
+        return (
+            self.last if self.last_layer is not None and getattr(module, "layer_idx", None) == self.last_layer else self.every
+        )
+
+
+def attend_in_blocks(model: nn.Module) -> bool:
+    """Let the model's attention take what `planned` gives for a mask, in place; False where it does not go through torch's."""
+    owner: Any = model
+    if owner.config.get_text_config()._attn_implementation != "sdpa":
+        return False
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    owner.set_attn_implementation(_NAME)
+    return True
+
+
+def planned(batch: PolicyInputs, reach: Reach, dtype: torch.dtype, last_layer: int | None) -> Tensor:
+    """Of a batch of one row, what to give as `attention_mask` to layers of this reach. last_layer: its number."""
+    spans = [(query, end, key, stop) for query, end, key, stop in batch.blocks_B4.tolist()]
+    asked = torch.zeros(batch.ids_RL.shape[1], dtype=torch.bool)
+    asked[batch.source_N] = True
+    every, last = ([*_blocks(each, batch.positions_RL, reach, dtype)] for each in (spans, _asked(spans, asked)))
+    mask: Any = torch.empty(1, 1, 0, 0)  # of four dimensions models pass on as it is; of no size it is of no other use
+    mask.plan = _Plan(every, last, last_layer)
+    return cast(Tensor, mask)
+
+
+def _asked(spans: Sequence[Span], asked_T: Tensor) -> Iterator[Span]:
+    """Without the queries before a block's first that is asked for, where those are most of them: what they are as keys then
+    stands before the others."""
+    before: list[Span] = []
+    for query, end, key, stop in spans:
+        first = query + int(asked_T[query:end].int().argmax()) if query == key else query
+        if first - query > end - first:
+            before.append((first, end, query, first))
+            yield first, end, first, end
+        elif query == key:
+            yield query, end, key, stop
+        else:
+            before.append((query, end, key, stop))
+    yield from before
+
+
+def _blocks(spans: Iterable[Span], positions_1T: Tensor, reach: Reach, dtype: torch.dtype) -> Iterator[Block]:
+    for query, end, key, stop in spans:
+        queries, keys = positions_1T[:, query:end], positions_1T[:, key:stop]
+        if reach == FULL or reached(queries.amax(1, keepdim=True), keys[:, :1], reach).all():
+            yield Block(query, end, key, stop, None)
+            continue
+        seen = reached(queries, keys, reach)
+        seen = seen.tril() if key == query else seen
+        if seen.any():
+            yield Block(query, end, key, stop, attention_bias(seen, dtype))
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> Any:
+    """query, key, value: [1, H, T, d]; keys and values may have fewer heads, values a smaller width. Without a plan torch's."""
+    plan: _Plan | None = getattr(attention_mask, "plan", None)
+    if plan is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    key, value = (repeat_kv(each, query.shape[1] // each.shape[1]) for each in (key, value))
+    width, scale = value.shape[-1], named.get("scaling") or query.shape[-1] ** -0.5
+    narrow = width < query.shape[-1]  # the kernel takes one width
+    value = pad(value, (0, query.shape[-1] - width)) if narrow else value
+    out = _Blockwise.apply(query, key, value, plan.of(module), scale)  # type: ignore[no-untyped-call]
+    return (out[..., :width] if narrow else out).transpose(1, 2).contiguous(), None
+
+
+class _Blockwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float) -> Tensor:
+        out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        sums = torch.full(query.shape[:-1], -torch.inf, device=query.device)  # logarithms of sums of exponents
+        for block in blocks:
+            own, seen = slice(block.query, block.end), slice(block.key, block.stop)
+            q, k, v = query[:, :, own], key[:, :, seen], value[:, :, seen]
+            found, of_block = _flash(q, k, v, 0.0, block.is_causal, attn_mask=block.bias, scale=scale)
+            if block.is_own:
+                out[:, :, own], sums[..., own] = found, of_block
+            else:
+                joint = torch.logaddexp(sums[..., own], of_block)
+                out[:, :, own].mul_((sums[..., own] - joint).exp_()[..., None])
+                out[:, :, own].addcmul_(found, (of_block - joint).exp_()[..., None])
+                sums[..., own] = joint
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        query, key, value, out, sums = ctx.saved_tensors
+        grads = [torch.zeros_like(each) for each in (query, key, value)]
+        for block in ctx.blocks:
+            own, seen = slice(block.query, block.end), slice(block.key, block.stop)
+            inputs = grad[:, :, own], query[:, :, own], key[:, :, seen], value[:, :, seen], out[:, :, own], sums[..., own]
+            parts = _flash_backward(*inputs, 0.0, block.is_causal, attn_mask=block.bias, scale=ctx.scale)
+            for whole, where, part in zip(grads, (own, seen, seen), parts, strict=True):
+                whole[:, :, where].copy_(part) if block.is_own else whole[:, :, where].add_(part)
+        return (*grads, None, None)
