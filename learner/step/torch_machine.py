@@ -67,6 +67,7 @@ class Machine:
         self._readers: list[Callable[[], object]] = []  # of the weights as they are
         self._memory: dict[int, Tensor] = {}
         self._leaving: dict[str, Tensor] = {}
+        self._lends = False
 
     def _load_model(self) -> nn.Module:
         return load_model(self._model_dir, self.device)
@@ -136,12 +137,13 @@ class Machine:
         if self._lora is not None and self._lora.publish == "adapter":
             return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in lora.factors(model)}
         leaving = lora.merged(model)
-        if self.device.type == "cpu" and all(tensor.dtype == self.publish_dtype for tensor in leaving.values()):
-            return {name: raw(tensor) for name, tensor in leaving.items()}
-        return self._copies(leaving)
+        self._lends = self.device.type == "cpu" and all(tensor.dtype == self.publish_dtype for tensor in leaving.values())
+        return {name: raw(tensor) for name, tensor in leaving.items()} if self._lends else self._copies(leaving)
 
     def is_read(self, until: threading.Event) -> None:
-        """`apply` waits until this is set: see `Controller.is_read`."""
+        """See `Controller.is_read`: `apply` waits where what `tensors` gave are the parameters themselves."""
+        if not self._lends:
+            return
 
         def wait() -> None:
             if not until.wait(_READ_S):

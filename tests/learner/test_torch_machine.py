@@ -243,6 +243,7 @@ def test_weights_of_another_type_leave_as_a_copy_in_memory_that_is_used_again(mo
         left.append({name: data.tobytes() for name, data in tensors.items()})
         rounded = {name: p.detach().to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes() for name, p in own.items()}
         assert left[step] == rounded
+        backend.is_read(until=threading.Event())  # which holds nothing up
         backend.step(make_updates(), step)
         assert {name: data.tobytes() for name, data in tensors.items()} == left[step], "a step does not change what has left"
         again = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in backend.tensors().items()}
