@@ -44,7 +44,7 @@ def hub(address: str, directory: str, transport: str) -> None:
 
 def learner(address: str, transport: str, num_bytes: int, pipe: Connection) -> None:
     """For each message: publishes a set that differs a little from the last. Answers with its fence and when it began, had
-    copied it into memory that it uses again (as a learner with a GPU does), and the hub had verified it, in seconds of the clock
+    copied it into memory that it uses again (as a learner with a GPU does), and the hub had verified it, in seconds of a clock
     that all processes share; and with the seconds of processor time for it."""
     client = LearnerClient(address, timeout_s=DEADLINE_S, weights=weights_config(transport))
     words, rng = make_words(num_bytes), np.random.default_rng(1)
