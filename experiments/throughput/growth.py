@@ -32,7 +32,7 @@ from async_rlhf.actors.torch_engine.weights import adopt_weights
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.shared import SealedMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.experiments.throughput.harness import Bench, Row, rounded
+from async_rlhf.experiments.throughput.harness import Bench, Row, rounded, shown
 from async_rlhf.experiments.throughput.learner import make_groups, ours
 from async_rlhf.learner.step.torch_machine import raw
 
@@ -187,18 +187,21 @@ def picture(results: Path, path: Path) -> None:
     from matplotlib.figure import Figure
 
     found = [each for each in json.loads(results.read_text())["rows"] if each["part"] == "growth"]
+    work = {curve.title: curve.work for curve in curves()}
     figure = Figure(figsize=(11, 2.6 * -(-len(found) // 3)), layout="constrained")
     for place, each in enumerate(found, start=1):
         axes = figure.add_subplot(-(-len(found) // 3), 3, place)
         sizes, costs = [int(size.replace(",", "")) for size in each["sides"]], list(each["sides"].values())
-        line = [costs[0] * (size / sizes[0]) ** each["figures"]["slope_of_work"] for size in sizes]
+        line = [costs[0] * work[each["load"]](size) / work[each["load"]](sizes[0]) for size in sizes]
         axes.loglog(sizes, line, "--", color="0.6", label="as the work grows")
         axes.loglog(sizes, costs, "o-", label="measured")
         what, _, by = each["load"].partition(", by ")
         axes.set_title(what, fontsize=9)
         axes.set_xlabel(by)
-        axes.set_ylabel({"s": "seconds of the processor"}.get(each["unit"], each["unit"]))
+        axes.set_ylabel({"s": "processor seconds"}.get(each["unit"], each["unit"]))
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        ends = [min(*costs, *line), max(*costs, *line)]
+        axes.set_yticks(ends, list(map(shown, ends)))
         axes.minorticks_off()
     figure.axes[0].legend()
     figure.savefig(path, dpi=120)
