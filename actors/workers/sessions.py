@@ -159,15 +159,16 @@ def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
     try:
         kind.load()  # before the first session, so that imports do not count against its time-out
     except AsyncRLHFError as error:
-        connection.send(StartFailed(str(error)))
+        with contextlib.suppress(OSError):
+            connection.send(StartFailed(str(error)))
         end_worker(1)  # whatever else the import has begun
         return
     if kind.at_once is not None:
         asyncio.run(_Loop(connection, watchdog, kind, kind.at_once).run())
         return
-    connection.send(None)
-    # A thread that was left behind finds the connection closed.
+    # A thread that was left behind, also before it was ready, finds the connection closed.
     with contextlib.suppress(EOFError, OSError):
+        connection.send(None)
         while True:
             _, id, what = connection.recv()  # nothing but begins
             began = time.time()
@@ -207,7 +208,11 @@ class _Loop:
 
     async def run(self) -> None:
         self._watchdog.beat()
-        self._connection.send(None)
+        try:
+            self._connection.send(None)
+        except OSError:  # the owner has closed before this was ready
+            end_worker(0)
+            return
         loop, over = asyncio.get_running_loop(), asyncio.Event()
 
         def read() -> None:
