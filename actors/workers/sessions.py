@@ -152,6 +152,15 @@ class Kind(Protocol):
         ...
 
 
+def _sent(connection: Connection, message: StartFailed | None) -> bool:
+    """Whether the owner still reads: it may have closed before a thread was ready."""
+    try:
+        connection.send(message)
+    except OSError:
+        return False
+    return True
+
+
 def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
     """Until the other end of the connection is closed."""
     if not kind.in_thread:
@@ -159,14 +168,13 @@ def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
     try:
         kind.load()  # before the first session, so that imports do not count against its time-out
     except AsyncRLHFError as error:
-        with contextlib.suppress(OSError):
-            connection.send(StartFailed(str(error)))
+        _sent(connection, StartFailed(str(error)))
         end_worker(1)  # whatever else the import has begun
         return
     if kind.at_once is not None:
         asyncio.run(_Loop(connection, watchdog, kind, kind.at_once).run())
         return
-    # A thread that was left behind, also before it was ready, finds the connection closed.
+    # A thread that was left behind finds the connection closed, perhaps before it is ready.
     with contextlib.suppress(EOFError, OSError):
         connection.send(None)
         while True:
@@ -208,9 +216,7 @@ class _Loop:
 
     async def run(self) -> None:
         self._watchdog.beat()
-        try:
-            self._connection.send(None)
-        except OSError:  # the owner has closed before this was ready
+        if not _sent(self._connection, None):
             end_worker(0)
             return
         loop, over = asyncio.get_running_loop(), asyncio.Event()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -18,6 +20,8 @@ from async_rlhf.actors.environments.pool import EpisodePool, Event
 from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.workers import pool
+from async_rlhf.actors.workers.sessions import Kind, serve
+from async_rlhf.actors.workers.watchdog import LoopWatchdog
 from async_rlhf.buffers.errors import EpisodeError
 from tests.actors.environments.played import Bench
 from tests.conftest import has_ended, wait_for
@@ -236,3 +240,19 @@ def environment(question): text = yield question
         with pytest.raises(EpisodeError, match=r"ended 3 times in a row before they were ready: .*KeyError: 'no licence'"):
             played.until(lambda: False)
     assert "KeyError: 'no licence'; the process is replaced" in caplog.text, "of the first already"
+
+
+@pytest.mark.parametrize("at_once", [None, 2])
+@pytest.mark.parametrize("error", [None, EpisodeError("of the import")])
+def test_a_thread_that_is_ready_or_fails_after_its_owner_has_closed_ends(
+    at_once: int | None, error: EpisodeError | None
+) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ours.close()
+
+    def load() -> None:
+        if error is not None:
+            raise error
+
+    kind = SimpleNamespace(in_thread=True, memory_mb=None, load=load, at_once=at_once)
+    serve(theirs, LoopWatchdog(), cast(Kind, kind))
