@@ -11,9 +11,10 @@ import hashlib
 import json
 import string
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
@@ -39,6 +40,21 @@ class Row:
 
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
+
+
+class RowSequence(Sequence[Row]):
+    """Rows that no list holds. A kind of them has `__len__`, and `at(number)` for 0 <= number < len."""
+
+    @abstractmethod
+    def at(self, number: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Row]: ...
+    def __getitem__(self, number: int | slice) -> Row | list[Row]:
+        found = range(len(self))[number]
+        return self.at(found) if isinstance(found, int) else list(map(self.at, found))
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,16 @@ class Reach:
     window: int | None = None
     chunk: int | None = None
 
+    def covers(self, query: Any, key: Any) -> Any:
+        """Whether a layer looks back from one position to the other, of tensors that broadcast; True where it looks back to the
+        beginning."""
+        seen: Any = True
+        if self.window is not None:
+            seen = query < key + self.window
+        if self.chunk is not None:
+            seen = seen & (query // self.chunk == key // self.chunk)
+        return seen
+
 
 FULL = Reach()
 
@@ -81,6 +91,22 @@ def unknown(kind: str) -> str:
         f"model type {kind!r}: the torch engine keeps keys and values of each position, and this family is not known to need "
         f"nothing else. Set engine.kind = 'vllm', or use one of {', '.join(sorted(FAMILIES))}"
     )
+
+
+def attends_by_name(model: Any) -> bool:
+    """Whether a transformers model attends by torch's function, which it looks up by name: then another may take its place."""
+    by_torch: bool = model.config.get_text_config()._attn_implementation == "sdpa"
+    return by_torch and model._can_set_attn_implementation()
+
+
+def attend_by(model: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let the code of a transformers model attend by this function, known by that name, in place; with masks as torch's has."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
 
 
 def max_length(config: Mapping[str, Any]) -> int | None:

@@ -40,7 +40,7 @@ def loads(text: str | bytes) -> Any:
     try:
         return pydantic_core.from_json(text, cache_strings="keys")
     except ValueError:
-        return json.loads(text)  # says what is wrong, and takes half of a surrogate pair and 200 levels
+        return json.loads(text)  # its error names what is wrong, and it takes half of a surrogate pair and 200 levels
 
 
 def toml_table(text: str) -> dict[str, Any]:

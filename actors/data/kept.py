@@ -7,14 +7,13 @@ than for a few. Any number of processes read the file; it must not change meanwh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 
-from async_rlhf.actors.prompts import Row, from_json
+from async_rlhf.actors.prompts import Row, RowSequence, from_json
 from async_rlhf.buffers.errors import DamagedError
 
 _STRIDE = 16
@@ -23,8 +22,8 @@ _BATCH = 256
 _BEGIN = '{"prompt": '
 
 
-class KeptRows(Sequence[Row]):
-    """The rows that were written to a file as `written` gives them. count: how many there were; None: nobody counted them.
+class KeptRows(RowSequence):
+    """The rows that were written to a file as `written` gives them. count: how many there were; None: that is not known.
 
     Raises DamagedError, here and where a row is read, for a file that is not as it was written.
     """
@@ -43,14 +42,7 @@ class KeptRows(Sequence[Row]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, number: int) -> Row: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Row]: ...
-    def __getitem__(self, number: int | slice) -> Row | list[Row]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(self._count)[number]]
-        number = range(self._count)[number]
+    def at(self, number: int) -> Row:
         block, place = divmod(number, _STRIDE)
         begin, end = map(int, self._places[block : block + 2])
         try:

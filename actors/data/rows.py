@@ -9,13 +9,13 @@ import gc
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.data.config import CALLER_ROWS, HELD_OUT_SEED, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
 from async_rlhf.actors.data.tasks import task_rows
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.prompts import Row, RowSequence
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE
 
@@ -47,7 +47,7 @@ def load_rows(config: DataConfig, given: Iterable[Any] | None = None) -> tuple[l
     return training, held_out
 
 
-class Mixed(Sequence[Row]):
+class Mixed(RowSequence):
     """The parts of some rows one after another, each as often as is asked for, again from its beginning at its end."""
 
     def __init__(self, rows: Sequence[Row], parts: Iterable[tuple[range, int]]) -> None:
@@ -56,14 +56,7 @@ class Mixed(Sequence[Row]):
     def __len__(self) -> int:
         return sum(count for _, count in self._parts)
 
-    @overload
-    def __getitem__(self, number: int) -> Row: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Row]: ...
-    def __getitem__(self, number: int | slice) -> Row | list[Row]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(len(self))[number]]
-        number = range(len(self))[number]
+    def at(self, number: int) -> Row:
         for part, count in self._parts:
             if number < count:
                 return self._rows[part[number % len(part)]]

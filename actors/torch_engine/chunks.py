@@ -77,12 +77,9 @@ def position_mask(positions: torch.Tensor, length: int, dtype: torch.dtype, reac
     lowest finite number."""
     columns = torch.arange(length, device=positions.device)
     positions = positions[:, :, None]
-    hidden = columns > positions
-    if reach.window is not None:
-        hidden |= columns <= positions - reach.window
-    if reach.chunk is not None:
-        hidden |= columns // reach.chunk != positions // reach.chunk
-    return additive(~hidden, dtype)[:, None]
+    seen = columns <= positions
+    seen &= reach.covers(positions, columns)
+    return additive(seen, dtype)[:, None]
 
 
 def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

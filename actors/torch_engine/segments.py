@@ -13,9 +13,10 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from async_rlhf.buffers.attention import attend_by, attends_by_name
 
 # Rows are looked at in blocks of so many; what a segment costs beside reading, in rows x columns (measured on two cores).
 BLOCK, COST = 4, 128
@@ -60,11 +61,9 @@ _of_pass: ContextVar[Sequence[Segment]] = ContextVar("segments of the pass", def
 
 def attend_in_segments(model: PreTrainedModel) -> bool:
     """Let the model's own code attend so, in place; False where it attends by code that is not looked up, or not by sdpa."""
-    if model.device.type != "cpu" or model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+    if model.device.type != "cpu" or not attends_by_name(model):
         return False
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    model.set_attn_implementation(_NAME)
+    attend_by(model, _NAME, _attention)
     return True
 
 

@@ -61,9 +61,8 @@ class RunData:
             return load_rows(self._config)
         if dropped := self._num_dropped:
             _log.warning("%d prompts are left out: too long (data.on_overlong = 'drop'), or held-out ones", dropped)
-        training, held_out = (
-            KeptRows(self._directory / name, self._summary.get(name.removesuffix(".jsonl"))) for name in _FILES
-        )
+        counts = self._summary
+        training, held_out = (KeptRows(self._directory / name, counts.get(name.removesuffix(".jsonl"))) for name in _FILES)
         return training, held_out
 
     def is_from(self, given: Rows) -> bool:

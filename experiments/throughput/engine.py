@@ -36,6 +36,8 @@ from async_rlhf.experiments.throughput.harness import Bench, DType, MissingError
 from async_rlhf.learner.model.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
+# Of the tiny model.
+LAYERS, WIDTH = 4, 128
 # vLLM's processes stop spinning within it.
 _SETTLE_S = 1.5
 
@@ -106,8 +108,9 @@ def loads_for(bench: Bench) -> list[Load]:
     return [Load(f"{name}, {batch} slots{of_model}", new, batch) for name, new, batch in loads if bench.load in name]
 
 
-def make_model(model: Path | None, dtype: DType) -> PreTrainedModel:
-    """That of a directory or GGUF file, or a Llama of 0.87 million random parameters; it never ends by itself."""
+def make_model(model: Path | None, dtype: DType, max_length: int = 512) -> PreTrainedModel:
+    """That of a directory or GGUF file, or a Llama of 0.87 million random parameters for texts of so many tokens; it never ends
+    by itself."""
     if model is not None:
         directory = model_directory(str(model.expanduser()))
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -117,9 +120,9 @@ def make_model(model: Path | None, dtype: DType) -> PreTrainedModel:
         return loaded.eval()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=100, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
-        pad_token_id=0,
+        vocab_size=100, hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=max_length, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
 

@@ -1,4 +1,4 @@
-"""Do costs grow faster than the work? Each curve measures one thing at several sizes, and says by how much more it grew.
+"""Do costs grow faster than the work? Each curve measures one thing at several sizes, and how much faster it grew.
 
 A curve has its size, what is measured at it, and what the work itself is: tokens that attention reads, operations of the
 passes, bytes, rows. Between its smallest and its largest size a cost may grow as the work does: the row's ratio is one growth
@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
@@ -32,13 +31,13 @@ from async_rlhf.actors.torch_engine.weights import adopt_weights
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.shared import SealedMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.experiments.throughput.harness import Bench, Row, rounded, shown
+from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model
+from async_rlhf.experiments.throughput.harness import Bench, Row, rounded, shown, timed
 from async_rlhf.experiments.throughput.learner import make_groups, ours
 from async_rlhf.learner.step.torch_machine import raw
 
-_LAYERS, _WIDTH = 4, 128
-# Parameters beside the embedding of 100 tokens.
-_PARAMETERS = _LAYERS * (4 * _WIDTH**2 + 3 * _WIDTH * 384)
+# Of `make_model`, beside the embedding of 100 tokens.
+_PARAMETERS = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * 3 * WIDTH)
 _STEPS = 16
 
 
@@ -98,20 +97,9 @@ def curves() -> list[Curve]:
     ]
 
 
-def spent(work: Callable[[], object]) -> Callable[[], float]:
-    """What returns the processor time of one call."""
-
-    def run() -> float:
-        began = time.process_time()
-        work()
-        return time.process_time() - began
-
-    return run
-
-
 def engine_of(prompts: Sequence[int]) -> TorchEngine:
     """One that runs a row behind a prompt of each length, equal ones computed once, and has just computed all of them."""
-    engine = TorchEngine(model(max(prompts) + 1024), slots=len(prompts), prefill_tokens=1 << 20)
+    engine = TorchEngine(make_model(None, "float32", max(prompts) + 1024), slots=len(prompts), prefill_tokens=1 << 20)
     words = np.random.default_rng(0).integers(1, 100, max(prompts)).tolist()
     engine.submit([Request(RolloutKey(n, 0, 0), tuple(words[:size]), 1000, Sampling(), n) for n, size in enumerate(prompts)])
     engine.step()
@@ -120,7 +108,7 @@ def engine_of(prompts: Sequence[int]) -> TorchEngine:
 
 def decoding(long: int, short: int, size: int) -> Callable[[], float]:
     engine = engine_of([size] * long + [64] * short)
-    return spent(lambda: [engine.step() for _ in range(_STEPS)])
+    return timed(lambda: [engine.step() for _ in range(_STEPS)], time.process_time)
 
 
 def cache_bytes(size: int) -> Callable[[], float]:
@@ -135,7 +123,7 @@ def _held(size: int) -> float:
 def step(completion: int, prompt: int) -> Callable[[], float]:
     """Of the learner: 8 completions of one prompt."""
     with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
-        model(prompt + completion).save_pretrained(directory)
+        make_model(None, "float32", prompt + completion).save_pretrained(directory)
         (group,) = make_groups(np.full((1, 8), completion), 100)
         group = replace(group, prompt_ids=np.random.default_rng(0).integers(1, 100, prompt).astype(np.int32))
         side = ours(Path(directory), [group])
@@ -147,7 +135,7 @@ def _passes(completion: int, prompt: int) -> float:
     and 4 for each pair and column of a layer (Kaplan et al. 2020, arXiv 2001.08361, table 1)."""
     tokens = prompt + 8 * completion
     pairs = prompt**2 / 2 + 8 * completion * (prompt + completion / 2)
-    return 2 * _PARAMETERS * tokens + 4 * _LAYERS * _WIDTH * pairs
+    return 2 * _PARAMETERS * tokens + 4 * LAYERS * WIDTH * pairs
 
 
 def weights(size: int) -> Callable[[], float]:
@@ -158,7 +146,7 @@ def weights(size: int) -> Callable[[], float]:
         tensors = {name: raw(each.detach()) for name, each in learned.named_parameters()}
         adopt_weights(served, WeightSet.of(1, 1, tensors, make=SealedMemory.make).tensors())
 
-    return spent(publish)
+    return timed(publish, time.process_time)
 
 
 def rows(size: int) -> Callable[[], float]:
@@ -169,17 +157,7 @@ def rows(size: int) -> Callable[[], float]:
             found, _ = load_rows(DataConfig(source=file.name, held_out=0))
             assert len(found) == size
 
-    return spent(load)
-
-
-def model(max_length: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=100, hidden_size=_WIDTH, intermediate_size=384, num_hidden_layers=_LAYERS, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=max_length, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    return timed(load, time.process_time)
 
 
 def picture(results: Path, path: Path) -> None:

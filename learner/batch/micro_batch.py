@@ -141,18 +141,8 @@ def attention_mask(blocks_B4: Tensor, positions_RL: Tensor, reach: Reach = FULL)
         row, begin = divmod(query, length)
         seen[row, begin : begin + end - query, key - row * length : stop - row * length] = True
     seen &= torch.ones(length, length, dtype=torch.bool, device=positions_RL.device).tril()
-    seen &= reached(positions_RL, positions_RL, reach)
+    seen &= reach.covers(positions_RL[:, :, None], positions_RL[:, None, :])
     seen.diagonal(dim1=1, dim2=2).fill_(True)
-    return seen
-
-
-def reached(queries_RQ: Tensor, keys_RK: Tensor, reach: Reach) -> Tensor:
-    """bool [R, Q, K] or what broadcasts to it: whether a layer of this reach looks back from one position to the other."""
-    seen = torch.ones(1, 1, 1, dtype=torch.bool, device=queries_RQ.device)
-    if reach.window is not None:
-        seen = seen & (queries_RQ[:, :, None] < (keys_RK + reach.window)[:, None, :])
-    if reach.chunk is not None:
-        seen = seen & ((queries_RQ // reach.chunk)[:, :, None] == (keys_RK // reach.chunk)[:, None, :])
     return seen
 
 

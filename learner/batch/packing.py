@@ -261,7 +261,7 @@ class _Layout:
         self.end = -(-self.end // width) * width
 
     def _read(self, rollout: Rollout, piece: Piece, position: int, predicting: np.ndarray) -> int:
-        """Where it begins. predicting: int64 [T], told where the tokens of the piece are predicted, all but its first."""
+        """Where it begins. predicting: int64 [T], filled in where the tokens of the piece are predicted, all but its first."""
         begin = self.end
         self._put(rollout.completion_ids[piece.start : piece.stop - 1], position)
         predicting[piece.start : piece.stop] = np.arange(begin - 1, self.end)

@@ -5,7 +5,7 @@ completions of one row never meet. A query that looks into two blocks joins them
 torch's kernel returns (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, section 3.1); its backward pass, given the joint
 sums, finds each block's own part of the gradient.
 
-The last layer computes only positions that predict something: nothing reads what it says of the others.
+The last layer computes only positions that predict something: nothing reads what it makes of the others.
 
 Axes: T positions of the only row, H heads, d width of a head, Q queries and K keys of a block.
 """
@@ -19,12 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from async_rlhf.buffers.attention import FULL, Reach
-from async_rlhf.learner.batch.micro_batch import PolicyInputs, attention_bias, reached
+from async_rlhf.buffers.attention import FULL, Reach, attend_by, attends_by_name
+from async_rlhf.learner.batch.micro_batch import PolicyInputs, attention_bias
 
 _NAME = "blocks"
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -71,12 +69,9 @@ class _Plan:
 
 def attend_in_blocks(model: nn.Module) -> bool:
     """Let the model's attention take what `planned` gives for a mask, in place; False where it does not go through torch's."""
-    owner: Any = model
-    if owner.config.get_text_config()._attn_implementation != "sdpa":
+    if not attends_by_name(model):
         return False
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    owner.set_attn_implementation(_NAME)
+    attend_by(model, _NAME, _attention)
     return True
 
 
@@ -109,11 +104,11 @@ def _asked(spans: Sequence[Span], asked_T: Tensor) -> Iterator[Span]:
 
 def _blocks(spans: Iterable[Span], positions_1T: Tensor, reach: Reach, dtype: torch.dtype) -> Iterator[Block]:
     for query, end, key, stop in spans:
-        queries, keys = positions_1T[:, query:end], positions_1T[:, key:stop]
-        if reach == FULL or reached(queries.amax(1, keepdim=True), keys[:, :1], reach).all():
+        queries, keys = positions_1T[:, query:end, None], positions_1T[:, None, key:stop]
+        if reach == FULL or reach.covers(queries.amax(), keys[0, 0, 0]):
             yield Block(query, end, key, stop, None)
             continue
-        seen = reached(queries, keys, reach)
+        seen = reach.covers(queries, keys)
         seen = seen.tril() if key == query else seen
         if seen.any():
             yield Block(query, end, key, stop, attention_bias(seen, dtype))

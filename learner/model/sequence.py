@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import pad
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from async_rlhf.buffers.attention import attend_by
 from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs
 
 _NAME = "ulysses"
@@ -67,10 +66,7 @@ class Share:
 
 def share_attention(model: nn.Module) -> None:
     """Let the model's attention exchange positions for heads, in place."""
-    owner: Any = model
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    owner.set_attn_implementation(_NAME)
+    attend_by(model, _NAME, _attention)
 
 
 def _attention(

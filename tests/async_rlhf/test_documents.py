@@ -29,19 +29,23 @@ PLAYED: dict[str, Any] = {"environment": "double.py:double", "rewards.functions"
 
 
 @pytest.fixture
-def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the files of the page about rewards."""
-    REWARDS.write_files(tmp_path)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def rewards(here: Path) -> Path:
+    """A directory with the files of the page about rewards."""
+    REWARDS.write_files(here)
+    return here
+
+
+@pytest.fixture
+def folder(here: Path) -> Path:
     """A directory with the files of the page about environments."""
-    ENVIRONMENTS.write_files(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    ENVIRONMENTS.write_files(here)
+    return here
 
 
 def shell(line: str, folder: Path) -> str:
