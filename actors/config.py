@@ -190,7 +190,7 @@ class RewardsConfig(Section):
 
     functions: tuple[str, ...] = ("reasoning_gym",)
     """Built-in names, import paths (`package.module:name`) or files (`path.py:name`); before them `own_name=...`, and `FORM:`
-    (trl, verl, openrlhf, gym, verifiers) for another system's that cannot be recognised."""
+    (trl, verl, openrlhf, gym) for another system's that cannot be recognised."""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """By reward name: values for those of its parameters that are no columns (`regex = { pattern = "..." }`)."""
     weights: dict[str, float] = Field(default_factory=dict)

@@ -8,6 +8,8 @@ which is what any causal model is made for, and the torch engine refuses them.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -107,6 +109,13 @@ def attend_by(model: Any, name: str, function: Callable[..., Any]) -> None:
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
     model.set_attn_implementation(name)
+
+
+@functools.lru_cache
+def cache_argument(kind: type) -> str:
+    """What a class of transformers models calls the keys and values that a pass is given: `cache`, before 5.24
+    `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"  # type: ignore[attr-defined]
 
 
 def max_length(config: Mapping[str, Any]) -> int | None:

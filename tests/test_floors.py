@@ -47,6 +47,8 @@ ROOMS = {
     "deepspeed": ("learner/step/deepspeed_machine.py",),
     "ray": ("async_rlhf/launch/ray.py", "experiments/staleness/on_ray.py"),
     "reasoning_gym": ("actors/gym_tasks.py",),
+    "verifiers": ("actors/environments/from_verifiers.py",),
+    "aiohttp": ("actors/environments/from_verifiers.py",),
     "zstandard": ("buffers/weights/delta.py",),
     "pyarrow": ("actors/data/files.py",),
     "datasets": ("actors/data/files.py", "experiments/throughput/"),

@@ -15,7 +15,7 @@ Its state is local variables, its cleanup `finally`. Successive steps of a plain
 """
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
-from async_rlhf.actors.environments.loading import FIELDS, EnvironmentSpec, load, resolve
+from async_rlhf.actors.environments.loading import ADAPTERS, FIELDS, EnvironmentSpec, load, resolve
 from async_rlhf.actors.environments.settings import (
     Content,
     EnvironmentFunction,
@@ -28,6 +28,7 @@ from async_rlhf.actors.environments.settings import (
 from async_rlhf.actors.rewards import spec_of
 
 __all__ = [
+    "ADAPTERS",
     "FIELDS",
     "Content",
     "EnvironmentConfig",

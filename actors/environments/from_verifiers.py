@@ -1,103 +1,191 @@
-"""Environments of verifiers, played as `MultiTurnEnv.rollout` plays them; the model's turns come from the engine.
+"""Tasksets of verifiers, played by verifiers itself: the engine writes each turn that its agent asks a model for.
 
-Source of the rules: `MultiTurnEnv.rollout` and `Rubric.score_rollout` of verifiers 0.1.9. Its errors (`vf.Error`) fail the
-episode, where verifiers goes on to score what there is.
+    Env.run_episode -> harness -> verifiers' own server -> an endpoint here, of this episode -> yield -> the engine
+
+The endpoint is a chat completion of OpenAI's API, at an address of this machine that only the episode knows. An episode is one
+conversation: each request goes on where the one before it ended. Source of the rules: verifiers 0.4, `verifiers.v1`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import copy
 import json
-from collections.abc import AsyncGenerator, Mapping
-from pathlib import Path
-from typing import Any
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import verifiers.v1 as vf
+from aiohttp import web
+from verifiers.v1.dialects.chat import ChatDialect
 
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, located
-from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, Message
-from async_rlhf.actors.environments.tool_calls import TEMPLATE, read_turn
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, read_turn
+from async_rlhf.buffers.errors import ConfigError, EpisodeError
 from async_rlhf.buffers.score import Score
 
-_NEEDED = (
-    "env_response",
-    "setup_state",
-    "get_prompt_messages",
-    "add_trajectory_step",
-    "render_completion",
-    "rubric",
-    "oai_tools",
-)
-
-# What parsers of rubrics look for in a content stays there: reasoning too.
+# A step may start a program, or call a tool.
+_STEP_S = 120.0
+# Until the first request of all: a harness may first make the environment of its program.
+_FIRST_S = 600.0
+_MAX_REQUEST = 1 << 28
+# What rewards look for in a content stays there: reasoning too.
 _TEMPLATE = {**TEMPLATE, "fields": {name: each for name, each in TEMPLATE["fields"].items() if name != "reasoning_content"}}
 
 
+class _Asked(NamedTuple):
+    """A request for the model's turn. answer: the message that it wrote, when it has."""
+
+    body: Mapping[str, Any]
+    answer: asyncio.Future[Message]
+
+
 def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
-    """options: arguments of `load_environment`. Raises EpisodeError for what is not there, ConfigError."""
-    place, name, load_environment = located(named)
-    if not callable(load_environment):
-        raise ConfigError(f"environment {name!r} is a {type(load_environment).__name__}; a load_environment was expected")
+    """options: verifiers' `[env]` block, but for its taskset's id. Raises EpisodeError for what is not there, ConfigError."""
+    place, name, found = located(named)
+    if not (isinstance(found, type) and issubclass(found, vf.Taskset)):
+        raise ConfigError(f"environment {named!r} is no Taskset of verifiers 0.4 (`verifiers.v1.Taskset`), but {found!r}")
+    taskset = found.__module__ if place.endswith(".py") else place
+    block = {**options, "taskset": {**options.get("taskset", {}), "id": taskset}}
     try:
-        env = load_environment(**options)
+        env = _environment(block)
     except Exception as error:  # the environment's own code
         raise ConfigError(f"environment {named} raised {type(error).__name__}: {error}") from error
-    if lacking := [name for name in _NEEDED if not hasattr(env, name)]:
-        raise ConfigError(
-            f"environment {named} gave a {type(env).__name__}, which has no {lacking[0]!r}; a "
-            "MultiTurnEnv of verifiers 0.1.9 was expected"
-        )
-    most = getattr(env, "max_turns", -1)
-    tools = tuple(env.oai_tools or ())
+    most = getattr(getattr(env.config, "agent", None), "max_turns", None) or MAX_TURNS
 
     async def play(prompt: str | list[Message], seed: int, **columns: Any) -> AsyncGenerator[Any, str]:
-        is_chat = env.message_type == "chat"
-        row = {"example_id": 0, "answer": "", "info": {}, **{name: each for name, each in columns.items() if each is not None}}
-        state = await env.init_state({**row, "prompt": as_messages(prompt) if is_chat else prompt}, None, "", {})
-        unparsed = 0
+        row = {name: each for name, each in columns.items() if each is not None}
+        said: list[Message] = []
+        turns: list[Turn] = []
+        async with _played(block, {**row, "prompt": prompt or None}) as (requests, episode):
+            while (asked := await requests.get()) is not None:
+                messages = [_plain(message) for message in asked.body["messages"]]
+                if [*map(_gist, messages[: len(said)])] != [*map(_gist, said)] or len(messages) == len(said):
+                    raise ValueError("it does not go on with what the model has read; an episode is one conversation")
+                turns.append(read_turn((yield messages[len(said) :]), asked.body.get("tools") or (), _TEMPLATE))
+                answer = _openai(turns[-1].message, len(turns))
+                said = [*messages, _plain(answer)]
+                asked.answer.set_result(answer)
+            score = _score(await episode)
+        unparsed = sum(turn.is_unparsed for turn in turns)
+        yield Score(score.value, metrics={**score.metrics, "unparsed_turns": unparsed})
+
+    declared = Declaration(name=name, max_turns=most, timeout_s=_STEP_S)
+    return Adapted(play, declared, tools=lambda: _tools_of(named, env, block))
+
+
+def _environment(block: Mapping[str, Any]) -> vf.Env[Any]:
+    return vf.load_environment(vf.resolve_env_config(copy.deepcopy(dict(block))))
+
+
+@asynccontextmanager
+async def _played(
+    block: Mapping[str, Any], row: Mapping[str, Any]
+) -> AsyncIterator[tuple[asyncio.Queue[_Asked | None], asyncio.Future[vf.Episode]]]:
+    """What a new episode asks for, None when it has ended; and the episode. It ends with the block."""
+    requests: asyncio.Queue[_Asked | None] = asyncio.Queue()
+    async with _endpoint(requests) as url:
+        episode = asyncio.ensure_future(_episode(block, row, url))
+        episode.add_done_callback(lambda _: requests.put_nowait(None))
         try:
-            state = await env.setup_state(state) or state
-            said: Any = [] if is_chat else ""
-            while not await env.is_completed(state):
-                messages = await env.get_prompt_messages(state)
-                if state.get("final_env_response") is not None:
-                    continue
-                if messages[: len(said)] != said:
-                    raise ValueError("it changes messages that the model has read; episodes only go on")
-                turn = read_turn((yield messages[len(said) :]), tools if is_chat else (), _TEMPLATE)
-                unparsed += turn.is_unparsed
-                written = [_openai(turn.message, len(state["trajectory"]))] if is_chat else turn.message["content"]
-                await env.add_trajectory_step(state, _step(messages, written, state["trajectory_id"]))
-                said = messages + written
+            yield requests, episode
         finally:
-            if not state["is_completed"]:  # Else it has been cleaned up.
-                await env._cleanup(state)
-        await env.render_completion(state)
-        await env.rubric.score_rollout(state, score_sem=contextlib.nullcontext())
-        metrics = {name: float(value) for name, value in (state["metrics"] or {}).items()}
-        yield Score(float(state["reward"]), metrics={**metrics, "unparsed_turns": unparsed})
-
-    own_name = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    return Adapted(play, Declaration(name=own_name, max_turns=most if most > 0 else MAX_TURNS), (), tools)
+            episode.cancel()  # nothing where it is done
+            await asyncio.gather(episode, return_exceptions=True)
 
 
-def _step(prompt: Any, completion: Any, trajectory_id: str) -> dict[str, Any]:
-    """A `TrajectoryStep`. Tokens are not in it: the record has them."""
-    return {
-        "prompt": prompt,
-        "completion": completion,
-        "response": None,
-        "tokens": None,
-        "reward": None,
-        "advantage": None,
-        "is_truncated": False,
-        "trajectory_id": trajectory_id,
-        "extras": {},
-    }
+async def _episode(block: Mapping[str, Any], row: Mapping[str, Any], url: str) -> vf.Episode:
+    # Its own: what an environment serves while it plays is a state of the object.
+    env = _environment(block)
+    kind = type(env.taskset).task_type()
+    task = kind(kind.data_type().model_validate(row), env.taskset.config.task)
+    client = vf.EvalClientConfig(base_url=url, api_key_var="ASYNC_RLHF_NO_KEY")
+    async with env.serving():
+        return await env.run_episode(task, vf.ModelContext(model="policy", client=client))
+
+
+@asynccontextmanager
+async def _endpoint(requests: asyncio.Queue[_Asked | None]) -> AsyncIterator[str]:
+    """Its address, on the loopback of this machine."""
+
+    async def completion(request: web.Request) -> web.Response:
+        asked = _Asked(await request.json(), asyncio.get_running_loop().create_future())
+        requests.put_nowait(asked)
+        message = await asked.answer
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choices = [{"index": 0, "message": message, "finish_reason": reason}]
+        whole = {"id": "turn", "object": "chat.completion", "created": 0, "model": "policy", "choices": choices}
+        if not asked.body.get("stream"):
+            return web.json_response(whole)
+        return web.Response(body=b"".join(ChatDialect().stream_events(whole)), content_type="text/event-stream")
+
+    application, secret = web.Application(client_max_size=_MAX_REQUEST), secrets.token_urlsafe()
+    application.router.add_post(f"/{secret}/chat/completions", completion)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}"
+    finally:
+        await runner.cleanup()
+
+
+def _score(episode: vf.Episode) -> Score:
+    """The sum of its trainable agents' rewards; each reward and metric is a metric. Raises EpisodeError for one that failed."""
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    unscored = [name for trace in traces for name, reward in trace.rewards.items() if reward is None]
+    if not episode.ok or unscored:
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else f"rewards without a score: {unscored}"
+        raise EpisodeError(f"verifiers could not end the episode: {reason}")
+    metrics = {name: reward.score for trace in traces for name, reward in trace.rewards.items()}
+    metrics |= {name: value for trace in traces for name, value in trace.metrics.items() if value is not None}
+    return Score(sum(trace.reward for trace in traces), metrics=metrics)
+
+
+def _tools_of(named: str, env: vf.Env[Any], block: Mapping[str, Any]) -> tuple[Tool, ...]:
+    """Those that the first request of its first task shows. Raises ConfigError where none comes."""
+
+    async def first() -> tuple[Tool, ...]:
+        task = next(iter(env.taskset), None)
+        if task is None:
+            raise EpisodeError("its taskset has no task")
+        async with _played(block, task.data.model_dump()) as (requests, episode):
+            asked = await asyncio.wait_for(requests.get(), _FIRST_S)
+            if asked is None:
+                _score(await episode)
+                raise EpisodeError("it asked the model for nothing")
+            return tuple(asked.body.get("tools") or ())
+
+    # In a thread of its own: the caller's may run an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(asyncio.run, first()).result()
+        except Exception as error:  # the environment's own code
+            what = f"asked for nothing in {_FIRST_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
+            raise ConfigError(f"environment {named}, tried with its first task: {what}") from error
+
+
+def _plain(message: Message) -> Message:
+    """Its content as text, without what is not there."""
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(part.get("type") != "text" for part in content):
+            raise ValueError(f"a message of role {message['role']} is not text alone; images are not read here")
+        content = "".join(part["text"] for part in content)
+    return {name: value for name, value in {**message, "content": content or ""}.items() if value is not None}
+
+
+def _gist(message: Message) -> tuple[Any, ...]:
+    """What the model read of it: a harness may write the rest in its own way."""
+    return message["role"], message["content"], [call["function"] for call in message.get("tool_calls") or ()]
 
 
 def _openai(message: Message, turn: int) -> Message:
-    """As a client of OpenAI's API gives it: calls have ids, and arguments as JSON text."""
+    """As a server of OpenAI's API gives it: calls have ids, and arguments as JSON text."""
     calls = [
         {
             "id": f"call_{turn}_{number}",

@@ -5,7 +5,7 @@ system is named with its form before the target, `trl:file.py:MyEnvironment`, an
 
     form        what the target is                                                        settings it reads
     trl         what `GRPOTrainer` takes as `environment_factory`, or as `tools`: a list     options.rewards, .response_template
-    verifiers   a `load_environment` that gives a `MultiTurnEnv` or a subclass of it         options are its arguments
+    verifiers   a `Taskset`                                                              options are its `[env]` block
     remote      the address of a server that plays one (`server`)                            options.keys
 
 Each adapter makes a generator of ours from the foreign object, which stays unchanged. The tools that the model is shown are
@@ -18,7 +18,7 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
@@ -50,14 +50,14 @@ _FORM = "an environment is a generator: it yields the prompt, and gets what the 
 class Adapted:
     """A generator of ours, called with the fields of an episode, and what it or its foreign object declares.
 
-    required: columns that every row must have. tools: what the model's chat template is given. judges: whether it gives a
-    score; else rewards must. fields: the fields and columns it takes, None for all.
+    required: columns that every row must have. tools: what the model's chat template is given, or what finds them out. judges:
+    whether it gives a score; else rewards must. fields: the fields and columns it takes, None for all.
     """
 
     function: EnvironmentFunction
     settings: Declaration
     required: tuple[str, ...] = ()
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[Tool, ...] | Callable[[], tuple[Tool, ...]] = ()
     judges: bool = True
     fields: tuple[str, ...] | None = None
 
@@ -110,7 +110,7 @@ def resolve(
     Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator, for a parameter that can
     get no value, and for an unknown option.
     """
-    own_name, _, target = absolute(target, base_dir).rpartition("=")
+    own_name, _, target = absolute(target, base_dir, ADAPTERS).rpartition("=")
     found = _found(target, options or {})
     name = own_name or found.settings.name or target.rpartition(":")[2].rpartition(".")[2]
     return _spec(name, target, found, options or {}, settings or {}, columns)
@@ -143,7 +143,7 @@ def _spec(
         found.required,
         found.fields,
         dict(options),
-        found.tools,
+        found.tools() if callable(found.tools) else found.tools,
         found.judges,
         **{each.name: getattr(given, each.name) for each in dataclass_fields(EnvironmentSettings)},
     )
@@ -194,7 +194,11 @@ def _found(target: str, options: Mapping[str, Any]) -> Adapted:
 def _adapted(form: str, target: str, options: str) -> Adapted:
     """Made once in a process. Raises EpisodeError for what is not there, ConfigError for what is not of the form."""
     module, _, name = ADAPTERS[form].partition(":")
-    found: Adapted = getattr(importlib.import_module(f"{__package__}.{module}"), name)(target, json.loads(options))
+    try:
+        adapter = importlib.import_module(f"{__package__}.{module}")
+    except ImportError as error:
+        raise EpisodeError(f"environment {target!r} of {form} cannot be loaded here: {error}") from error
+    found: Adapted = getattr(adapter, name)(target, json.loads(options))
     return found
 
 

@@ -5,7 +5,6 @@
     verl         f(data_source, solution_str, ground_truth, extra_info) -> number or {"score": ...}    its parameters
     openrlhf     f(queries, prompts, labels) -> list, tensor or {"rewards": ...}   its parameters
     gym          f(answer, entry) -> number (a reasoning-gym scorer)               `gym:TARGET`
-    verifiers    a Rubric: functions with weights over messages                    its attributes
 
 TRL's form needs no adapter, it is one of ours (`signature`). Each `from_*` takes the foreign object and gives a function
 of ours; `adapted` chooses by what it sees. The functions themselves stay unchanged.
@@ -19,7 +18,7 @@ from typing import Any
 
 from async_rlhf.actors.rewards.answer import as_text, scalar, shown
 from async_rlhf.actors.rewards.settings import SETTINGS, RewardFunction, settings_of
-from async_rlhf.actors.rewards.signature import ALTERNATIVES, written
+from async_rlhf.actors.rewards.signature import ALTERNATIVES
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
@@ -31,8 +30,6 @@ def adapted(target: Any, scheme: str = "") -> RewardFunction:
     """A function of ours that does what `target` does. Raises RewardError for what is no reward in any known form."""
     if scheme:
         return ADAPTERS[scheme](target)
-    if _is_rubric(target):
-        return from_verifiers(target)
     if isinstance(target, type):
         raise RewardError(
             f"is the class {target.__name__}; pass an instance of it, or name one: my_reward = {target.__name__}()"
@@ -99,47 +96,11 @@ def from_reasoning_gym(scorer: RewardFunction) -> RewardFunction:
     return _adapter(scorer, arguments, lambda result: result, ("entry",))
 
 
-def from_verifiers(rubric: Any) -> RewardFunction:
-    """A verifiers Rubric: the weighted sum of its functions, each one's own value kept as a metric.
-
-    Prompt and completion are lists of messages, as in a chat; `answer`, `info` and `task` are columns.
-    """
-    functions = list(_attribute(rubric, "funcs", "reward_funcs"))
-    weights = [float(weight) for weight in _attribute(rubric, "weights", "reward_weights")] or [1.0] * len(functions)
-    if not functions or len(weights) != len(functions):
-        raise RewardError(f"is a rubric of {len(functions)} functions and {len(weights)} weights; as many of both are needed")
-
-    def ask(function: RewardFunction, given: Mapping[str, Any]) -> Any:
-        names = given.keys() if _open(function) else _parameters(function) & given.keys()
-        return function(**{name: given[name] for name in names})
-
-    def total(values: Sequence[float]) -> Score:
-        metrics = {function.__name__: value for function, value in zip(functions, values, strict=True)}
-        return Score(sum(weight * value for weight, value in zip(weights, values, strict=True)), metrics=metrics)
-
-    if any(map(inspect.iscoroutinefunction, functions)):
-
-        async def judged(**fields: Any) -> Score:
-            given = _conversation(fields, getattr(rubric, "parser", None))
-            answers = [ask(function, given) for function in functions]
-            return total([_number(await answer if inspect.isawaitable(answer) else answer) for answer in answers])
-
-    else:
-
-        def judged(**fields: Any) -> Score:  # type: ignore[misc]
-            given = _conversation(fields, getattr(rubric, "parser", None))
-            return total([_number(ask(function, given)) for function in functions])
-
-    judged.__name__ = getattr(rubric, "__name__", type(rubric).__name__)
-    return judged
-
-
 ADAPTERS: Mapping[str, Callable[[Any], RewardFunction]] = {
     "trl": adapted,
     "verl": from_verl,
     "openrlhf": from_openrlhf,
     "gym": from_reasoning_gym,
-    "verifiers": from_verifiers,
 }
 
 
@@ -172,19 +133,6 @@ def _truth(fields: Mapping[str, Any]) -> Any:
     return found["ground_truth"] if isinstance(found, Mapping) and "ground_truth" in found else found
 
 
-def _conversation(fields: Mapping[str, Any], parser: Any) -> dict[str, Any]:
-    arguments = fields["prompt"]
-    prompt = [{"role": "user", "content": arguments}] if isinstance(arguments, str) else arguments
-    completion = written({**fields, "prompt": prompt})
-    about = {
-        "answer": fields.get("answer", ""),
-        "info": fields.get("info", {}),
-        "task": fields.get("task", "default"),
-    }
-    state = {"prompt": prompt, "completion": completion, **about, "responses": [], "turn": 1}
-    return {**fields, "prompt": prompt, "completion": completion, **about, "state": state, "parser": parser}
-
-
 def _scored(value: Any, metrics: Mapping[str, Any]) -> Any:
     """The value with those of the metrics that are numbers; any other value is left to `answer.read`."""
     numbers = {name: _number(each) for name, each in metrics.items() if _is_number(each)}
@@ -212,16 +160,6 @@ def _only(result: Any) -> Any:
     if len(plain) != 1:
         raise ValueError(f"returned {shown(plain)} for 1 completion; a list of 1 score was expected")
     return plain[0]
-
-
-def _is_rubric(target: Any) -> bool:
-    return not isinstance(target, type) and any(
-        isinstance(getattr(target, name, None), list) for name in ("funcs", "reward_funcs")
-    )
-
-
-def _attribute(rubric: Any, *names: str) -> Sequence[Any]:
-    return next((getattr(rubric, name) for name in names if getattr(rubric, name, None) is not None), ())
 
 
 def _parameters(function: Any) -> set[str]:

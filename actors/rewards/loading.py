@@ -183,10 +183,10 @@ def _check_stream(name: str, settings: Declaration, is_async: bool, options: Map
         settings.stream.check(**options)
 
 
-def absolute(target: str, base_dir: Path) -> str:
-    """The same target, its file seen from everywhere; what names no file stays as it is."""
+def absolute(target: str, base_dir: Path, forms: Collection[str] = ADAPTERS) -> str:
+    """The same target, its file seen from everywhere; what names no file stays as it is. forms: that may stand before it."""
     own_name, equals, rest = target.rpartition("=")
-    scheme, rest = split_form(rest, ADAPTERS)
+    scheme, rest = split_form(rest, forms)
     place, _, name = rest.rpartition(":")
     if not place.endswith(".py"):
         return target

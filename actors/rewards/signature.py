@@ -116,14 +116,14 @@ class Signature:
         own = {ours: theirs for theirs, ours in self._renamed.items()}
         shared = self.form == "group"
         if self.form == "list" and "completion" in members[0]:
-            members = [{**member, "completion": written(member)} for member in members]
+            members = [{**member, "completion": _written(member)} for member in members]
         return {
             own.get(name, name): value if shared and name not in own else [member.get(name) for member in members]
             for name, value in members[0].items()
         }
 
 
-def written(member: Mapping[str, Any]) -> Any:
+def _written(member: Mapping[str, Any]) -> Any:
     """The completion as TRL gives it: text; behind a prompt of messages a list of messages, of an episode all behind it."""
     if not isinstance(member.get("prompt"), list):
         return member["completion"]

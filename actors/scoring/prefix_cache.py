@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of
 from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.buffers.attention import cache_argument
 from async_rlhf.buffers.errors import RewardError
 
 # What two ways to compute one number may differ by, as a share of its size.
@@ -81,8 +82,8 @@ def extend(model: Decoder, texts: Sequence[tuple[CachedPrefix, list[int]]]) -> l
         input_ids=padded.ids,
         position_ids=padded.positions,
         attention_mask=attention_of(model.body.config).masks(lambda reach: padded.mask(model.dtype, reach)),
-        past_key_values=_Pass([prefix for prefix, _ in texts], chunks, padded.length),
         use_cache=True,
+        **{cache_argument(type(model.body)): _Pass([prefix for prefix, _ in texts], chunks, padded.length)},
     ).last_hidden_state
     for prefix, ids in texts:
         prefix.ids = list(ids)

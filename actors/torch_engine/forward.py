@@ -25,6 +25,7 @@ from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of, position_mask
 from async_rlhf.actors.torch_engine.scheduler import Chunk
 from async_rlhf.actors.torch_engine.segments import attend_in_segments, attending, segments
+from async_rlhf.buffers.attention import cache_argument
 
 LENGTH_STEP = 128
 
@@ -39,6 +40,7 @@ class Forward:
     def __init__(self, model: PreTrainedModel, cache: RowCache) -> None:
         self._model: Any = model
         self._cache = cache
+        self._cached = {cache_argument(type(model)): cache}
         self._attention = attention_of(model.config)
         self._in_segments = attend_in_segments(model)
 
@@ -78,9 +80,9 @@ class Forward:
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **self._cached,
         )
         logits: torch.Tensor = outputs.logits
         return logits[:, -1]

@@ -26,7 +26,7 @@ from async_rlhf.actors.torch_engine.kv_policy import KVPolicy, ending
 from async_rlhf.actors.torch_engine.llama_invariant import can_be_invariant
 from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.actors.torch_engine.weights import Base
-from async_rlhf.buffers.attention import max_length
+from async_rlhf.buffers.attention import cache_argument, max_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 
@@ -66,7 +66,8 @@ def find_max_places(model: PreTrainedModel, kv_bytes: int, kv_budget: int | None
     """Tokens whose keys and values fit into so many bytes; found by computing one. Raises ConfigError when not one fits, or not
     what a row keeps."""
     cache = DynamicCache(config=model.config)
-    model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    model(input_ids=token, use_cache=True, **{cache_argument(type(model)): cache})
     size = sum(int(part.numel() * part.element_size()) for layer in cache.layers for part in (layer.keys, layer.values))
     if kv_bytes < size:
         raise ConfigError(f"engine.kv_bytes = {kv_bytes} holds no token: keys and values of one take {size} bytes")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from async_rlhf.actors.config import ActorsConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
 from async_rlhf.actors.data.config import DataConfig, anchor_source
-from async_rlhf.actors.environments import EnvironmentConfig
+from async_rlhf.actors.environments import ADAPTERS, EnvironmentConfig
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.buffers.config import REVEALED, QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.errors import ConfigError
@@ -316,7 +316,7 @@ _ANCHORED: tuple[tuple[str, str, Callable[[str, Path], str]], ...] = (
     ("security", "keys", lambda path, base: str(base / path)),
     ("loss", "kind", absolute),
     ("advantage", "kind", absolute),
-    ("environment", "function", absolute),
+    ("environment", "function", lambda target, base: absolute(target, base, ADAPTERS)),
 )
 
 

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
+from transformers import DynamicCache
 
+from async_rlhf.buffers.attention import cache_argument
 from async_rlhf.experiments.warm_start.speller import (
     INSTRUCTION,
     WIDTH,
@@ -68,7 +70,8 @@ def completion_loss(
     the same loss and gradient as with whole sequences, at a quarter of the work.
     """
     prefix = torch.tensor([tokenizer(INSTRUCTION)["input_ids"]])
-    cache = model(prefix, use_cache=True).past_key_values
+    cache, argument = DynamicCache(config=model.config), cache_argument(type(model))
+    model(prefix, use_cache=True, **{argument: cache})
     cache.batch_repeat_interleave(len(batch))
     end = tokenizer.eos_token_id
     tails = [(tokenizer(d.word)["input_ids"], [*tokenizer(d.completion)["input_ids"], end]) for d in batch]
@@ -79,7 +82,7 @@ def completion_loss(
     for row, (word, completion) in enumerate(tails):
         ids[row, : len(word) + len(completion)] = torch.tensor(word + completion)
         labels[row, len(word) : len(word) + len(completion)] = torch.tensor(completion)
-    logits = model(ids[:, :-1], past_key_values=cache, use_cache=True).logits
+    logits = model(ids[:, :-1], use_cache=True, **{argument: cache}).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 

@@ -11,7 +11,7 @@ import pytest
 import reasoning_gym as gym
 
 from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, load, resolve
-from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.errors import ConfigError
 
 ROW = {
     "completion": "4",
@@ -44,25 +44,6 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 def reward_func_list(queries, prompts, labels):
     return [float(q.endswith(l)) for q, l in zip(queries, labels)]
-
-class Parser:
-    def parse_answer(self, completion): return completion[-1]["content"].strip()
-
-def right(parser, completion, answer, **kwargs):
-    return 1.0 if parser.parse_answer(completion) == answer else 0.0
-
-def short(completion, state, task):
-    assert state["prompt"][0] == {"role": "user", "content": "2 + 2 = "} and task == "default"
-    return 1 / len(completion[0]["content"])
-
-async def asked(prompt, completion, info): return 0.5
-
-class Rubric:
-    def __init__(self, funcs, weights=None, parser=None):
-        self.funcs, self.weights, self.parser = funcs, weights or [1.0] * len(funcs), parser
-
-rubric = Rubric([right, short], [1.0, 0.2], Parser())
-rubric_async = Rubric([right, asked], parser=Parser())
 """
 
 TRUTH = {"answer": "4"}
@@ -76,8 +57,6 @@ MATRIX: list[tuple[str, dict[str, Any], float, dict[str, float]]] = [
     ("foreign.py:compute_score_async", TRUTH, 1.0, {}),
     ("foreign.py:reward_func", {"label": "4"}, 1.0, {"length": 1.0}),
     ("openrlhf:foreign.py:reward_func_list", TRUTH, 1.0, {}),
-    ("foreign.py:rubric", TRUTH, 1.2, {"right": 1.0, "short": 1.0}),
-    ("verifiers:foreign.py:rubric_async", {**TRUTH, "info": {}}, 1.5, {"right": 1.0, "asked": 0.5}),
 ]
 
 
@@ -116,7 +95,7 @@ def test_a_reasoning_gym_scorer_gets_the_completion_as_its_answer(tmp_path: Path
     assert (ask(spec, {"entry": entry, "completion": "nonsense"}).value or 0.0) < 1.0
 
 
-@pytest.mark.parametrize("target", ["foreign.py:compute_score", "foreign.py:reward_func", "gym:foreign.py:short"])
+@pytest.mark.parametrize("target", ["foreign.py:compute_score", "foreign.py:reward_func", "gym:foreign.py:trl"])
 def test_a_data_set_without_the_answer_is_refused_with_the_names_that_would_do(folder: Path, target: str) -> None:
     with pytest.raises(
         ConfigError, match=r"needs one of the columns .*there is none in every row \(level\)\. Rename one with data\.columns"
@@ -134,11 +113,8 @@ def test_a_chat_reaches_every_form_as_its_system_would_give_it(tmp_path: Path) -
         "async def trl_async(prompts, completions): return trl(prompts, completions)\n"
         "def alone(completions): return [float(c == [{'role': 'assistant', 'content': '4'}]) for c in completions]\n"
         "def reward_func(queries, prompts, labels): return [float(queries == ['Add.\\n2 + 2 = 4'])]\n"
-        "class Rubric: pass\n"
-        "def right(prompt, completion): return float(prompt[0]['role'] == 'system' and completion[0]['content'] == '4')\n"
-        "rubric = Rubric()\nrubric.funcs, rubric.weights = [right], [1.0]\n"
     )
-    targets = [f"chats.py:{name}" for name in ("trl", "trl_async", "alone", "reward_func", "rubric")]
+    targets = [f"chats.py:{name}" for name in ("trl", "trl_async", "alone", "reward_func")]
     for spec in (*resolve(targets, tmp_path, {"answer"}), *resolve(["trl:chats.py:trl"], tmp_path, {"answer"})):
         assert ask(spec, {**TRUTH, "prompt": CHAT}).value == 1.0, spec.name
 
@@ -146,12 +122,9 @@ def test_a_chat_reaches_every_form_as_its_system_would_give_it(tmp_path: Path) -
 def test_in_an_episode_of_messages_a_list_form_gets_all_that_stands_behind_the_prompt(tmp_path: Path) -> None:
     (tmp_path / "chats.py").write_text(
         "def trl(completions): return [float([m['role'][0] for m in c] == ['a', 't', 'a']) for c in completions]\n"
-        "class Rubric: pass\n"
-        "def right(completion): return float(len(completion) == 3)\n"
-        "rubric = Rubric()\nrubric.funcs, rubric.weights = [right], [1.0]\n"
     )
     behind = [{"role": role, "content": "4"} for role in ("assistant", "tool", "assistant")]
-    for spec in resolve(["chats.py:trl", "chats.py:rubric"], tmp_path):
+    for spec in resolve(["chats.py:trl"], tmp_path):
         assert ask(spec, {"prompt": CHAT, "messages": [*CHAT, *behind], "completion_messages": behind}).value == 1.0, spec.name
 
 
@@ -172,10 +145,3 @@ def test_what_is_returned_in_the_wrong_shape_is_a_failure(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=reason):
             ask(spec, TRUTH)
     assert "returned str 'good'" in (ask(third, TRUTH).failure or "")
-
-
-def test_a_rubric_with_other_than_one_weight_a_function_is_refused(folder: Path) -> None:
-    with (folder / "foreign.py").open("a") as file:
-        file.write("lame = Rubric([right, short], [1.0])\n")
-    with pytest.raises(RewardError, match="is a rubric of 2 functions and 1 weights"):
-        resolve(["foreign.py:lame"], folder)

@@ -1,10 +1,11 @@
-"""Environments of verifiers: played unchanged, with the messages and scores that its own rollout gives."""
+"""Tasksets of verifiers: played by verifiers itself, with the messages and scores that it gives with any other model."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,161 +16,298 @@ from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import EnvironmentSpec, load, resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.user_files import import_file
-from tests.actors.environments.played import call, walk
+from async_rlhf.run.config import load as load_config
+from tests.actors.environments.played import Bench, call, walk
 
 with warnings.catch_warnings(action="ignore"):
-    pytest.importorskip("verifiers")
-    from openai.types.chat import ChatCompletion
+    vf = pytest.importorskip("verifiers.v1")
+    from aiohttp import web
+    from verifiers.v1.dialects.chat import ChatDialect
 
-SOURCE = '''
-import verifiers as vf
-from datasets import Dataset
+# A harness that talks to verifiers' server from its own process, as its programs do from theirs.
+HARNESS = """
+import json
+import httpx
+import verifiers.v1 as vf
 
-ROWS = Dataset.from_list([{"question": "6 * 7?", "answer": "42"}, {"question": "2 * 2?", "answer": "4"}])
+class Loop(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+    STREAMS = False
+    TOOLS = ()
 
-def exact(completion, answer):
-    return float(completion[-1]["content"].removeprefix("<think>so</think>") == answer)
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        system, prompt = self.resolve_prompt(data)
+        said = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            prompt = [vf.UserMessage(content=prompt)]
+        said += [{"role": message.role, "content": message.content} for message in prompt]
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False) as client:
+            while True:
+                message = await self.ask(client, endpoint, said)
+                if message is None:
+                    return vf.ProgramResult(exit_code=1, stdout="", stderr="refused")
+                said.append({name: value for name, value in message.items() if value is not None})
+                if not message.get("tool_calls"):
+                    return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+                said += [self.answer(each) for each in message["tool_calls"]]
 
-def num_calls(completion):
-    return sum(len(message.get("tool_calls") or ()) for message in completion)
+    async def ask(self, client, endpoint, messages):
+        body = {"model": "m", "messages": messages, "tools": list(self.TOOLS), "stream": self.STREAMS}
+        answer = await client.post(f"{endpoint}/chat/completions", json=body)
+        if answer.status_code != 200:
+            return None
+        if not self.STREAMS:
+            return answer.json()["choices"][0]["message"]
+        (first, *_), message = answer.text.split("data: ")[1:], {}
+        return json.loads(first)["choices"][0]["delta"]
 
-async def multiply(a: int, b: int) -> int:
-    """Multiplies.
+    def answer(self, called):
+        arguments = json.loads(called["function"]["arguments"])
+        try:
+            content = {"multiply": lambda a, b: str(a * b)}[called["function"]["name"]](**arguments)
+        except (KeyError, TypeError) as error:
+            content = f"error: {error!r}"
+        return {"role": "tool", "tool_call_id": called["id"], "content": content}
+"""
 
-    Args:
-        a: one number
-        b: the other
-    """
-    return a * b
+# With tools, a reward with a weight, a metric, and a stop.
+TOOLS = (
+    HARNESS
+    + """
+MULTIPLY = {"name": "multiply", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
-def tools(max_turns=4):
-    rubric = vf.Rubric(funcs=[exact, num_calls], weights=[1.0, 0.1])
-    return vf.ToolEnv(tools=[multiply], max_turns=max_turns, dataset=ROWS, rubric=rubric, system_prompt="Use tools.")
+class Calculating(Loop):
+    STREAMS = True
+    TOOLS = ({"type": "function", "function": MULTIPLY},)
 
-class Guess(vf.MultiTurnEnv):
+class Data(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[Data]):
+    @vf.reward
+    async def exact(self, trace):
+        return float((trace.last_message.content or "").removeprefix("<think>so</think>") == self.data.answer)
+
+    @vf.reward(weight=0.1)
+    async def calls(self, trace):
+        return float(sum(len(each.tool_calls or ()) for each in trace.messages if each.role == "assistant"))
+
+    @vf.metric
+    async def turns(self, trace):
+        return float(trace.num_turns)
+
+class Config(vf.TasksetConfig):
+    rule: str = "Use tools."
+
+class Sums(vf.Taskset[Sum, Config]):
+    def load(self):
+        for question, answer in (("6 * 7?", "42"), ("2 * 2?", "4")):
+            yield Sum(Data(prompt=question, answer=answer, system_prompt=self.config.rule), self.config.task)
+
+__all__ = ["Sums", "Calculating"]
+nothing = 3
+"""
+)
+
+# A conversation whose other side is code, which counts how often it ends.
+GUESS = (
+    HARNESS
+    + """
+class Data(vf.TaskData):
+    answer: str
+
+class Number(vf.Task[Data]):
+    @vf.reward
+    async def early(self, trace):
+        return 1 / trace.num_turns
+
+class Numbers(vf.Taskset[Number, vf.TasksetConfig]):
+    def load(self):
+        yield Number(Data(prompt="Guess.", answer="42"), self.config.task)
+
+class Talk(vf.Env[vf.SingleAgentEnvConfig]):
     left = 0
 
-    async def setup_state(self, state):
-        state["tries"] = 0
-        return state
+    async def run(self, task, agents):
+        try:
+            async with agents.agent.interaction(task) as guessing:
+                said = await guessing.turn()
+                while not said.terminated and said.last_reply != task.data.answer:
+                    if said.last_reply == "break":
+                        raise OSError("the table fell")
+                    if said.last_reply == "beside":
+                        await agents.agent.run(task)
+                    said = await guessing.turn(f"not {said.last_reply}")
+        finally:
+            Talk.left += 1
 
-    @vf.stop
-    async def found(self, state):
-        return bool(state["trajectory"]) and state["trajectory"][-1]["completion"][-1]["content"] == state["answer"]
+__all__ = ["Numbers", "Talk", "Loop"]
+"""
+)
 
-    @vf.cleanup
-    async def leave(self, state):
-        Guess.left += 1
-
-    async def env_response(self, messages, state, **kwargs):
-        state["tries"] += 1
-        if messages[-1]["content"] == "give up":
-            state["final_env_response"] = [{"role": "user", "content": "a pity"}]
-        return [{"role": "user", "content": f"no, try {state['tries']}"}]
-
-def guess(max_turns=-1):
-    return Guess(dataset=ROWS, rubric=vf.Rubric(funcs=[lambda completion, answer: 1.0 / len(completion)]), max_turns=max_turns)
-
-def single():
-    return vf.SingleTurnEnv(dataset=ROWS, rubric=vf.Rubric(funcs=[exact]))
-
-def nothing(): return 3
-def broken(): raise OSError("no licence")
-'''
-
-
-def spec_of(folder: Path, name: str, **options: Any) -> EnvironmentSpec:
-    return resolve(f"verifiers:{folder / 'tasks.py'}:{name}", folder, {"answer"}, options)
-
-
-def rows_of(folder: Path, env: Any) -> list[dict[str, Any]]:
-    """The rows of its data set, as a run reads them from the file that the document says how to write."""
-    env.get_dataset().to_json(folder / "rows.jsonl")
-    return [
-        {**row.columns, "prompt": row.prompt} for row in load_rows(DataConfig(source=str(folder / "rows.jsonl"), held_out=0))[0]
-    ]
-
-
-def response(text: str) -> Any:
-    """As a server with a tool parser gives it."""
-    content, *found = text.split("<tool_call>")
-    functions = [json.loads(each.removesuffix("</tool_call>")) for each in found]
-    calls = [
-        {"id": f"{n}", "type": "function", "function": {**each, "arguments": json.dumps(each.get("arguments", {}))}}
-        for n, each in enumerate(functions)
-    ]
-    choice = {
-        "index": 0,
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": content, "tool_calls": calls or None},
-    }
-    return ChatCompletion.model_validate(
-        {"id": "", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
-    )
-
-
-def said(messages: list[Any]) -> list[tuple[str, str]]:
-    return [(each["role"], each["content"]) for each in messages]
-
-
+HERE = {"agent": {"runtime": {"type": "subprocess"}}}
+FILES = {"sums.py": TOOLS, "guess.py": GUESS}
 SCRIPTS = {
-    "tools": [
+    "sums.py:Sums": [
         call("multiply", a=6, b=7) + call("multiply", a="x"),
         '<tool_call>{"name": "divide"}</tool_call>',
         "<think>so</think>42",
     ],
-    "guess": ["1", "41", "42"],
-    "single": ["42"],
+    "guess.py:Numbers": ["1", "41", "42"],
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-async def test_an_environment_says_and_scores_what_it_does_in_its_own_rollout(folder: Path, name: str) -> None:
-    spec, script = spec_of(folder, name), SCRIPTS[name]
-    env = getattr(import_file(folder / "tasks.py"), name)()
-    row = rows_of(folder, env)[0]
-    left = iter(script)
-
-    async def get_model_response(*arguments: Any, **more: Any) -> Any:
-        return response(next(left))
-
-    env.get_model_response = get_model_response
-    state = await env.rollout(env.get_dataset()[0], None, "", {})
-    await env.rubric.score_rollout(state, score_sem=contextlib.nullcontext())
-    read, score = await walk(spec, *script, **row)
-    assert read[0] == state["prompt"] and score.value == state["reward"] != 0
-    assert {name: value for name, value in score.metrics.items() if name != "unparsed_turns"} == state["metrics"]
-    theirs = [message for message in said(state["completion"]) if message[0] != "assistant"]
-    assert [message for each in read[1:] for message in said(each)] == theirs
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it keeps what its runtimes work in."""
+    monkeypatch.setattr("verifiers.v1.runtimes.subprocess.CACHE_DIR", tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # of processes that begin here
 
 
-async def test_its_limit_of_turns_is_kept_and_its_options_are_given(folder: Path) -> None:
-    spec = spec_of(folder, "tools", max_turns=2)
-    assert (spec.name, spec.max_turns, spec.kind) == ("tasks", 2, "async")
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, source in FILES.items():
+        (tmp_path / name).write_text(source)
+    return tmp_path
+
+
+def spec_of(folder: Path, target: str, **options: Any) -> EnvironmentSpec:
+    return resolve(f"verifiers:{folder / target}", folder, {"answer"}, {**HERE, **options})
+
+
+def environment(folder: Path, target: str) -> Any:
+    taskset = getattr(import_file(folder / target.partition(":")[0]), target.partition(":")[2])
+    return vf.load_environment(vf.resolve_env_config({**HERE, "taskset": {"id": taskset.__module__}}))
+
+
+def row_of(folder: Path, env: Any) -> dict[str, Any]:
+    """Its first task, as a run reads it from the file that the document says how to write."""
+    lines = [task.data.model_dump_json(exclude_defaults=True) + "\n" for task in env.taskset]
+    (folder / "rows.jsonl").write_text("".join(lines))
+    row = load_rows(DataConfig(source=str(folder / "rows.jsonl"), held_out=0))[0][0]
+    return {**row.columns, "prompt": row.prompt}
+
+
+@asynccontextmanager
+async def answering(messages: list[dict[str, Any]]) -> AsyncIterator[str]:
+    """A server of these answers, for verifiers alone."""
+    left = iter(messages)
+
+    async def completion(request: web.Request) -> web.StreamResponse:
+        message = next(left)
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        whole = {"id": "", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
+        if not (await request.json()).get("stream"):
+            return web.json_response(whole)
+        return web.Response(body=b"".join(ChatDialect().stream_events(whole)), content_type="text/event-stream")
+
+    application = web.Application()
+    application.router.add_post("/chat/completions", completion)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def answered(text: str, turn: int) -> dict[str, Any]:
+    """As a server with a tool parser gives it."""
+    content, *found = text.split("<tool_call>")
+    calls = [as_called(each.removesuffix("</tool_call>"), f"call_{turn}_{number}") for number, each in enumerate(found)]
+    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def as_called(text: str, id: str) -> dict[str, Any]:
+    function = json.loads(text)
+    return {
+        "id": id,
+        "type": "function",
+        "function": {**function, "arguments": json.dumps(function.get("arguments", {}))},
+    }
+
+
+@pytest.mark.parametrize("target", SCRIPTS)
+async def test_a_task_says_and_scores_what_it_does_with_any_other_model(folder: Path, target: str) -> None:
+    env, script = environment(folder, target), SCRIPTS[target]
+    async with answering([answered(text, turn) for turn, text in enumerate(script, 1)]) as url:
+        client = vf.EvalClientConfig(base_url=url, api_key_var="NONE")
+        async with env.serving():
+            episode = await env.run_episode(next(iter(env.taskset)), vf.ModelContext(model="m", client=client))
+    (trace,) = episode.traces
+    assert episode.ok and trace.reward > 0
+    read, score = await walk(spec_of(folder, target), *script, **row_of(folder, env))
+    assert score.value == pytest.approx(trace.reward)
+    rewards = {name: reward.score for name, reward in trace.rewards.items()}
+    assert score.metrics == {**rewards, **trace.metrics, "unparsed_turns": 0}
+    theirs = [(each.role, each.content) for each in trace.messages if each.role != "assistant"]
+    assert [(message["role"], message["content"]) for each in read for message in each] == theirs
+
+
+async def test_its_tools_and_its_limit_of_turns_are_known_before_a_run_and_its_options_are_given(folder: Path) -> None:
+    options = {"agent": {**HERE["agent"], "max_turns": 2}, "taskset": {"rule": "Calculate."}}
+    spec = spec_of(folder, "sums.py:Sums", **options)
+    assert (spec.name, spec.max_turns, spec.kind) == ("Sums", 2, "async")
     assert [tool["function"]["name"] for tool in spec.tools] == ["multiply"]
-    _, score = await walk(spec, call("multiply", a=2, b=2), call("multiply", a=1, b=4), prompt="?", answer="4")
-    assert score.value == pytest.approx(0.2) and score.metrics["num_turns"] == 2
+    calls = [call("multiply", a=2, b=2), call("multiply", a=1, b=4)]
+    read, score = await walk(spec, *calls, prompt="?", answer="4", system_prompt="Calculate.")
+    assert read[0][0] == {"role": "system", "content": "Calculate."}
+    assert score.value == pytest.approx(0.2) and score.metrics["turns"] == 2
 
 
-async def test_its_last_word_and_an_early_end_run_its_cleanup_once(folder: Path) -> None:
-    spec = spec_of(folder, "guess")
-    read, score = await walk(spec, "give up", prompt="?", answer="4")
-    assert len(read) == 1 and score.value == 0.5
-    made = load(spec)(prompt="?", answer="4", seed=1)
+async def test_an_early_end_ends_its_episode_and_what_fails_is_named(folder: Path) -> None:
+    spec = spec_of(folder, "guess.py:Numbers")
+    talk = import_file(folder / "guess.py").Talk
+    made = load(spec)(prompt="Guess.", answer="4", seed=1)
+    before = talk.left
     await made.asend(None)
     await made.aclose()
-    assert import_file(folder / "tasks.py").Guess.left == 2
+    assert talk.left == before + 1
+    for said, reason in (("break", "OSError: the table fell"), ("beside", "does not go on with what the model has read")):
+        made = load(spec)(prompt="Guess.", answer="4", seed=1)
+        await made.asend(None)
+        with pytest.raises(Exception, match=reason):
+            await made.asend(said)
+    assert talk.left == before + 3
+
+
+def test_episodes_are_played_side_by_side_in_a_process_of_their_own(folder: Path) -> None:
+    with Bench(folder, f"verifiers:{folder / 'guess.py'}:Numbers", options=HERE, workers=1) as bench:
+        keys = range(6)
+        for key in keys:
+            bench.begin(key, prompt="Guess.", answer=str(key))
+        bench.until(lambda: all(map(bench.ended, keys)), lambda key, turn: str(turn - 1))
+        ends = [bench.ended(key) for key in keys]
+    assert [end.score.value for end in ends] == pytest.approx([1 / (key + 1) for key in keys])
+
+
+def test_a_configuration_names_it_by_a_file_beside_itself(folder: Path) -> None:
+    lines = [
+        'model = "tiny-speller"',
+        "max_steps = 1",
+        'data = "rows.jsonl"',
+        "[environment]",
+        'function = "verifiers:sums.py:Sums"',
+    ]
+    lines += ["[environment.options.agent.runtime]", 'type = "subprocess"']
+    (folder / "run.toml").write_text("\n".join(lines))
+    config = load_config(folder / "run.toml").environment
+    spec = config.spec(Path("/"))
+    assert spec is not None and spec.target == f"verifiers:{folder / 'sums.py'}:Sums" and spec.timeout_s == 120.0
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("target", "options", "message"),
     [
-        ("nothing", {}, "gave a int, which has no 'env_response'"),
-        ("broken", {}, "raised OSError: no licence"),
-        ("tools", {"turns": 3}, "unexpected keyword argument 'turns'"),
-        ("ROWS", {}, "is a Dataset; a load_environment"),
+        ("sums.py:nothing", {}, "is no Taskset of verifiers 0.4"),
+        ("sums.py:Loop", {}, "is no Taskset of verifiers 0.4"),
+        ("sums.py:Sums", {"taskset": {"rules": ""}}, "raised ValidationError"),
+        ("sums.py:Sums", {"agent": {"harness": {"id": "none_such"}}}, "'none_such' not found"),
     ],
 )
-def test_what_cannot_be_played_is_refused_before_a_run(folder: Path, name: str, options: Any, message: str) -> None:
+def test_what_cannot_be_played_is_refused_before_a_run(folder: Path, target: str, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        spec_of(folder, name, **options)
+        spec_of(folder, target, **options)
