@@ -8,7 +8,6 @@ which is what any causal model is made for, and the torch engine refuses them.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,11 +110,9 @@ def attend_by(model: Any, name: str, function: Callable[..., Any]) -> None:
     model.set_attn_implementation(name)
 
 
-@functools.lru_cache
-def cache_argument(kind: type) -> str:
-    """What a class of transformers models calls the keys and values that a pass is given: `cache`, before 5.24
-    `past_key_values`."""
-    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"  # type: ignore[attr-defined]
+def cache_argument(model: Any) -> str:
+    """What a pass of a transformers model calls the keys and values it is given: `cache`, before 5.24 `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def max_length(config: Mapping[str, Any]) -> int | None:

@@ -83,7 +83,7 @@ def extend(model: Decoder, texts: Sequence[tuple[CachedPrefix, list[int]]]) -> l
         position_ids=padded.positions,
         attention_mask=attention_of(model.body.config).masks(lambda reach: padded.mask(model.dtype, reach)),
         use_cache=True,
-        **{cache_argument(type(model.body)): _Pass([prefix for prefix, _ in texts], chunks, padded.length)},
+        **{cache_argument(model.body): _Pass([prefix for prefix, _ in texts], chunks, padded.length)},
     ).last_hidden_state
     for prefix, ids in texts:
         prefix.ids = list(ids)

@@ -40,7 +40,7 @@ class Forward:
     def __init__(self, model: PreTrainedModel, cache: RowCache) -> None:
         self._model: Any = model
         self._cache = cache
-        self._cached = {cache_argument(type(model)): cache}
+        self._cached = {cache_argument(model): cache}
         self._attention = attention_of(model.config)
         self._in_segments = attend_in_segments(model)
 

@@ -67,7 +67,7 @@ def find_max_places(model: PreTrainedModel, kv_bytes: int, kv_budget: int | None
     what a row keeps."""
     cache = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    model(input_ids=token, use_cache=True, **{cache_argument(type(model)): cache})
+    model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
     size = sum(int(part.numel() * part.element_size()) for layer in cache.layers for part in (layer.keys, layer.values))
     if kv_bytes < size:
         raise ConfigError(f"engine.kv_bytes = {kv_bytes} holds no token: keys and values of one take {size} bytes")

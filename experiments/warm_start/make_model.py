@@ -70,7 +70,7 @@ def completion_loss(
     the same loss and gradient as with whole sequences, at a quarter of the work.
     """
     prefix = torch.tensor([tokenizer(INSTRUCTION)["input_ids"]])
-    cache, argument = DynamicCache(config=model.config), cache_argument(type(model))
+    cache, argument = DynamicCache(config=model.config), cache_argument(model)
     model(prefix, use_cache=True, **{argument: cache})
     cache.batch_repeat_interleave(len(batch))
     end = tokenizer.eos_token_id

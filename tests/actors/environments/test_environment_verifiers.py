@@ -288,7 +288,7 @@ def test_a_configuration_names_it_by_a_file_beside_itself(folder: Path) -> None:
     lines = [
         'model = "tiny-speller"',
         "max_steps = 1",
-        'data = "rows.jsonl"',
+        'data = { source = "rows.jsonl" }',
         "[environment]",
         'function = "verifiers:sums.py:Sums"',
     ]
