@@ -22,7 +22,7 @@ from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import LOADING, from_pretrained
 
 # Of the extra. vLLM's interfaces move from release to release.
-RELEASE = "0.32."
+RELEASES = ("0.32.", "0.33.")
 # Keys and values where the configuration names no limit: vLLM would take most of a CPU's memory.
 _CPU_KV_BYTES = 1 << 30
 
@@ -44,10 +44,10 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if not vllm.__version__.startswith(RELEASE):
+    if not vllm.__version__.startswith(RELEASES):
         raise ConfigError(
-            f"engine.kind = 'vllm': vLLM {vllm.__version__} is installed, {RELEASE}* is needed; install the extra of that "
-            "name, or use 'torch'"
+            f"engine.kind = 'vllm': vLLM {vllm.__version__} is installed, {'* or '.join(RELEASES)}* is needed; install "
+            "the extra of that name, or use 'torch'"
         )
     if current_platform.device_type != config.device:
         raise ConfigError(

@@ -224,7 +224,9 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 def _checkpoint_gradients(model: nn.Module) -> None:
     """Layers forget what they computed and compute it again in the backward pass."""
-    cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+    # Before transformers 5.24 it has the other name only.
+    name = "activation_checkpointing_enable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
     for layer in _layers(model):
         layer.training = True  # checkpointing asks the layer; its children, and so dropout, stay in evaluation mode
 
