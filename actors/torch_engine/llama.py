@@ -74,7 +74,7 @@ class Product:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [S, in] -> float32 [S, out], fresh memory."""
         x = x.to(self._dtype)
-        if self._packed is None or (self._plain is not None and len(x) <= self._few):
+        if self._plain is not None and (self._packed is None or len(x) <= self._few):
             return F.linear(x, self._plain).float()
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return product.float()
