@@ -164,8 +164,8 @@ def rows(size: int) -> Callable[[], float]:
 
 
 def hub(steps: int, clients: int) -> Callable[[], float]:
-    """So many batches of four groups of 2 KB rollouts, put by so many clients, taken and committed. What the first credits bring
-    is put before it is measured, so few steps cost nothing."""
+    """So many batches of four groups of 2 KB rollouts, put by so many clients, taken and committed. What the first credits
+    bring is put before it is measured, so few steps cost nothing."""
     return lambda: run_queue(Load("2 KB", 2048, "group", 4 * steps, batch=4, clients=clients)).hub_cpu_s
 
 
