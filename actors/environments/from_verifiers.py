@@ -15,7 +15,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import verifiers.v1 as vf
 from aiohttp import web
@@ -35,12 +35,8 @@ _MAX_REQUEST = 1 << 28
 # What rewards look for in a content stays there: reasoning too.
 _TEMPLATE = {**TEMPLATE, "fields": {name: each for name, each in TEMPLATE["fields"].items() if name != "reasoning_content"}}
 
-
-class _Asked(NamedTuple):
-    """A request for the model's turn. answer: the message that it wrote, when it has."""
-
-    body: Mapping[str, Any]
-    answer: asyncio.Future[Message]
+_Requests = asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Message]] | None]
+"""Of each request for the model's turn its body, and what takes the message that answers it; None at the episode's end."""
 
 
 def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
@@ -62,13 +58,14 @@ def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
         turns: list[Turn] = []
         async with _played(block, {**row, "prompt": prompt or None}) as (requests, episode):
             while (asked := await requests.get()) is not None:
-                messages = [_plain(message) for message in asked.body["messages"]]
+                body, answered = asked
+                messages = [_plain(message) for message in body["messages"]]
                 if [*map(_gist, messages[: len(said)])] != [*map(_gist, said)] or len(messages) == len(said):
                     raise ValueError("it does not go on with what the model has read; an episode is one conversation")
-                turns.append(read_turn((yield messages[len(said) :]), asked.body.get("tools") or (), _TEMPLATE))
+                turns.append(read_turn((yield messages[len(said) :]), body.get("tools") or (), _TEMPLATE))
                 answer = _openai(turns[-1].message, len(turns))
                 said = [*messages, _plain(answer)]
-                asked.answer.set_result(answer)
+                answered.set_result(answer)
             score = _score(await episode)
         unparsed = sum(turn.is_unparsed for turn in turns)
         yield Score(score.value, metrics={**score.metrics, "unparsed_turns": unparsed})
@@ -81,46 +78,31 @@ def _environment(block: Mapping[str, Any]) -> vf.Env[Any]:
     return vf.load_environment(vf.resolve_env_config(copy.deepcopy(dict(block))))
 
 
-@asynccontextmanager
-async def _played(
-    block: Mapping[str, Any], row: Mapping[str, Any]
-) -> AsyncIterator[tuple[asyncio.Queue[_Asked | None], asyncio.Future[vf.Episode]]]:
-    """What a new episode asks for, None when it has ended; and the episode. It ends with the block."""
-    requests: asyncio.Queue[_Asked | None] = asyncio.Queue()
-    async with _endpoint(requests) as url:
-        episode = asyncio.ensure_future(_episode(block, row, url))
-        episode.add_done_callback(lambda _: requests.put_nowait(None))
-        try:
-            yield requests, episode
-        finally:
-            episode.cancel()  # nothing where it is done
-            await asyncio.gather(episode, return_exceptions=True)
-
-
 async def _episode(block: Mapping[str, Any], row: Mapping[str, Any], url: str) -> vf.Episode:
-    # Its own: what an environment serves while it plays is a state of the object.
-    env = _environment(block)
+    env = _environment(block)  # its own: what it serves while it plays is a state of the object
     kind = type(env.taskset).task_type()
     task = kind(kind.data_type().model_validate(row), env.taskset.config.task)
-    client = vf.EvalClientConfig(base_url=url, api_key_var="ASYNC_RLHF_NO_KEY")
     async with env.serving():
+        client = vf.EvalClientConfig(base_url=url, api_key_var="ASYNC_RLHF_NO_KEY")
         return await env.run_episode(task, vf.ModelContext(model="policy", client=client))
 
 
 @asynccontextmanager
-async def _endpoint(requests: asyncio.Queue[_Asked | None]) -> AsyncIterator[str]:
-    """Its address, on the loopback of this machine."""
+async def _played(
+    block: Mapping[str, Any], row: Mapping[str, Any]
+) -> AsyncIterator[tuple[_Requests, asyncio.Future[vf.Episode]]]:
+    """What a new episode asks for at its endpoint, on the loopback of this machine; and the episode, which the block ends."""
+    requests: _Requests = asyncio.Queue()
 
     async def completion(request: web.Request) -> web.Response:
-        asked = _Asked(await request.json(), asyncio.get_running_loop().create_future())
-        requests.put_nowait(asked)
-        message = await asked.answer
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        choices = [{"index": 0, "message": message, "finish_reason": reason}]
-        whole = {"id": "turn", "object": "chat.completion", "created": 0, "model": "policy", "choices": choices}
-        if not asked.body.get("stream"):
-            return web.json_response(whole)
-        return web.Response(body=b"".join(ChatDialect().stream_events(whole)), content_type="text/event-stream")
+        body, answered = await request.json(), asyncio.get_running_loop().create_future()
+        requests.put_nowait((body, answered))
+        message = await answered
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if message.get("tool_calls") else "stop"}
+        whole = {"id": "turn", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        if body.get("stream"):
+            return web.Response(body=b"".join(ChatDialect().stream_events(whole)), content_type="text/event-stream")
+        return web.json_response(whole)
 
     application, secret = web.Application(client_max_size=_MAX_REQUEST), secrets.token_urlsafe()
     application.router.add_post(f"/{secret}/chat/completions", completion)
@@ -128,7 +110,14 @@ async def _endpoint(requests: asyncio.Queue[_Asked | None]) -> AsyncIterator[str
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}"
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}"
+        episode = asyncio.ensure_future(_episode(block, row, url))
+        episode.add_done_callback(lambda _: requests.put_nowait(None))
+        try:
+            yield requests, episode
+        finally:
+            episode.cancel()  # nothing where it is done
+            await asyncio.gather(episode, return_exceptions=True)
     finally:
         await runner.cleanup()
 
@@ -158,7 +147,7 @@ def _tools_of(named: str, env: vf.Env[Any], block: Mapping[str, Any]) -> tuple[T
             if asked is None:
                 _score(await episode)
                 raise EpisodeError("it asked the model for nothing")
-            return tuple(asked.body.get("tools") or ())
+            return tuple(asked[0].get("tools") or ())
 
     # In a thread of its own: the caller's may run an event loop.
     with ThreadPoolExecutor(1) as thread:
@@ -187,11 +176,8 @@ def _gist(message: Message) -> tuple[Any, ...]:
 def _openai(message: Message, turn: int) -> Message:
     """As a server of OpenAI's API gives it: calls have ids, and arguments as JSON text."""
     calls = [
-        {
-            "id": f"call_{turn}_{number}",
-            "type": "function",
-            "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
-        }
+        {**call, "id": f"call_{turn}_{number}", "function": {**function, "arguments": json.dumps(function["arguments"])}}
         for number, call in enumerate(message.get("tool_calls") or ())
+        if (function := call["function"])
     ]
     return {**message, "tool_calls": calls} if calls else message
