@@ -29,10 +29,11 @@ PART_BYTES = 60
 
 @dataclass
 class SimPart:
-    """What one process holds of a part; the bytes are those of all that hold it."""
+    """What one process holds of a part of `whole`, the bytes of a set, which are those of all that hold it."""
 
     place: Place
-    data: bytearray
+    whole: bytearray
+    index: int
     is_sealed: bool
 
 
@@ -40,7 +41,7 @@ class SimMemory:
     """`async_rlhf.buffers.weights.shared.Memory`: one process's room for one set."""
 
     def __init__(self, machine: Machine, num_bytes: int) -> None:
-        self._machine, self._num_bytes = machine, num_bytes
+        self._machine, self._own = machine, bytearray(num_bytes)
         self.parts: dict[int, SimPart] = {}
 
     @property
@@ -49,32 +50,33 @@ class SimMemory:
 
     @property
     def view(self) -> memoryview:
-        """Of the bytes as they are now: sealed ones stay so."""
-        indices = range(shared.num_parts(self._num_bytes))
-        return memoryview(b"".join(self.parts[i].data if i in self.parts else bytes(self._size(i)) for i in indices))
+        """They have all been written by one process. What is not there is zeros."""
+        first = next(iter(self.parts.values()), None)
+        if first is None or len(self.parts) == shared.num_parts(len(self._own)):
+            return memoryview(self._own if first is None else first.whole).toreadonly()
+        each, seen = shared.part_bytes(len(self._own)), bytearray(len(self._own))
+        for start in (index * each for index in self.parts):
+            seen[start : start + each] = first.whole[start : start + each]
+        return memoryview(seen).toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        for index, byte in enumerate(bytes(data), start=offset):
-            number, at = divmod(index, shared.part_bytes(self._num_bytes))
-            if number not in self.parts:
-                self.parts[number] = self._machine.hold(bytearray(self._size(number)), is_sealed=False)
-            if self.parts[number].is_sealed:
+        each = shared.part_bytes(len(self._own))
+        for index in range(offset // each, (offset + len(data) - 1) // each + 1):
+            if index not in self.parts:
+                self.parts[index] = self._machine.hold(self._own, index, is_sealed=False)
+            if self.parts[index].is_sealed:
                 raise ViolationError("sealed", "memory was written that others may have mapped")
-            self.parts[number].data[at] = byte
+        self._own[offset : offset + len(data)] = data
 
     def seal(self, index: int | None = None) -> None:
         for number in self.parts if index is None else [index]:
             self.parts[number].is_sealed = True
 
     def take(self, index: int, place: Place) -> bool:
-        found = self._machine.find(place, self._size(index))
+        found = self._machine.find(place, index, len(self._own))
         if found is not None:
             self.parts[index] = found
         return found is not None
-
-    def _size(self, index: int) -> int:
-        size = shared.part_bytes(self._num_bytes)
-        return min(size, self._num_bytes - index * size)
 
 
 class Machine:
@@ -114,21 +116,21 @@ class Machine:
         is_whole = len(places) == shared.num_parts(num_bytes)
         return memory if is_whole and all(memory.take(index, place) for index, place in enumerate(places)) else None
 
-    def find(self, place: Place, num_bytes: int) -> SimPart | None:
-        """The part at this place, held by the running process from now on."""
+    def find(self, place: Place, index: int, num_bytes: int) -> SimPart | None:
+        """This part of a set of so many bytes, if it is at this place: held by the running process from now on."""
         held = self._held.get(place.pid, [])
         # A set is refused about as often as it would be in one part.
         if place.descriptor >= len(held) or self._rng.random() < self._refusals / 5:
             return None
         found = held[place.descriptor]
-        if not found.is_sealed or len(found.data) != num_bytes:
+        if not found.is_sealed or (found.index, len(found.whole)) != (index, num_bytes):
             return None
         self.mapped += 1
-        return self.hold(found.data, is_sealed=True)
+        return self.hold(found.whole, index, is_sealed=True)
 
-    def hold(self, data: bytearray, *, is_sealed: bool) -> SimPart:
+    def hold(self, whole: bytearray, index: int, *, is_sealed: bool) -> SimPart:
         pid = self._pids[self._running]
-        part = SimPart(Place(pid=pid, descriptor=len(self._held[pid]), token="simulated"), data, is_sealed)
+        part = SimPart(Place(pid=pid, descriptor=len(self._held[pid]), token="simulated"), whole, index, is_sealed)
         self._held[pid].append(part)
         return part
 

@@ -285,7 +285,7 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[Any]], set[str]] = {
     ignore_the_fence: {"refused", "twice", "ledger", "replay"},
     serve_another_set_under_the_name: {"truth"},
     write_what_others_map: {"truth", "crash", "refused"},
-    announce_before_the_last_part: {"truth", "crash"},
+    announce_before_the_last_part: {"truth", "crash", "restart"},
     take_a_part_of_an_older_set: {"truth", "crash"},
     forget_what_was_filtered: {"lost"},
     give_up_what_was_trained: {"refused", "lost"},
