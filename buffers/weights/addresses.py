@@ -31,7 +31,8 @@ class Addresses:
         reserved = num_bytes + _HUGE_BYTES
         began = _map(None, reserved, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1)
         self._start = -(-began // _HUGE_BYTES) * _HUGE_BYTES
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer((ctypes.c_char * num_bytes).from_address(self._start), np.uint8)
+        room = memoryview((ctypes.c_char * num_bytes).from_address(self._start))
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(room, np.uint8)
         """Of which only those may be written that were mapped so; the process ends at any other."""
         # Not when the interpreter ends: a thread may be reading still, and the kernel gives it back anyway.
         weakref.finalize(self.bytes, _libc().munmap, began, reserved).atexit = False
@@ -61,7 +62,7 @@ class Addresses:
             for at in range(offset, offset + size, _HUGE_BYTES):
                 _libc().madvise(self._start + at, mmap.PAGESIZE, _POPULATE_WRITE)
             _libc().madvise(self._start + offset, size, _COLLAPSE)
-        return _libc().madvise(self._start + offset, num_bytes, _POPULATE_WRITE) == 0
+        return bool(_libc().madvise(self._start + offset, num_bytes, _POPULATE_WRITE) == 0)
 
 
 def lay(paths: Sequence[str]) -> memoryview:

@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 
 import xxhash
 
-A, B = TypeVar("A"), TypeVar("B")
+A = TypeVar("A")
+B = TypeVar("B")
 CACHED_BYTES = 1 << 18
 """Read at a time: what is done with them beside finds them in the processor's cache."""
 _MANY_BYTES = 4 << 20  # below, starting threads costs more than they save
