@@ -13,9 +13,10 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes from `offset` on of a file that other processes of this machine can open, as long as `owner` is kept."""
+    """Bytes from `offset` on of files that lie one behind the other, and that other processes of this machine can open, as long
+    as `owner` is kept."""
 
-    path: str
+    paths: tuple[str, ...]
     offset: int
     owner: object
 

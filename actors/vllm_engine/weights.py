@@ -1,14 +1,14 @@
 """How a weight set gets into vLLM's worker processes: they map the sealed memory in which it lies, on this machine once.
 
-What travels through vLLM's own calls is the path of an index (JSON): of each tensor its type and shape, and in which file its
-bytes begin where. A set that lies on this process's heap (it came as chunks) is copied into a file in memory first.
+What travels through vLLM's own calls is the path of an index (JSON): of each tensor its type and shape, and in which files, one
+behind the other, its bytes begin where. A set that lies on this process's heap (it came as chunks) is copied into a file in
+memory first.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +17,7 @@ from typing import IO
 import torch
 
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights.addresses import lay
 
 # The class of `worker` that takes them in there, and the variable that names the process which those processes may not outlive.
 EXTENSION = "async_rlhf.actors.vllm_engine.worker.WeightLoader"
@@ -30,10 +31,10 @@ def as_index(tensors: Mapping[str, RawTensor]) -> Iterator[str]:
     with _memory_file() as index, _memory_file() as heap:
         entries = {}
         for name, tensor in tensors.items():
-            path, start = (_path(heap), heap.tell()) if tensor.part is None else (tensor.part.path, tensor.part.offset)
+            place = ([_path(heap)], heap.tell()) if tensor.part is None else (tensor.part.paths, tensor.part.offset)
             if tensor.part is None:
                 heap.write(tensor.data)
-            entries[name] = (tensor.dtype, tensor.shape, path, start)
+            entries[name] = (tensor.dtype, tensor.shape, *place)
         heap.flush()
         index.write(json.dumps(entries).encode())
         index.flush()
@@ -46,14 +47,14 @@ class IndexedWeights(Mapping[str, torch.Tensor]):
     def __init__(self, path: str) -> None:
         with open(path, "rb") as file:
             self._entries = json.load(file)
-        self._mapped = {path: _map(path) for path in {entry[2] for entry in self._entries.values()}}
+        self._mapped = {paths: lay(paths) for paths in {tuple(entry[2]) for entry in self._entries.values()}}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        type_name, shape, path, start = self._entries[name]
+        type_name, shape, paths, start = self._entries[name]
         dtype, count = getattr(torch, type_name), math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._mapped[path], dtype=dtype, count=count, offset=start).reshape(shape)
+        return torch.frombuffer(self._mapped[tuple(paths)], dtype=dtype, count=count, offset=start).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -68,10 +69,3 @@ def _memory_file() -> IO[bytes]:
 
 def _path(file: IO[bytes]) -> str:
     return f"/proc/{os.getpid()}/fd/{file.fileno()}"
-
-
-def _map(path: str) -> mmap.mmap | bytes:
-    """Private: what is written to it (torch has no tensor that can only be read) stays in this process."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        return mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) if size else b""

@@ -233,7 +233,8 @@ class LearnerClient:
 
 class WeightSender:
     """One copy of the tensors, of which the hub takes what it cannot see: it is put into sealed memory when the hub is on this
-    machine, which then maps it; else the hub requests its chunks, or only those of a delta to the set published before.
+    machine, which maps each part and verifies it while the next is copied; else the hub requests its chunks, or only those of a
+    delta to the set published before.
 
     Owns the set published last, while a delta to it may be requested."""
 
@@ -244,7 +245,9 @@ class WeightSender:
         self._wants_delta = False
 
     def copied(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None) -> WeightSet:
-        return WeightSet.of(fence, version, tensors, canary, SealedMemory.make if self._shares else HeapMemory)
+        """Waits for nothing: that a part is sealed is said, and no answer to it expected."""
+        make = SealedMemory.make if self._shares else HeapMemory
+        return WeightSet.of(fence, version, tensors, canary, make, self._connection.send)
 
     def publish(self, weights: WeightSet) -> None:
         """Raises RefusedError when the hub does not take the set, DeadlineError when it does not answer."""

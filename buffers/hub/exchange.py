@@ -139,6 +139,10 @@ class Exchange:
             refused = self._refusals.note(error, self._admission.fleet.name(identity) or identity[:40].hex())
             self.outbox.send(identity, refused, request=request)
 
+    def work(self) -> bool:
+        """A piece of verifying weights that are on their way: some ten milliseconds. Whether there is more to do."""
+        return self._weight_server.verify()
+
     def arrives(self, identity: bytes) -> None:
         """Bytes of a message that is not whole yet arrive from this peer."""
         self._sessions.arrives(identity, self._clock())

@@ -101,11 +101,13 @@ class Hub:
         """Serve until a Halt; returns with everything on disk."""
         next_tick = next_look = self._clock()
         spool = self._prompts.spool
-        next_turn = math.inf if spool is None else next_tick
+        next_turn, is_busy = math.inf if spool is None else next_tick, False
         try:
             while not self._exchange.stopped:
-                self._socket.wait(max(0.0, min(next_tick, next_look, next_turn) - self._clock()) + 0.001)
+                until = max(0.0, min(next_tick, next_look, next_turn) - self._clock()) + 0.001
+                self._socket.wait(0.0 if is_busy else until)
                 num_taken, is_all = self._take_in()
+                is_busy = self._exchange.work()
                 has_news = num_taken > 0
                 if is_all and self._clock() >= next_look:
                     next_look = self._clock() + _LOOK_S

@@ -116,6 +116,9 @@ class LearnerSession:
                 self._journal.state(admission.remember(), deletable)
                 self._outbox.hold(identity, wire.Done(), request)
                 return None
+            case wire.SealedPart():
+                self._weight_server.sealed(message, admission)
+                return None
             case wire.Publish() | wire.Chunk() | wire.Check():
                 return self._weight_server.receive(message, arrays, admission)
             case _:

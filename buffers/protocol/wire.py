@@ -5,7 +5,7 @@
     learner -> hub  Register, Take, Tried, Trained, Commit             hub -> learner  Registered, Batch (+ arrays),
                                                                                        Trial (+ arrays), Waiting, Ended, Done
     control -> hub  GetStatus, Drain, Gone, Quarantine, Halt           hub -> control  Status, Done
-    learner -> hub  Publish, Chunk (+ bytes), Check                    hub -> learner  Wanted, Checked, Done
+    learner -> hub  SealedPart, Publish, Chunk (+ bytes), Check        hub -> learner  Wanted, Checked, Done
     actor   -> hub  Fetch, FetchChunk                                  hub -> actor    Adopt, Manifest, Chunk (+ bytes)
 
 Every request may be answered with Refused. The same holds between an actor and a relay, which is the hub to it.
@@ -22,7 +22,7 @@ from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 11
+PROTOCOL = 12
 MAX_FRAME_BYTES, MAX_HEADER_BYTES = message.MAX_FRAME_BYTES, message.MAX_HEADER_BYTES
 Frames = message.Frames
 
@@ -309,12 +309,22 @@ class Refused(message.Message):
 
 
 class Announced(_OfSet):
-    """What is known of a weight set before its bytes."""
+    """What is known of a weight set before its bytes. places: of its parts, where they lie in sealed memory."""
 
     num_bytes: Count
     tensors: list[message.TensorSpec]
     canary: Canary | None = None
-    place: message.Place | None = None
+    places: list[message.Place] = Field(default_factory=list)
+
+
+class SealedPart(_OfSet):
+    """Part `index` of a set of `num_bytes` lies there, and these tensors end in it. Sent while the next part is copied, before
+    the set is announced, so that the hub has verified it by then. It has no answer, and a set may come without."""
+
+    index: Count
+    num_bytes: Count
+    tensors: list[message.TensorSpec]
+    place: message.Place
 
 
 class Publish(Announced):
@@ -379,7 +389,7 @@ Message = (
     Hello | Beat | Put | Release | Bye | Welcome | Credits | Adopt | Ack | Rejected | Later | Stop
     | Register | Registered | Take | Batch | Trial | Tried | Waiting | Ended | Trained | Commit
     | GetStatus | Status | Drain | Gone | Quarantine | Halt | Done | Refused
-    | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
+    | SealedPart | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
 )  # fmt: skip
 _FRAMING: message.Framing[Message] = message.Framing(PROTOCOL, get_args(Message))
 encode, decode, check_size = _FRAMING.encode, _FRAMING.decode, message.check_size

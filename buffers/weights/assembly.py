@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import xxhash
-
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.message import TensorSpec
-from async_rlhf.buffers.protocol.wire import Manifest, Publish
+from async_rlhf.buffers.protocol.wire import Manifest, Publish, SealedPart
 from async_rlhf.buffers.tensors import ITEM_BYTES, num_bytes
 from async_rlhf.buffers.weights import delta
-from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory
-from async_rlhf.buffers.weights.weight_set import CACHED_BYTES, WeightSet, chunk_bytes, num_chunks
+from async_rlhf.buffers.weights.digests import Digests
+from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory, num_parts, part_bytes
+from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_bytes, num_chunks
 
 PIECE_BYTES = 16 << 20
 """Verified in one go: a few milliseconds."""
@@ -52,11 +51,19 @@ class ChunkedBytes:
 class Assembly:
     """One set that is on its way; `whole()` gives it once all its bytes are there and are right.
 
-    given: memory in which all its bytes lie already; else there will be room for them, made with `make`.
+    given: memory in which all its bytes lie already; else there will be room for them, made with `make`. begun: the
+    verification of these tensors in that memory. threads: to verify with, at most.
     Raises WeightsError for an announcement that cannot be, or when there is no room.
     """
 
-    def __init__(self, announced: Publish | Manifest, make: MakeMemory = HeapMemory, given: Memory | None = None) -> None:
+    def __init__(
+        self,
+        announced: Publish | Manifest,
+        make: MakeMemory = HeapMemory,
+        given: Memory | None = None,
+        begun: Verifier | None = None,
+        threads: int = 1,
+    ) -> None:
         _check(announced)
         self.fence, self.version, self._canary = announced.fence, announced.version, announced.canary
         self.specs, self.num_bytes = tuple(announced.tensors), announced.num_bytes
@@ -65,7 +72,10 @@ class Assembly:
         if given is not None:
             self._chunks.missing.clear()
         self._patching: Iterator[int] | None = None
-        self._verifier = _Verifier(self.version, self.specs, self._memory.view)
+        if begun is None:
+            begun = Verifier(self.version, self._memory, threads)
+            begun.expect(self.specs)
+        self._verifier = begun
 
     def add(self, index: int, data: bytes | memoryview) -> None:
         """Put chunk `index` in its place; raises WeightsError when it does not fit there."""
@@ -128,43 +138,92 @@ def mapped(announced: Manifest, memory: Memory) -> WeightSet:
     return WeightSet(announced.fence, announced.version, tuple(announced.tensors), memory.view, announced.canary, memory)
 
 
-class _Verifier:
+class Verifier:
     """Compares digests from the first tensor to the last."""
 
-    def __init__(self, version: int, specs: Sequence[TensorSpec], view: memoryview) -> None:
-        self._version, self._specs, self._view = version, iter(specs), view
-        self._done = self._end = 0
-        self._spec: TensorSpec | None = None
-        self._begin()
+    def __init__(self, version: int, memory: Memory, threads: int = 1) -> None:
+        self._version, self._memory, self._digests = version, memory, Digests(threads=threads)
+        self._specs: list[TensorSpec] = []
+
+    def expect(self, specs: Sequence[TensorSpec]) -> None:
+        """The tensors that come next."""
+        self._specs += specs
+        self._digests.extend(num_bytes(spec.dtype, spec.shape) for spec in specs)
 
     @property
     def is_done(self) -> bool:
-        return self._spec is None
+        """Whether all that are known have been verified."""
+        return not self._digests.num_open
+
+    @property
+    def num_verified(self) -> int:
+        """Bytes that have been read, from the first on."""
+        return self._digests.done
 
     def advance(self, front: int, max_bytes: int) -> None:
         """Verify up to `front` or `max_bytes` more. Raises WeightsError."""
-        stop = min(front, self._done + max_bytes)
-        while self._spec is not None and (self._done < stop or self._done == self._end):
-            until = min(self._end, stop, self._done + CACHED_BYTES)
-            self._hasher.update(self._view[self._done : until])
-            self._done = until
-            if self._done == self._end:
-                if self._hasher.hexdigest() != self._spec.digest:
-                    raise WeightsError(f"version {self._version}: tensor {self._spec.name!r} does not match its digest")
-                self._begin()
+        first, view = len(self._specs) - self._digests.num_open, self._memory.view
+        found = self._digests.advance(min(front, self._digests.done + max_bytes), lambda start, end: view[start:end])
+        for spec, digest in zip(self._specs[first:], found, strict=False):
+            if spec.digest != digest:
+                raise WeightsError(f"version {self._version}: tensor {spec.name!r} does not match its digest")
 
-    def _begin(self) -> None:
-        self._spec, self._hasher = next(self._specs, None), xxhash.xxh3_128()
-        if self._spec is not None:
-            self._end += num_bytes(self._spec.dtype, self._spec.shape)
+
+class EarlyParts:
+    """The parts of a set that were sealed before it was announced: mapped as they come, and verified as there is time.
+
+    They are a beginning and nothing more: a set that is announced is made of them only where they are all there, and its
+    announcement names the same tensors, digests and places (`fits`); else it comes as if they had not. memory: for the set.
+    """
+
+    def __init__(self, first: SealedPart, memory: Memory, threads: int = 1) -> None:
+        self.fence, self.version, self._num_bytes, self.memory = first.fence, first.version, first.num_bytes, memory
+        self.verifier = Verifier(self.version, memory, threads)
+        self._parts: dict[int, SealedPart] = {}
+        self._num_joined = 0
+
+    def is_of(self, part: SealedPart) -> bool:
+        """Whether they are parts of one set."""
+        return (part.fence, part.version, part.num_bytes) == (self.fence, self.version, self._num_bytes)
+
+    def add(self, part: SealedPart) -> bool:
+        """Whether this part, which may come twice, could be mapped. Raises WeightsError for tensors that cannot travel."""
+        _check_tensors(part.tensors)
+        if part.index not in self._parts and not self.memory.take(part.index, part.place):
+            return False
+        self._parts.setdefault(part.index, part)
+        while (joined := self._parts.get(self._num_joined)) is not None:
+            self.verifier.expect(joined.tensors)
+            self._num_joined += 1
+        return True
+
+    def advance(self, max_bytes: int) -> bool:
+        """Verify so much of the tensors that have come whole; whether there is more to do. Raises WeightsError."""
+        front = min(self._num_bytes, self._num_joined * part_bytes(self._num_bytes))
+        self.verifier.advance(front, max_bytes)
+        return not self.verifier.is_done and self.verifier.num_verified < front
+
+    def fits(self, announced: Publish) -> bool:
+        """Whether this set is what has come."""
+        parts = [self._parts[index] for index in sorted(self._parts)]
+        return (
+            (announced.fence, announced.version, announced.num_bytes) == (self.fence, self.version, self._num_bytes)
+            and self._num_joined == num_parts(self._num_bytes)
+            and [part.place for part in parts] == announced.places
+            and [spec for part in parts for spec in part.tensors] == announced.tensors
+        )
 
 
 def _check(announced: Publish | Manifest) -> None:
-    for spec in announced.tensors:
-        if spec.dtype not in ITEM_BYTES or any(size < 0 for size in spec.shape):
-            raise WeightsError(f"tensor {spec.name!r}: {spec.dtype} {spec.shape} cannot travel")
+    _check_tensors(announced.tensors)
     wanted = sum(num_bytes(spec.dtype, spec.shape) for spec in announced.tensors)
     if wanted != announced.num_bytes:
         raise WeightsError(f"version {announced.version}: tensors need {wanted} bytes, announced {announced.num_bytes}")
     if len({spec.name for spec in announced.tensors}) != len(announced.tensors):
         raise WeightsError(f"version {announced.version}: a tensor name occurs twice")
+
+
+def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    for spec in tensors:
+        if spec.dtype not in ITEM_BYTES or any(size < 0 for size in spec.shape):
+            raise WeightsError(f"tensor {spec.name!r}: {spec.dtype} {spec.shape} cannot travel")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.message import DeltaSpec, Place
+from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, mapped
 from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
 from async_rlhf.buffers.weights.store import Delta
@@ -127,8 +127,8 @@ class WeightReceiver:
             again = replace(self._held, fence=manifest.fence, version=manifest.version, canary=manifest.canary)
             self._finish(again)
             return
-        if manifest.place is not None and self._maps:
-            self._map(manifest, manifest.place)
+        if manifest.places and self._maps:
+            self._map(manifest)
             return
         steps = manifest.deltas if self._leads(manifest.deltas, digest) else []
         if unfinished is None or self._deltas or steps or content_digest(unfinished.specs) != digest:
@@ -150,8 +150,8 @@ class WeightReceiver:
         contents = [self._held.digest, *(step.result for step in steps)]
         return contents[:-1] == [step.base for step in steps] and contents[-1] == digest
 
-    def _map(self, manifest: wire.Manifest, place: Place) -> None:
-        memory = attach(place, manifest.num_bytes)
+    def _map(self, manifest: wire.Manifest) -> None:
+        memory = attach(manifest.places, manifest.num_bytes)
         if memory is not None:
             self._finish(mapped(manifest, memory))
         else:

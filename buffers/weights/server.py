@@ -16,12 +16,14 @@ from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.queue.admission import Actor, Admission
-from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes
-from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory, attach
+from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, EarlyParts, Verifier
+from async_rlhf.buffers.weights.digests import num_threads
+from async_rlhf.buffers.weights.shared import HeapPool, Memory, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, content_digest
 
-# Verified before other peers have a turn: some ten milliseconds. The learner requests each such part, and waits for it.
+# Verified before other peers have a turn: some ten milliseconds. Of a set that is announced the learner requests each
+# such piece, and waits for it.
 _TURN_BYTES = 64 << 20
 
 
@@ -52,17 +54,18 @@ class _Incoming:
 
 
 class WeightServer:
-    """Owns the store and the set that is on its way from the learner."""
+    """Owns the store, the set that is on its way from the learner, and before that the parts of it that are sealed."""
 
     def __init__(self, store: WeightStore, config: WeightsConfig | None = None) -> None:
         self.store, self._config, self._pool = store, config or WeightsConfig(), HeapPool()
         self._incoming: _Incoming | None = None
+        self._early: EarlyParts | None = None
         self._sends_chunks = False  # an actor fetches what could be a delta
         self._counters = {"sets": 0, "sets_mapped": 0, "deltas": 0, "delta_bytes": 0, "served_bytes": 0, "dropped_actors": 0}
 
     def forget(self) -> None:
         """Another learner has registered: what the former one had begun to send is not continued."""
-        self._incoming = None
+        self._incoming = self._early = None
 
     # -- from the learner --------------------------------------------------------------------------------------------
 
@@ -94,6 +97,26 @@ class WeightServer:
         is_whole = self._advance(incoming, admission, is_asked=not isinstance(message, wire.Publish))
         return wire.Checked(done=is_whole) if isinstance(message, wire.Check) else answer
 
+    def sealed(self, part: wire.SealedPart, admission: Admission) -> None:
+        """Map a part of the set that will be announced. Nothing comes of one that is late or cannot be mapped."""
+        steps, known = admission.step, self._incoming is not None and self._incoming.assembly.version == part.version
+        if known or part.version == admission.published or part.version not in (steps, steps + 1):
+            return
+        if self._config.transport == "chunks":
+            return
+        if self._early is None or not self._early.is_of(part):
+            self._early = EarlyParts(part, SealedMemory.make(part.num_bytes), num_threads())
+        if not self._early.add(part):
+            self._early = None
+
+    def verify(self) -> bool:
+        """A piece of what is sealed and not announced yet. Whether there is more to do."""
+        try:
+            return self._early is not None and self._early.advance(_TURN_BYTES)
+        except WeightsError:
+            self._early = None  # once announced it is refused, and the learner told
+            return False
+
     def store_again(self, admission: Admission) -> None:
         """Publish the set that was whole when there was no room for it, if there is one. Raises DiskFullError."""
         if self._incoming is not None:
@@ -106,17 +129,26 @@ class WeightServer:
             delta.num_bytes > MAX_DELTA_SHARE * announced.num_bytes or delta.result != content_digest(announced.tensors)
         ):
             raise WeightsError(f"version {announced.version}: a delta of {delta.num_bytes} bytes is none of this set")
-        given = attach(announced.place, announced.num_bytes) if announced.place and transport != "chunks" else None
+        given, begun = self._given(announced)
         base = self.store.find(delta.base) if delta is not None and given is None else None
         wanted = wire.Wanted(
             chunks=given is None and base is None,
             delta=delta is not None,
             delta_next=self._config.delta and (given is None or self._sends_chunks),
         )
-        assembly = Assembly(announced, self._pool.make if transport == "chunks" else SealedMemory.make, given)
+        make = self._pool.make if transport == "chunks" else SealedMemory.make
+        assembly = Assembly(announced, make, given, begun, num_threads())
         incoming = ChunkedBytes(f"the delta to version {announced.version}", delta.num_bytes if delta else 0)
         self._counters["sets_mapped"] += given is not None
         return _Incoming(assembly, wanted, base, delta, incoming)
+
+    def _given(self, announced: wire.Publish) -> tuple[Memory | None, Verifier | None]:
+        """The memory in which this set lies, and how far it is verified, as far as it has come."""
+        early, self._early = self._early, None
+        if early is not None and early.fits(announced):
+            return early.memory, early.verifier
+        is_shared = announced.places and self._config.transport != "chunks"
+        return (attach(announced.places, announced.num_bytes) if is_shared else None), None
 
     def _advance(self, incoming: _Incoming, admission: Admission, *, is_asked: bool) -> bool:
         """Verify a piece of what is there; whether that was the last, and the set is stored and published."""
@@ -158,14 +190,14 @@ class WeightServer:
         weights = self.store.get(request.version)
         manifest = weights.manifest()
         deltas: list[DeltaSpec] = []
-        place = manifest.place if request.maps and self._config.transport != "chunks" else None
-        if place is None:
+        places = manifest.places if request.maps and self._config.transport != "chunks" else []
+        if not places:
             self._sends_chunks = True
             if request.holds is not None:
                 deltas = [step.spec for step in self.store.path(request.holds, weights.digest)]
                 if sum(step.num_bytes for step in deltas) > MAX_DELTA_SHARE * manifest.num_bytes:
                     deltas = []
-        return manifest.model_copy(update={"fence": request.fence, "place": place, "deltas": deltas})
+        return manifest.model_copy(update={"fence": request.fence, "places": places, "deltas": deltas})
 
     def adoptions(self, admission: Admission, now: float) -> Iterator[tuple[bytes, wire.Adopt]]:
         """(identity, message) for every actor that should serve something else than it serves or was announced to it."""

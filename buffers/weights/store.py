@@ -112,7 +112,7 @@ class WeightStore:
 
 def _save(weights: WeightSet, path: Path, files: Disk) -> None:
     head = msgpack.packb(
-        {"format": WEIGHTS.newest, "type": Manifest.type, **weights.manifest().model_dump(exclude={"place", "deltas"})}
+        {"format": WEIGHTS.newest, "type": Manifest.type, **weights.manifest().model_dump(exclude={"places", "deltas"})}
     )
     try:  # durable: exact mode needs the set again after a crash, and the learner sends only its newest
         write_whole(path, len(head).to_bytes(8, "little"), head, weights.blob, files=files)

@@ -9,9 +9,8 @@ memory. `assembly` brings them together and checks every digest before a tensor 
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,16 +19,13 @@ import xxhash
 
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.message import Canary, TensorSpec
-from async_rlhf.buffers.protocol.wire import Manifest, Publish
+from async_rlhf.buffers.protocol.wire import Manifest, Publish, SealedPart
 from async_rlhf.buffers.tensors import Part, RawTensor, num_bytes
-from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory
+from async_rlhf.buffers.weights.digests import Digests, num_threads
+from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory, num_parts, part_bytes, path_of
 
 # Large enough that headers cost nothing, small enough that a credit never waits long behind one.
 CHUNK_BYTES = 1 << 20
-CACHED_BYTES = 1 << 18
-"""Copied and digested at a time, so that the second finds it in the processor's cache."""
-# Fresh memory is cleared by the kernel page by page, which costs more than the copy and goes on in several threads at once.
-_MANY_BYTES, _MAX_THREADS = 64 << 20, min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -54,30 +50,36 @@ class WeightSet:
         tensors: Mapping[str, RawTensor],
         canary: Canary | None = None,
         make: MakeMemory = HeapMemory,
+        sealed: Callable[[SealedPart], object] = lambda part: None,
     ) -> WeightSet:
-        """Copy the tensors into one set, once, and take their digests."""
-        ends = list(itertools.accumulate((len(tensor.data) for tensor in tensors.values()), initial=0))
-        memory = make(ends[-1])
+        """Copy the tensors into one set, once, and take their digests; part by part, each of which is sealed when it is whole.
 
-        def copied(offset: int, tensor: RawTensor) -> str:
-            hasher, data = xxhash.xxh3_128(), memoryview(tensor.data)
-            for start in range(0, len(data), CACHED_BYTES):
-                part = data[start : start + CACHED_BYTES]
-                hasher.update(part)
-                memory.write(offset + start, part)
-            return hasher.hexdigest()
+        sealed: called with each part that lies where others find it, before the next is copied.
+        """
+        data = [memoryview(tensor.data) for tensor in tensors.values()]
+        ends = list(itertools.accumulate(map(len, data)))
+        total = ends[-1] if ends else 0
+        memory, digests, waiting = make(total), Digests(map(len, data), num_threads()), iter(tensors.items())
 
-        if ends[-1] < _MANY_BYTES:
-            digests = list(map(copied, ends[:-1], tensors.values()))
-        else:
-            with ThreadPoolExecutor(_MAX_THREADS) as threads:
-                digests = list(threads.map(copied, ends[:-1], tensors.values()))
-        memory.seal()
-        specs = tuple(
-            TensorSpec(name=name, dtype=tensor.dtype, shape=list(tensor.shape), digest=digest)
-            for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
-        )
-        return cls(fence, version, specs, memory.view, canary, memory)
+        def copied(start: int, end: int) -> memoryview:
+            index = bisect_right(ends, start)
+            first = ends[index] - len(data[index])
+            memory.write(start, piece := data[index][start - first : end - first])
+            return piece
+
+        specs: list[TensorSpec] = []
+        for index in range(num_parts(total)):
+            found = digests.advance(min(total, (index + 1) * part_bytes(total)), copied)
+            whole = [
+                TensorSpec(name=name, dtype=tensor.dtype, shape=list(tensor.shape), digest=digest)
+                for digest, (name, tensor) in zip(found, waiting, strict=False)
+            ]
+            specs += whole
+            memory.seal(index)
+            if memory.places:
+                place = memory.places[index]
+                sealed(SealedPart(fence=fence, version=version, index=index, num_bytes=total, tensors=whole, place=place))
+        return cls(fence, version, tuple(specs), memory.view, canary, memory)
 
     @cached_property
     def digest(self) -> str:
@@ -93,14 +95,13 @@ class WeightSet:
         return chunk_of(self.blob, index, f"version {self.version}")
 
     def announcement(self) -> Publish:
-        place = self.memory.place if self.memory is not None else None
         return Publish(
             fence=self.fence,
             version=self.version,
             num_bytes=len(self.blob),
             tensors=list(self.specs),
             canary=self.canary,
-            place=place,
+            places=[] if self.memory is None else list(self.memory.places),
         )
 
     def manifest(self) -> Manifest:
@@ -109,10 +110,10 @@ class WeightSet:
     def tensors(self) -> dict[str, RawTensor]:
         """Views into the set's bytes, by name."""
         view, start, tensors = memoryview(self.blob), 0, {}
-        path = None if self.memory is None else self.memory.path
+        paths = () if self.memory is None else tuple(map(path_of, self.memory.places))
         for spec in self.specs:
             size = num_bytes(spec.dtype, spec.shape)
-            part = None if path is None else Part(path, start, self.memory)
+            part = Part(paths, start, self.memory) if paths else None
             tensors[spec.name] = RawTensor(spec.dtype, tuple(spec.shape), view[start : start + size], part)
             start += size
         return tensors

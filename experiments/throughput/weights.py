@@ -33,6 +33,7 @@ from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.assembly import mapped
+from async_rlhf.buffers.weights.digests import in_threads, num_threads
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput import weight_roles
@@ -79,12 +80,11 @@ def weights(bench: Bench) -> Iterator[Row]:
 
 
 def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
-    """What an engine does with a set: every tensor into memory that is there already."""
-    for name, tensor in tensors.items():
-        data = np.frombuffer(tensor.data, np.uint8)
-        if name not in arrays:
-            arrays[name] = np.ones_like(data)
-        np.copyto(arrays[name], data)
+    """What an engine that copies does with a set: every tensor into memory that is there already."""
+    data = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in tensors.items()}
+    for name in data.keys() - arrays.keys():
+        arrays[name] = np.ones_like(data[name])
+    in_threads(lambda name: np.copyto(arrays[name], data[name]), data, num_threads())
 
 
 def memcpy_seconds(num_bytes: int) -> float:
@@ -98,8 +98,7 @@ def memcpy_seconds(num_bytes: int) -> float:
 def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:
     began = perf_counter()
     announced = weights.manifest()
-    assert announced.place is not None
-    memory = attach(announced.place, announced.num_bytes)
+    memory = attach(announced.places, announced.num_bytes)
     assert memory is not None
     copy_into(arrays, mapped(announced, memory).tensors())
     return perf_counter() - began

@@ -160,10 +160,13 @@ class HubRole:
     def arrive(self, identity: bytes, frames: wire.Frames) -> None:
         if self.exchange is not None:
             self._inbox.append((identity, frames))
-            if not self._round_due:
-                self._round_due = True
-                life = self._life
-                self.world.after(self.world.rng.uniform(0, 0.002), "round", lambda: self._alive(life, self._round))
+            self._soon()
+
+    def _soon(self) -> None:
+        if not self._round_due:
+            self._round_due = True
+            life = self._life
+            self.world.after(self.world.rng.uniform(0, 0.002), "round", lambda: self._alive(life, self._round))
 
     def _alive(self, life: int, action: Callable[[], None]) -> None:
         """Do it when the hub has not died since; a disk that fails or a fuse that burns down ends the hub."""
@@ -196,7 +199,10 @@ class HubRole:
         taken, self._inbox = self._inbox, []
         for identity, frames in taken:
             self.exchange.receive(identity, frames)
+        is_busy = self.exchange.work()
         self._settle()
+        if is_busy:
+            self._soon()
 
     def _tick(self, life: int) -> None:
         if life != self._life:

@@ -215,8 +215,8 @@ class LearnerRole:
     def _publish(self, *, whole: bool) -> None:
         """whole: wait until the hub has it, as `async_rlhf.learner.loop.source` does."""
         content = np.full(3, self._step, "<i4").tobytes()
-        moving = {name: RawTensor("int32", (3,), content) for name in ("w", "b")}
-        tensors = {**moving, "still": RawTensor("int32", (STILL.size,), STILL.tobytes())}
+        moving, still = RawTensor("int32", (3,), content), RawTensor("int32", (STILL.size,), STILL.tobytes())
+        tensors = {"w": moving, "still": still, "b": moving}  # those that change are in the first part and in the last
         publication = self._client.begin_publish(self._step, tensors)
         if whole:
             publication.wait()

@@ -1,18 +1,20 @@
 """The memory of one simulated machine: what a process sealed, others map by its place, while that process lives.
 
-Model. A place (process, descriptor) can be opened as long as its process lives; who has mapped it keeps it for good. In some
-runs part of the attempts fail, as when another user's or another machine's memory is asked for. Memory that is not sealed
-cannot be mapped, and nobody writes what is.
+Model. A part of a set lies at a place (process, descriptor), which can be opened as long as its process lives; who has mapped
+it keeps it for good. In some runs part of the attempts fail, as when another user's or another machine's memory is asked for.
+Memory that is not sealed cannot be mapped, and nobody writes what is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from random import Random
 from unittest.mock import patch
 
 from async_rlhf.buffers.protocol.message import Place
+from async_rlhf.buffers.weights import shared
 from tests.simulation.world import ViolationError
 
 SEALING = (
@@ -21,24 +23,60 @@ SEALING = (
     "async_rlhf.buffers.weights.relay",
 )
 MAPPING = ("async_rlhf.buffers.weights.server", "async_rlhf.buffers.weights.receiver")
+PART_BYTES = 60
+"""Five parts a set."""
+
+
+@dataclass
+class SimPart:
+    """What one process holds of a part of `whole`, the bytes of a set, which are those of all that hold it."""
+
+    place: Place
+    whole: bytearray
+    index: int
+    is_sealed: bool
 
 
 class SimMemory:
     """`async_rlhf.buffers.weights.shared.Memory`: one process's room for one set."""
 
-    def __init__(self, place: Place, data: bytearray, *, is_sealed: bool) -> None:
-        self.place: Place | None = place
-        self.path: str | None = None
-        self.data, self.is_sealed = data, is_sealed
-        self.view = memoryview(data).toreadonly()
+    def __init__(self, machine: Machine, num_bytes: int) -> None:
+        self._machine, self._own = machine, bytearray(num_bytes)
+        self.parts: dict[int, SimPart] = {}
+
+    @property
+    def places(self) -> list[Place]:
+        return [part.place for _, part in sorted(self.parts.items())]
+
+    @property
+    def view(self) -> memoryview:
+        """They have all been written by one process. What is not there is zeros."""
+        first = next(iter(self.parts.values()), None)
+        if first is None or len(self.parts) == shared.num_parts(len(self._own)):
+            return memoryview(self._own if first is None else first.whole).toreadonly()
+        each, seen = shared.part_bytes(len(self._own)), bytearray(len(self._own))
+        for start in (index * each for index in self.parts):
+            seen[start : start + each] = first.whole[start : start + each]
+        return memoryview(seen).toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        if self.is_sealed:
-            raise ViolationError("sealed", "memory was written that others may have mapped")
-        self.data[offset : offset + len(data)] = data
+        each = shared.part_bytes(len(self._own))
+        for index in range(offset // each, (offset + len(data) - 1) // each + 1):
+            if index not in self.parts:
+                self.parts[index] = self._machine.hold(self._own, index, is_sealed=False)
+            if self.parts[index].is_sealed:
+                raise ViolationError("sealed", "memory was written that others may have mapped")
+        self._own[offset : offset + len(data)] = data
 
-    def seal(self) -> None:
-        self.is_sealed = True
+    def seal(self, index: int | None = None) -> None:
+        for number in self.parts if index is None else [index]:
+            self.parts[number].is_sealed = True
+
+    def take(self, index: int, place: Place) -> bool:
+        found = self._machine.find(place, index, len(self._own))
+        if found is not None:
+            self.parts[index] = found
+        return found is not None
 
 
 class Machine:
@@ -47,7 +85,7 @@ class Machine:
     def __init__(self, rng: Random, refusals: float) -> None:
         self._rng, self._refusals = rng, refusals
         self._pids: dict[str, int] = {}
-        self._held: dict[int, list[SimMemory]] = {}
+        self._held: dict[int, list[SimPart]] = {}
         self._last_pid = 0
         self._running = ""
         self.mapped = 0
@@ -71,28 +109,36 @@ class Machine:
             self._running = before
 
     def make(self, num_bytes: int) -> SimMemory:
-        return self._hold(bytearray(num_bytes), is_sealed=False)
+        return SimMemory(self, num_bytes)
 
-    def attach(self, place: Place, num_bytes: int) -> SimMemory | None:
+    def attach(self, places: Sequence[Place], num_bytes: int) -> SimMemory | None:
+        memory = SimMemory(self, num_bytes)
+        is_whole = len(places) == shared.num_parts(num_bytes)
+        return memory if is_whole and all(memory.take(index, place) for index, place in enumerate(places)) else None
+
+    def find(self, place: Place, index: int, num_bytes: int) -> SimPart | None:
+        """This part of a set of so many bytes, if it is at this place: held by the running process from now on."""
         held = self._held.get(place.pid, [])
-        if place.descriptor >= len(held) or self._rng.random() < self._refusals:
+        # A set is refused about as often as it would be in one part.
+        if place.descriptor >= len(held) or self._rng.random() < self._refusals / 5:
             return None
         found = held[place.descriptor]
-        if not found.is_sealed or len(found.data) != num_bytes:
+        if not found.is_sealed or (found.index, len(found.whole)) != (index, num_bytes):
             return None
         self.mapped += 1
-        return self._hold(found.data, is_sealed=True)
+        return self.hold(found.whole, index, is_sealed=True)
 
-    def _hold(self, data: bytearray, *, is_sealed: bool) -> SimMemory:
+    def hold(self, whole: bytearray, index: int, *, is_sealed: bool) -> SimPart:
         pid = self._pids[self._running]
-        memory = SimMemory(Place(pid=pid, descriptor=len(self._held[pid]), token="simulated"), data, is_sealed=is_sealed)
-        self._held[pid].append(memory)
-        return memory
+        part = SimPart(Place(pid=pid, descriptor=len(self._held[pid]), token="simulated"), whole, index, is_sealed)
+        self._held[pid].append(part)
+        return part
 
     @contextmanager
     def planted(self) -> Iterator[None]:
         """The weight channel's memory is this machine's."""
         with ExitStack() as stack:
+            stack.enter_context(patch.object(shared, "PART_BYTES", PART_BYTES))
             for module in SEALING:
                 stack.enter_context(patch(f"{module}.SealedMemory", self))
             for module in MAPPING:

@@ -1,4 +1,4 @@
-"""Seventeen defects to plant, each a mistake that could really be made: the simulation must find every one."""
+"""Nineteen defects to plant, each a mistake that could really be made: the simulation must find every one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from async_rlhf.buffers.queue.failures import Trials
 from async_rlhf.buffers.queue.fleet import Fleet
 from async_rlhf.buffers.queue.journal import Journal, Replay
 from async_rlhf.buffers.record import Entry
+from async_rlhf.buffers.weights.assembly import EarlyParts
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.relay import WeightCache
+from async_rlhf.buffers.weights.server import WeightServer
+from async_rlhf.buffers.weights.shared import num_parts
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
 from tests.simulation.learner_role import LearnerRole
@@ -150,7 +153,7 @@ def serve_another_set_under_the_name() -> AbstractContextManager[Any]:
 def write_what_others_map() -> AbstractContextManager[Any]:
     """The learner writes each version into the memory of the one before, which was mapped although it is not sealed."""
     rooms: dict[tuple[Machine, int], SimMemory] = {}
-    honest = Machine.make
+    honest, honest_write = Machine.make, SimMemory.write
 
     def make(self: Machine, num_bytes: int) -> SimMemory:
         if self._running != "learner":
@@ -161,13 +164,44 @@ def write_what_others_map() -> AbstractContextManager[Any]:
         return rooms[room]
 
     def write(self: SimMemory, offset: int, data: bytes | memoryview) -> None:
-        self.data[offset : offset + len(data)] = data
+        for part in self.parts.values():
+            part.is_sealed = False
+        honest_write(self, offset, data)
 
     @contextmanager
     def planted() -> Iterator[None]:
         with patch.object(Machine, "make", make), patch.object(SimMemory, "write", write):
             yield
         rooms.clear()
+
+    return planted()
+
+
+def announce_before_the_last_part() -> AbstractContextManager[Any]:
+    """A set is made of the parts that came before its announcement, whether they are all there or not."""
+    return patch.object(EarlyParts, "fits", lambda self, announced: True)
+
+
+def take_a_part_of_an_older_set() -> AbstractContextManager[Any]:
+    """Parts are told apart by their numbers alone, and kept when their set is whole."""
+    honest = WeightServer._given
+
+    def given(self: WeightServer, announced: wire.Publish) -> Any:
+        early = self._early
+        found = honest(self, announced)
+        self._early = early
+        return found
+
+    def is_whole(self: EarlyParts, announced: wire.Publish) -> bool:
+        return self._num_joined == num_parts(announced.num_bytes)
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(WeightServer, "_given", given))
+            stack.enter_context(patch.object(EarlyParts, "is_of", lambda self, part: True))
+            stack.enter_context(patch.object(EarlyParts, "fits", is_whole))
+            yield
 
     return planted()
 
@@ -251,6 +285,8 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[Any]], set[str]] = {
     ignore_the_fence: {"refused", "twice", "ledger", "replay"},
     serve_another_set_under_the_name: {"truth"},
     write_what_others_map: {"truth", "crash", "refused"},
+    announce_before_the_last_part: {"truth", "crash", "restart"},
+    take_a_part_of_an_older_set: {"truth", "crash"},
     forget_what_was_filtered: {"lost"},
     give_up_what_was_trained: {"refused", "lost"},
     count_silence: {"guilt"},

@@ -16,6 +16,7 @@ import xxhash
 from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.spool.deposit import END
+from async_rlhf.buffers.weights import server
 from async_rlhf.buffers.weights import weight_set as weights
 from tests.simulation.actor_role import ActorRole
 from tests.simulation.hub_role import HubRole, Pace
@@ -174,7 +175,8 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     observer = Observer(shape.bound, shape.max_attempts, chooses=bool(shape.chosen))
     hub, relay, actors, learner = roles(world, seed, shape, observer, Pace())
     violation = None
-    with patch.object(weights, "CHUNK_BYTES", 60), hub.machine.planted(), quiet_logs():
+    small = patch.object(weights, "CHUNK_BYTES", 60), patch.object(server, "_TURN_BYTES", 100)
+    with small[0], small[1], hub.machine.planted(), quiet_logs():
         try:
             begin(world, hub, actors, shape.fed, shape.fed[-1][0] if shape.fed else None)
             if shape.relayed:

@@ -109,8 +109,8 @@ def test_an_actor_that_cannot_map_what_it_is_offered_fetches_chunks(fleet: Calla
             honest = fetching._begin
 
             def begin(manifest: wire.Manifest) -> None:
-                place = manifest.place and manifest.place.model_copy(update={"pid": 1 << 30})
-                honest(manifest.model_copy(update={"place": place}))
+                places = [place.model_copy(update={"pid": 1 << 30}) for place in manifest.places]
+                honest(manifest.model_copy(update={"places": places}))
 
             fetching._begin = begin  # type: ignore[method-assign]
             try:
@@ -150,8 +150,8 @@ client.register(0, 0)
 connection = client._weight_connection
 honest = connection.ask
 def ask(message, **options):
-    if message.type == "check":
-        print("published half", flush=True)
+    if message.type == "publish":
+        print("all parts but no announcement", flush=True)
         sys.stdin.read()
     return honest(message, **options)
 connection.ask = ask
@@ -167,7 +167,7 @@ def test_a_learner_killed_while_it_publishes_leaves_nothing_behind(fleet: Callab
         [sys.executable, "-c", LEARNER, hub.address], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
-        assert killed.stdout is not None and killed.stdout.readline() == b"published half\n"
+        assert killed.stdout is not None and killed.stdout.readline() == b"all parts but no announcement\n"
     finally:
         killed.kill()
         killed.communicate()

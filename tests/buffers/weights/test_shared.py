@@ -32,7 +32,7 @@ memory = SealedMemory.make(8)
 memory.write(0, b"12345678")
 if "sealed" in sys.argv:
     memory.seal()
-print(memory.place.model_dump_json(), flush=True)
+print(memory.places[0].model_dump_json(), flush=True)
 sys.stdin.read()
 """
 
@@ -55,30 +55,30 @@ def sealed_set() -> WeightSet:
 
 def test_a_set_of_another_process_is_mapped_and_outlives_its_kill() -> None:
     with holder("sealed") as (process, place):
-        memory = attach(place, 8)
+        memory = attach([place], 8)
         assert memory is not None
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=300)
         assert bytes(memory.view) == b"12345678"
-        assert memory.place is not None
-        again = attach(memory.place, 8)
+        again = attach(memory.places, 8)
         assert again is not None and bytes(again.view) == b"12345678"
-        assert attach(place, 8) is None, "the name died with the process"
+        assert attach([place], 8) is None, "the name died with the process"
 
 
 def test_what_is_not_sealed_or_not_what_was_named_is_not_mapped() -> None:
     with holder() as (_, place):
-        assert attach(place, 8) is None
+        assert attach([place], 8) is None
     mine = SealedMemory.make(8)
+    mine.write(0, bytes(8))
     mine.seal()
-    assert mine.place is not None
-    assert attach(mine.place, 8) is not None
-    assert attach(mine.place, 9) is None
-    assert attach(mine.place.model_copy(update={"token": "0" * 32}), 8) is None
-    assert attach(mine.place.model_copy(update={"pid": 1 << 30}), 8) is None
+    (place,) = mine.places
+    assert attach([place], 8) is not None
+    assert attach([place], 9) is None and attach([], 8) is None and attach([place, place], 8) is None
+    assert attach([place.model_copy(update={"token": "0" * 32})], 8) is None
+    assert attach([place.model_copy(update={"pid": 1 << 30})], 8) is None
     read_end, write_end = os.pipe()  # would block whoever opened it
     try:
-        assert attach(mine.place.model_copy(update={"descriptor": read_end}), 8) is None
+        assert attach([place.model_copy(update={"descriptor": read_end})], 8) is None
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -86,10 +86,10 @@ def test_what_is_not_sealed_or_not_what_was_named_is_not_mapped() -> None:
 
 def test_sealed_memory_cannot_be_changed_or_cut_short_by_anybody() -> None:
     weights = sealed_set()
-    assert weights.memory is not None and weights.memory.place is not None
+    assert weights.memory is not None
     with pytest.raises(WeightsError, match="no room for 4 bytes"):
         weights.memory.write(0, b"x")
-    writer = os.open(f"/proc/self/fd/{weights.memory.place.descriptor}", os.O_RDWR)
+    writer = os.open(f"/proc/self/fd/{weights.memory.places[0].descriptor}", os.O_RDWR)
     try:
         for attack in (lambda: os.pwrite(writer, b"x", 0), lambda: os.ftruncate(writer, 1)):
             with pytest.raises(PermissionError):
@@ -110,8 +110,7 @@ def test_a_set_dropped_gives_its_descriptors_and_mappings_back() -> None:
     before = used()
     weights = sealed_set()
     announced = weights.announcement()
-    assert announced.place is not None
-    given = attach(announced.place, 4)
+    given = attach(announced.places, 4)
     assembly = Assembly(announced, given=given)
     assert assembly.whole() == weights
     assert used() != before
@@ -135,8 +134,8 @@ def test_a_set_without_bytes_or_too_large_for_any_memory_is_no_special_case() ->
 
 def test_a_set_is_sealed_as_soon_as_the_kernel_lets_go_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SealedMemory.make(8)
-    assert memory.place is not None
-    held = mmap.mmap(memory.place.descriptor, 8)  # a writable mapping keeps the seal away
+    memory.write(0, bytes(8))
+    held = mmap.mmap(memory.places[0].descriptor, 8)  # a writable mapping keeps the seal away
     monkeypatch.setattr(shared.time, "sleep", lambda pause_s: held.close())
     memory.seal()
-    assert attach(memory.place, 8) is not None
+    assert attach(memory.places, 8) is not None

@@ -16,7 +16,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.message import TensorSpec
 from async_rlhf.buffers.protocol.wire import Publish
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.buffers.weights import weight_set as weights_module
+from async_rlhf.buffers.weights import digests
 from async_rlhf.buffers.weights.assembly import PIECE_BYTES, Assembly
 from async_rlhf.buffers.weights.receiver import TURN_S, WeightReceiver
 from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory
@@ -102,14 +102,14 @@ def test_a_set_is_verified_in_pieces_and_no_further_than_it_has_come() -> None:
     honest = assembly._verifier.advance
 
     def advance(front: int, max_bytes: int) -> None:
-        before = assembly._verifier._done
+        before = assembly._verifier.num_verified
         honest(front, max_bytes)
-        hashed.append(assembly._verifier._done - before)
+        hashed.append(assembly._verifier.num_verified - before)
 
     assembly._verifier.advance = advance  # type: ignore[method-assign]
     for index in (0, 2):
         assembly.add(index, sent.chunk(index))
-        while assembly._verifier._done < CHUNK_BYTES:
+        while assembly._verifier.num_verified < CHUNK_BYTES:
             assembly.advance(CHUNK_BYTES // 4)
         assembly.advance()
     assert hashed == [CHUNK_BYTES // 4] * 4 + [0, 0], "behind the gap nothing can be verified yet"
@@ -124,7 +124,7 @@ def test_a_set_is_verified_in_pieces_and_no_further_than_it_has_come() -> None:
 def test_a_large_set_is_copied_by_several_threads_into_the_same_set(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {str(n): RawTensor("uint8", (1000 * n,), random.Random(n).randbytes(1000 * n)) for n in range(20)}
     alone = WeightSet.of(1, 1, tensors)
-    monkeypatch.setattr(weights_module, "_MANY_BYTES", 0)
+    monkeypatch.setattr(digests, "_MANY_BYTES", 0)
     for make in (HeapMemory, SealedMemory.make):
         together = WeightSet.of(1, 1, tensors, make=make)
         assert together == alone
@@ -188,7 +188,7 @@ def fetching(seconds_a_piece: float) -> WeightReceiver:
 def test_a_turn_ends_when_its_time_is_over_and_a_fast_machine_needs_few() -> None:
     def turns(seconds_a_piece: float) -> int:
         receiver = fetching(seconds_a_piece)
-        receiver.receive(WEIGHTS.manifest().model_copy(update={"place": None}), [])
+        receiver.receive(WEIGHTS.manifest().model_copy(update={"places": []}), [])
         for index in (*range(1, WEIGHTS.num_chunks), 0):  # the first comes last: nothing can be verified before
             receiver.receive(wire.Chunk(fence=1, version=1, index=index), [bytes(WEIGHTS.chunk(index))])
         needed = 1
