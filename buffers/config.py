@@ -110,8 +110,12 @@ class QueueConfig(Section):
 class WeightsConfig(Section):
     """How weights get from the learner to the actors."""
 
-    transport: Literal["auto", "chunks"] = "auto"
-    """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent."""
+    transport: Literal["auto", "chunks", "device"] = "auto"
+    """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent; `device`: broadcast to
+    the engines by torch.distributed, and as with `auto` to those that miss it."""
+    device_timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """`device`: seconds that a broadcast may take from its beginning to the last engine; then it is given up, those engines fetch
+    the set, and the next broadcast is without the one that hangs. Such an engine keeps the version waiting so long, once."""
     delta: bool = True
     """Where sets are sent, send what changed when that is less than half; an actor then keeps the previous set."""
 

@@ -17,6 +17,7 @@ from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
+_IMPLIES = wire.Take | wire.Commit | wire.Publish | wire.Gather  # that the step before is done
 
 
 class Outbox:
@@ -97,7 +98,7 @@ class LearnerSession:
             if overtaken and isinstance(message, wire.Take | wire.Tried):
                 return None  # repeated; a later message decides
         # A learner that goes on from here has trained on the batch before, also when its message was lost.
-        if isinstance(message, wire.Take | wire.Commit | wire.Publish) and _steps_done(message) == admission.step + 1:
+        if isinstance(message, _IMPLIES) and _steps_done(message) == admission.step + 1:
             admission.trained(admission.step)
         match message:
             case wire.Take():
@@ -116,6 +117,10 @@ class LearnerSession:
                 self._journal.state(admission.remember(), deletable)
                 self._outbox.hold(identity, wire.Done(), request)
                 return None
+            case wire.Gather():
+                return self._weight_server.broadcasts.gather(message, admission)
+            case wire.Broadcast():
+                return self._weight_server.broadcasts.broadcast(message, admission)
             case wire.Publish() | wire.Chunk() | wire.Check():
                 return self._weight_server.receive(message, arrays, admission)
             case _:
@@ -226,8 +231,8 @@ class LearnerSession:
         return None
 
 
-def _steps_done(message: wire.Take | wire.Commit | wire.Publish) -> int:
-    return message.version if isinstance(message, wire.Publish) else message.step
+def _steps_done(message: wire.Take | wire.Commit | wire.Publish | wire.Gather) -> int:
+    return message.version if isinstance(message, wire.Publish | wire.Gather) else message.step
 
 
 def _fenced(claimed: int, fence: int) -> RefusedError:

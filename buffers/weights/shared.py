@@ -67,11 +67,12 @@ class HeapMemory:
         lent = data.view()  # every view into the set keeps this one alive
         if freed is not None:
             weakref.finalize(lent, freed, data)
-        self._data = lent.data
-        self.view = self._data.toreadonly()
+        self.room = lent.data
+        """All bytes, to be written."""
+        self.view = self.room.toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        self._data[offset : offset + len(data)] = data
+        self.room[offset : offset + len(data)] = data
 
     def seal(self) -> None: ...
 
@@ -85,7 +86,7 @@ class HeapPool:
     def __init__(self) -> None:
         self._spare: Bytes | None = None
 
-    def make(self, num_bytes: int) -> Memory:
+    def make(self, num_bytes: int) -> HeapMemory:
         spare, self._spare = self._spare, None
         return HeapMemory(num_bytes, spare if spare is not None and len(spare) == num_bytes else None, self._keep)
 
