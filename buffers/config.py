@@ -111,11 +111,11 @@ class WeightsConfig(Section):
     """How weights get from the learner to the actors."""
 
     transport: Literal["auto", "chunks", "device"] = "auto"
-    """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent; `device`: broadcast to
-    the engines by torch.distributed, and as with `auto` to those that miss it."""
+    """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent; `device`: broadcast
+    by torch.distributed (built-in engine, CPU), and as with `auto` to engines that miss it."""
     device_timeout_s: float = Field(default=30.0, gt=0, le=3600)
-    """`device`: seconds that a broadcast may take from its beginning to the last engine; then it is given up, those engines fetch
-    the set, and the next broadcast is without the one that hangs. Such an engine keeps the version waiting so long, once."""
+    """`device`: seconds that a broadcast may take; then it is given up, the engines fetch the set, and the next broadcast is
+    without the engine that hangs."""
     delta: bool = True
     """Where sets are sent, send what changed when that is less than half; an actor then keeps the previous set."""
 

@@ -100,7 +100,7 @@ DEFECTS = (
            "old = self._memory.view if number else base",
            "old = base",
            ("buffers/weights/test_channel.py",)),
-    Defect("broadcast-not-compared", "what was broadcast is adopted where its digest is the learner's", "buffers/weights/receiver.py",
+    Defect("broadcast-not-compared", "a broadcast is adopted when it has the learner's digest", "buffers/weights/receiver.py",
            "if weights is None or weights.digest != digest:",
            "if weights is None:",
            ("buffers/device/test_device_channel.py",)),

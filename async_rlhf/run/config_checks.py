@@ -80,23 +80,21 @@ def _check_device_channel(config: Config) -> None:
     if weights.transport != "device":
         return
     served = {
-        "engine.kind": (config.engine.kind, "torch"),
-        "engine.device": (config.engine.device, "cpu"),
-        "learner.backend": (config.learner.backend, "torch"),
-        "learner.device": (config.learner.device, "cpu"),
+        "engine.kind": (config.engine.kind, "torch"), "engine.device": (config.engine.device, "cpu"),
+        "learner.backend": (config.learner.backend, "torch"), "learner.device": (config.learner.device, "cpu"),
         "launch.kind": (config.launch.kind, "local"),
-        "placement.hosts": (config.placement.hosts and [host.name for host in config.placement.hosts], ()),
-    }
+        "placement.hosts": ([host.name for host in config.placement.hosts[1:]], []),
+    }  # fmt: skip
     for key, (value, only) in served.items():
         if value != only:
             raise ConfigError(
-                f"weights.transport = 'device' with {key} = {value!r}: it serves {only or 'this machine'!r} only. Set that, or "
+                f"weights.transport = 'device' with {key} = {value!r}: it serves {only or 'one host'!r} only. Set that, or "
                 "weights.transport = 'auto'"
             )
-    if weights.device_timeout_s >= config.stall_timeout_s:
+    if weights.device_timeout_s >= (limit := config.stall_timeout_s):
         raise ConfigError(
-            f"weights.device_timeout_s = {weights.device_timeout_s:g} is not below stall_timeout_s = {config.stall_timeout_s:g}, "
-            f"after which a run without a step ends; a tenth of it, {config.stall_timeout_s / 10:g}, will do"
+            f"weights.device_timeout_s = {weights.device_timeout_s:g} is not below stall_timeout_s = {limit:g}, after which a "
+            f"run without a step ends; a tenth of that, {limit / 10:g}, will do"
         )
 
 

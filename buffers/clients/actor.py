@@ -242,8 +242,8 @@ class ActorClient:
                 self._weight_receiver.adopt((fence, version), message.digest, message.canary)
             case wire.Receive() if self._standby is not None:
                 self._standby.receive(message)
-            case wire.Disband() if self._standby is not None:
-                self._standby.disband(message)
+            case wire.Broadcast() if self._standby is not None:
+                self._standby.disband((message.fence, message.epoch))
             case wire.Manifest() | wire.Chunk():
                 self._weight_receiver.receive(message, arrays)
             case wire.Stop(reason=reason):

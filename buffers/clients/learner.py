@@ -93,15 +93,12 @@ class WeightUpload:
 
 
 class Broadcaster(Protocol):
-    """The learner's end of the device channel. store: where its epochs meet."""
+    """The learner's end of the device channel. store: where its epochs meet. send: broadcasts a set to the `size` - 1 engines
+    of an epoch; gives the content digest, by digests that it took of what it sent, or None when the epoch is over."""
 
     store: str
 
-    def send(self, epoch: tuple[int, int], size: int, weights: WeightSet) -> str | None:
-        """Broadcast the set to the `size` - 1 engines of an epoch. The content digest, of the digests that were taken of it here;
-        None when the epoch is over."""
-        ...
-
+    def send(self, epoch: tuple[int, int], size: int, weights: WeightSet) -> str | None: ...
     def close(self) -> None: ...
 
 
@@ -127,7 +124,7 @@ class LearnerClient:
         start: Callable[[Callable[[], None]], WeightUpload] = WeightUpload,
         broadcaster: Broadcaster | None = None,
     ) -> None:
-        """start: begins an upload; a simulator has its own. broadcaster: of a learner whose engines are in the device channel."""
+        """start: begins an upload; a simulator has its own. broadcaster: with the device channel."""
         self._broadcaster = broadcaster
         self._connection, self._weight_connection = (
             Connection(connect(address, name)) for name in ("learner", "learner-weights")
@@ -237,7 +234,7 @@ class LearnerClient:
         name = {"fence": weights.fence, "version": weights.version}
         ask = partial(self._weight_connection.ask, timeout_s=self._timeout_s)
         gathered, _ = ask(wire.Gather(**name, store=broadcaster.store))
-        if isinstance(gathered, wire.Gathered) and gathered.size > 1:
+        if isinstance(gathered, wire.Receive) and gathered.size > 1:
             digest = broadcaster.send((weights.fence, gathered.epoch), gathered.size, weights)
             ask(wire.Broadcast(**name, epoch=gathered.epoch, digest=digest, canary=weights.canary))
 

@@ -30,71 +30,60 @@ from async_rlhf.buffers.protocol.message import TensorSpec
 from async_rlhf.buffers.tensors import num_bytes
 
 R, S = 0x5851F42D4C957F2D, 0xD1342543DE82EF95
-_WORD = 8
+_WORD_BYTES = 8
 _MODULUS = 1 << 64
-_COLUMNS = 4096  # words that one row of a product folds
-# At a time, so that what is computed on the way stays in a processor's cache; elsewhere large enough to fill the device.
-_PIECE_BYTES = {"cpu": 1 << 19}
-_LARGE_PIECE_BYTES = 1 << 26
-
-
-class Digest:
-    """Of `length` bytes of one tensor that come in parts, in order; every part but the last is a multiple of 8 bytes."""
-
-    def __init__(self, length: int) -> None:
-        self._values = [length, length]
-
-    def update(self, part: Tensor) -> None:
-        """part: uint8 [n], contiguous, on any device."""
-        for piece in part.split(_PIECE_BYTES.get(part.device.type, _LARGE_PIECE_BYTES)):
-            words = _words(piece)
-            for index, (base, each) in enumerate(((R, words), (S, words >> 32))):
-                self._values[index] = (self._values[index] * pow(base, len(each), _MODULUS) + _fold(each, base)) % _MODULUS
-
-    def hexdigest(self) -> str:
-        return "".join(f"{value:016x}" for value in self._values)
+_COLUMNS = 2048  # words that one row of a product folds
 
 
 class SetDigest:
-    """The digests of a set's tensors, taken while its bytes come: `flat`, uint8, are all of them in the order of `specs`.
-
-    specs: with the digests of the tensors that `advance` has passed.
-    """
+    """The digests of a set's tensors, taken while its bytes come: `flat`, uint8 [n] on any device, are all of them in the order
+    of `specs`. specs: with the digests of the tensors that have come whole."""
 
     def __init__(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
         self._flat, self._coming = flat, iter(specs)
         self.specs: list[TensorSpec] = []
-        self._done = self._end = 0
+        self._end = 0
         self._begin()
+        self.advance(0)
 
     def advance(self, front: int) -> None:
         """The first `front` bytes are there."""
         while self._spec is not None:
             stop = min(self._end, front)
             if stop < self._end:
-                stop -= (stop - self._start) % _WORD
-            if stop > self._done:
-                self._digest.update(self._flat[self._done : stop])
-                self._done = stop
-            if stop < self._end:
+                stop -= (stop - self._start) % _WORD_BYTES
+            for piece in self._flat[self._done : max(self._done, stop)].split(_piece_bytes(self._flat.device)):
+                self._add(_words(piece))
+            self._done = max(self._done, stop)
+            if self._done < self._end:
                 return
-            self.specs.append(self._spec.model_copy(update={"digest": self._digest.hexdigest()}))
+            digest = "".join(f"{value:016x}" for value in self._values)
+            self.specs.append(self._spec.model_copy(update={"digest": digest}))
             self._begin()
 
     def _begin(self) -> None:
+        """Of the next tensor: where it begins and ends, how far its bytes are taken, and both numbers so far."""
         self._spec = next(self._coming, None)
-        self._start = self._end
+        self._start = self._done = self._end
         if self._spec is not None:
             length = num_bytes(self._spec.dtype, self._spec.shape)
-            self._end += length
-            self._digest = Digest(length)
+            self._end, self._values = self._start + length, [length, length]
+
+    def _add(self, words: Tensor) -> None:
+        for index, (base, each) in enumerate(((R, words), (S, words >> 32))):
+            self._values[index] = (self._values[index] * pow(base, len(each), _MODULUS) + _fold(each, base)) % _MODULUS
+
+
+def _piece_bytes(device: torch.device) -> int:
+    """Taken at a time: what is computed on the way is to stay in a processor's cache, and elsewhere to fill the device."""
+    return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
 def _words(piece: Tensor) -> Tensor:
     """int64 [n]: the bytes of uint8 [m], and zeros behind them."""
-    if piece.numel() % _WORD:
-        piece = F.pad(piece, (0, -piece.numel() % _WORD))
-    elif piece.storage_offset() % _WORD or piece.data_ptr() % _WORD:
+    if piece.numel() % _WORD_BYTES:
+        piece = F.pad(piece, (0, -piece.numel() % _WORD_BYTES))
+    elif piece.storage_offset() % _WORD_BYTES or piece.data_ptr() % _WORD_BYTES:
         piece = piece.clone()  # a tensor may begin anywhere in its set
     return piece.view(torch.int64)
 

@@ -1,19 +1,21 @@
 """The processes of one epoch as a group of their own, and a process's seat in it: what torch.distributed does for the device
 channel. Learner and engines are in no other group together; that of the learner's ranks (`learner.step.ranks`) is not touched.
 
-    owns        a seat: one thread and the group, which that thread alone makes, uses and ends; the learner: the store in
+    owns        a seat: one thread, and the group, which that thread alone makes, uses and ends; the learner also the store in
                 which the processes of an epoch find each other, on loopback
     waits for   the thread: what it is to do next, then the other processes of the epoch
     woken by    `do`, `leave`, the last process to arrive, the end of a connection
-    on close    `leave` returns at once; the thread ends when it is not within a collective any more
+    on close    `leave` returns at once; the thread ends when it is within no collective any more
 
-A collective cannot be relied on to end. Measured with gloo of torch 2.13 over loopback, two and three processes, the time-out of
-the group being T seconds:
+A collective cannot be relied on to end. Measured with gloo of torch 2.13 over loopback, with a time-out of T seconds:
 
-FACTS
+    a process is killed or stopped before it has joined   the others wait for T, and where one of them gave up, 2 s more
+    is killed in the group, idle or within a broadcast    every other one that is in a collective fails within 0.4 s
+    is stopped there                                      every other one that waits for it fails after T, from each tensor on
+    the group is dropped while nothing is under way       0.01 s
 
-So whoever waits for a seat has a deadline of its own, and then leaves it; the thread is a daemon and holds the only reference to
-the group, because what destroys a group waits for its collectives.
+T is gloo's, begins anew with each tensor, and nccl has none. So whoever waits for a seat has a deadline of its own, and then
+leaves it. The thread is a daemon and holds the only reference to its group: what destroys one waits for its collectives.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,7 +34,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 
 _log = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
-_LEARNER = 0  # its rank
+LEARNER = 0
+"""Its rank."""
 
 Order = TypeVar("Order")
 Result = TypeVar("Result")
@@ -40,15 +43,10 @@ Result = TypeVar("Result")
 
 def open_store(timeout_s: float) -> tuple[Store, str]:
     """Where processes find each other: a store that this process serves on loopback, and its IP:PORT."""
-    listening = socket.create_server((_LOOPBACK, 0))  # a store of its own choice would listen on every address
-    port = listening.getsockname()[1]
+    listening = socket.create_server((_LOOPBACK, 0))  # a store left to itself would listen on every address
+    port, timeout = listening.getsockname()[1], timedelta(seconds=timeout_s)
     store = TCPStore(
-        _LOOPBACK,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
+        _LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
     )
     return store, f"{_LOOPBACK}:{port}"
 
@@ -60,21 +58,19 @@ def reach_store(address: str, timeout_s: float) -> Store:
 
 
 class Group:
-    """`size` processes, this one with `rank`; made when all have come. Every method raises RuntimeError when another has ended, or
-    does nothing for `timeout_s`."""
+    """`size` processes, this one with `rank`, made when all have come. Raises RuntimeError, as what it begins, when another has
+    ended or does nothing for `timeout_s`."""
 
     def __init__(self, store: Store, name: str, rank: int, size: int, timeout_s: float) -> None:
-        self.rank = rank
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options, make = ProcessGroupGloo._Options(), ProcessGroupGloo  # type: Any, Any
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = timedelta(seconds=timeout_s)
-        make: Any = ProcessGroupGloo
         self._group = make(PrefixStore(name, store), rank, size, options)
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
         """The learner's becomes everyone's; begun here, and done when it has been waited for."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = _LEARNER, 0
+        options.rootRank, options.rootTensor = LEARNER, 0
         return self._group.broadcast([tensor], options)  # type: ignore[no-any-return]
 
 
@@ -85,12 +81,9 @@ class Seat(Generic[Order, Result]):
     """
 
     def __init__(
-        self,
-        make_group: Callable[[], Group],
-        work: Callable[[Group, Order], Result],
-        done: Callable[[Result | None], None],
+        self, make: Callable[[], Group], work: Callable[[Group, Order], Result], done: Callable[[Result | None], None]
     ) -> None:
-        self._make_group, self._work, self._done = make_group, work, done
+        self._make, self._work, self._done = make, work, done
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._left = threading.Event()
         threading.Thread(target=self._run, name="device-channel", daemon=True).start()
@@ -105,12 +98,13 @@ class Seat(Generic[Order, Result]):
 
     def _run(self) -> None:
         try:
-            group = self._make_group()
-            while (order := self._orders.get()) is not None and not self._left.is_set():
-                result = self._work(group, order)
-                if not self._left.is_set():
-                    self._done(result)
+            group = self._make()
+            while (order := self._orders.get()) is not None:
+                self._tell(self._work(group, order))
         except Exception as error:  # noqa: BLE001 (whatever torch.distributed raises: the epoch is over for this process)
             _log.warning("the device channel: %s", str(error).partition("\n")[0])
-            if not self._left.is_set():
-                self._done(None)
+            self._tell(None)
+
+    def _tell(self, result: Result | None) -> None:
+        if not self._left.is_set():
+            self._done(result)

@@ -78,8 +78,8 @@ class DeltaSpec(MessageBase):
 class Device(MessageBase):
     """What an engine says of its part in the device channel.
 
-    told: the epoch, (fence, number), that it was told of last. is_member: it has not left that one. received: fence and version of
-    the newest set that came whole. num_refused: sets that came and were not adopted, because their digests differ.
+    told: the epoch, (fence, number), that it was told of last. is_member: it has not left that one. received: fence and version
+    of the newest set that came whole. num_refused: sets that came and were not adopted, because their digests differ.
     """
 
     told: GroupId = (0, 0)

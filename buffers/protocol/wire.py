@@ -6,9 +6,9 @@
                                                                                        Trial (+ arrays), Waiting, Ended, Done
     control -> hub  GetStatus, Drain, Gone, Quarantine, Halt           hub -> control  Status, Done
     learner -> hub  Publish, Chunk (+ bytes), Check                    hub -> learner  Wanted, Checked, Done
-    learner -> hub  Gather, Broadcast                                  hub -> learner  Gathered, Done
+    learner -> hub  Gather, Broadcast                                  hub -> learner  Receive, Done
     actor   -> hub  Fetch, FetchChunk                                  hub -> actor    Adopt, Manifest, Chunk (+ bytes),
-                                                                                       Receive, Disband
+                                                                                       Receive, Broadcast
 
 Every request may be answered with Refused. The same holds between an actor and a relay, which is the hub to it.
 """
@@ -20,18 +20,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BeforeValidator, Field, JsonValue
 
 from async_rlhf.buffers.protocol import message
-from async_rlhf.buffers.protocol.message import (
-    Amount,
-    Canary,
-    Count,
-    DeltaSpec,
-    Device,
-    Digest,
-    GroupId,
-    MessageBase,
-    Name,
-    Version,
-)
+from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec, Digest, GroupId, MessageBase, Name, Version
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
@@ -88,8 +77,8 @@ class Telemetry(MessageBase):
 class Hello(message.Message):
     """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on.
 
-    life: names the process, however often it connects. shared: digests of what hub and actor must have in common, by name. device:
-    of one that takes part in the device channel.
+    life: names the process, however often it connects. shared: digests of what hub and actor must have in common, by name.
+    device: of one that takes part in the device channel.
     """
 
     actor: Name
@@ -98,7 +87,7 @@ class Hello(message.Message):
     capacity: Count
     fence: Count
     version: Version
-    device: Device | None = None
+    device: message.Device | None = None
     holding: list[GroupId] = Field(default_factory=list)
 
 
@@ -112,7 +101,7 @@ class Beat(message.Message):
     fence: Count
     version: Version
     telemetry: Telemetry = Telemetry()
-    device: Device | None = None
+    device: message.Device | None = None
     progress: list[GroupId] = Field(default_factory=list)
 
 
@@ -368,10 +357,8 @@ class Checked(message.Message):
 
 
 class Adopt(_OfSet):
-    """Serve this version, published by the learner incarnation `fence`.
-
-    digest: content digest of the set that the asker has received by the device channel, as the learner broadcast it; canary: its.
-    """
+    """Serve this version, published by the learner incarnation `fence`. digest, canary: of what was broadcast, to an actor that
+    has received it."""
 
     digest: Digest | None = None
     canary: Canary | None = None
@@ -383,15 +370,8 @@ class Gather(_OfSet):
     store: Name
 
 
-class Gathered(message.Message):
-    """In this epoch, to `size` - 1 engines."""
-
-    epoch: Count
-    size: Count
-
-
 class Receive(_OfSet):
-    """Take part, with this rank, in the epoch `epoch`, and receive this version."""
+    """Take part, with this rank, in the epoch `epoch`, in which this version is broadcast; the learner has rank 0."""
 
     epoch: Count
     store: Name
@@ -400,19 +380,12 @@ class Receive(_OfSet):
 
 
 class Broadcast(_OfSet):
-    """This version was broadcast. digest: of the content, by the digests that the learner took; None: the epoch is over, because
-    it failed or took too long."""
+    """This version was broadcast. digest: of the content, as the learner sent it; None: that failed, and the epoch is over,
+    as its engines are told."""
 
     epoch: Count
     digest: Digest | None = None
     canary: Canary | None = None
-
-
-class Disband(message.Message):
-    """An epoch is over."""
-
-    fence: Count
-    epoch: Count
 
 
 class Fetch(_OfSet):
@@ -440,7 +413,7 @@ Message = (
     | Register | Registered | Take | Batch | Trial | Tried | Waiting | Ended | Trained | Commit
     | GetStatus | Status | Drain | Gone | Quarantine | Halt | Done | Refused
     | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
-    | Gather | Gathered | Receive | Broadcast | Disband
+    | Gather | Receive | Broadcast
 )  # fmt: skip
 _FRAMING: message.Framing[Message] = message.Framing(PROTOCOL, get_args(Message))
 encode, decode, check_size = _FRAMING.encode, _FRAMING.decode, message.check_size

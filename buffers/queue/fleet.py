@@ -37,10 +37,10 @@ class Actor:
     """One actor: how many groups it can hold, the weights it serves (learner fence, version), when its last message came.
 
     life: names its process. identity: its connection. telemetry: its counters and gauges. announced: the weights that it was
-    last given to adopt. behind_since: since when it serves others than those and has adopted nothing. stuck: groups that it
-    made no progress with for too long, and how far they were; it is given nothing while it holds one that has not moved since.
-    device: its part in the device channel, if it has one. doubted: it has made no progress with anything since such a group; it may be all of the actor that is stuck, so it is given
-    nothing that another has room for.
+    last given to adopt. behind_since: since when it serves others than those and has adopted nothing. device: its part in the
+    device channel. stuck: groups that it made no progress with for too long, and how far they were; it is given nothing while
+    it holds one that has not moved since. doubted: it has made no progress with anything since such a group; it may be all of
+    the actor that is stuck, so it is given nothing that another has room for.
     """
 
     capacity: int

@@ -1,11 +1,11 @@
-"""The hub's half of the device channel: which engines take part in a broadcast of the learner's, and who adopts what came by it.
+"""The hub's half of the device channel: which engines take part in a broadcast of the learner's, and who adopts what came.
 
-Knows no torch, no socket and no clock: `server` hands it the messages. An *epoch* is a number, a place where its processes meet,
-and the engines in it with their ranks (the learner has rank 0). The same epoch serves version after version, until an engine
-joins, leaves or ends, or a broadcast failed; then the next version has a new one:
+Knows no torch, no socket and no clock: `server` hands it the messages. An *epoch* is a number, a place where its processes
+meet, and the engines in it with their ranks (the learner has rank 0). The same epoch serves version after version, until an
+engine joins, leaves or ends, or a broadcast failed; then the next version has a new one:
 
     learner  Gather ->     hub     -> Receive  each engine of the epoch
-             <- Gathered                       they broadcast among themselves; each engine takes the digests of what came
+             <- Receive                        they broadcast among themselves; each engine takes the digests of what came
              Broadcast ->          <- Beat     "received": it has that version whole
                                    -> Adopt    with the learner's digest, which the engine compares with its own
 
@@ -13,13 +13,13 @@ So a version exists when the learner has broadcast it, before its bytes are at t
 epoch, for those that join later, for one whose digest differs, and for exact mode, which needs older versions again.
 
 Who takes part. An engine that was told of an epoch that failed takes part again when it has said that it left: one that hangs
-says nothing, although a thread of its process goes on beating. Who says Hello begins anew. Epochs are ordered by (fence, number):
-the fence rises with each learner and each start of the hub, so that no number means two epochs.
+says nothing, although a thread of its process goes on beating. Who says Hello begins anew. Epochs are ordered by (fence,
+number): the fence rises with each learner and each start of the hub, so that no number means two epochs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,9 @@ class Membership:
         self._told |= dict.fromkeys(members, self.epoch.id)
         return self.epoch
 
-    def failed(self) -> Epoch | None:
+    def failed(self) -> None:
         """The newest epoch is over."""
         self._is_whole = False
-        return self.epoch
 
     def greeted(self, member: Member) -> None:
         """It said Hello: whatever it was told may be lost, and it is not hanging."""
@@ -83,56 +82,41 @@ class Membership:
 
 
 class Broadcasts:
-    """Owns the membership, the newest broadcast, and messages for engines that are to be sent."""
+    """Owns the membership and the newest broadcast. messages: to be sent, (identity, message). counters: for the status."""
 
     def __init__(self) -> None:
-        self._membership = Membership()
+        self.membership, self.messages = Membership(), list[tuple[bytes, wire.Message]]()
+        self.counters = {"epochs": 0, "broadcasts": 0, "broadcasts_failed": 0, "broadcasts_refused": 0}
         self._newest: wire.Broadcast | None = None
-        self._messages: list[tuple[bytes, wire.Message]] = []
-        self._counters = {"epochs": 0, "broadcasts": 0, "broadcasts_failed": 0, "broadcasts_refused": 0}
 
-    def gather(self, message: wire.Gather, admission: Admission) -> wire.Gathered:
+    def gather(self, message: wire.Gather, admission: Admission) -> wire.Receive:
         """The answer to the learner. Raises RefusedError for a version that may not come."""
         admission.check_version(message.version)
         actors = {(name, actor.life): actor for name, actor in admission.fleet.actors.items()}
-        before = self._membership.epoch
-        epoch = self._membership.gather(
-            message.fence, {member: actor.device for member, actor in actors.items() if actor.device is not None}
+        states = {member: actor.device for member, actor in actors.items() if actor.device is not None}
+        before, epoch = self.membership.epoch, self.membership.gather(message.fence, states)
+        self.counters["epochs"] += epoch is not before
+        own, *others = (
+            wire.Receive(**dict(message), epoch=epoch.id[1], rank=rank, size=len(epoch.members) + 1)
+            for rank in range(len(epoch.members) + 1)
         )
-        self._counters["epochs"] += epoch is not before
-        size = len(epoch.members) + 1
-        for rank, member in enumerate(epoch.members, start=1):
-            receive = wire.Receive(
-                fence=message.fence, version=message.version, epoch=epoch.id[1], store=message.store, rank=rank, size=size
-            )
-            self._messages.append((actors[member].identity, receive))
-        return wire.Gathered(epoch=epoch.id[1], size=size)
+        self.messages += [(actors[member].identity, each) for member, each in zip(epoch.members, others, strict=True)]
+        return own
 
     def broadcast(self, message: wire.Broadcast, admission: Admission) -> wire.Done:
         """A version has been broadcast, and may be served by who received it; or the broadcast has failed."""
+        epoch = self.membership.epoch
         if message.digest is not None:
             if message.version != admission.published:
                 admission.publish(message.version)
-            self._counters["broadcasts"] += self._newest != message
+            self.counters["broadcasts"] += self._newest != message
             self._newest = message
-            return wire.Done()
-        epoch = self._membership.epoch
-        if epoch is not None and epoch.id == (message.fence, message.epoch):
-            self._membership.failed()
-            self._counters["broadcasts_failed"] += 1
-            for name, life in epoch.members:
-                actor = admission.fleet.actors.get(name)
-                if actor is not None and actor.life == life:
-                    self._messages.append((actor.identity, wire.Disband(fence=message.fence, epoch=message.epoch)))
+        elif epoch is not None and epoch.id == (message.fence, message.epoch):
+            self.membership.failed()
+            self.counters["broadcasts_failed"] += 1
+            there = {(name, actor.life): actor.identity for name, actor in admission.fleet.actors.items()}
+            self.messages += [(there[member], message) for member in epoch.members if member in there]
         return wire.Done()
-
-    def messages(self) -> Iterator[tuple[bytes, wire.Message]]:
-        """(identity, message), once."""
-        messages, self._messages = self._messages, []
-        yield from messages
-
-    def greeted(self, name: str, life: str) -> None:
-        self._membership.greeted((name, life))
 
     def reported(self, actor: Actor, device: Device | None) -> None:
         """What an actor says of itself. One that lost what it was to adopt is told again."""
@@ -140,7 +124,7 @@ class Broadcasts:
         if before is None:
             return
         refused = 0 if device is None else device.num_refused
-        self._counters["broadcasts_refused"] += max(0, refused - before.num_refused)
+        self.counters["broadcasts_refused"] += max(0, refused - before.num_refused)
         had, has = before.received, None if device is None else device.received
         if had != has and had == actor.announced != (actor.fence, actor.version):
             actor.announced = None
@@ -156,16 +140,13 @@ class Broadcasts:
 
     def is_expected(self, name: str, actor: Actor, target: tuple[int, int]) -> bool:
         """Whether the actor is about to have the target, which was broadcast to it: it need not fetch it."""
-        newest, epoch = self._newest, self._membership.epoch
+        newest, epoch = self._newest, self.membership.epoch
         if newest is None or epoch is None or target != self.newest or epoch.id != (newest.fence, newest.epoch):
             return False
-        return not self.has_received(actor, target) and self._membership.is_in((name, actor.life), actor.device)
+        return not self.has_received(actor, target) and self.membership.is_in((name, actor.life), actor.device)
 
     def offer(self, actor: Actor, target: tuple[int, int]) -> dict[str, Any]:
         """What an Adopt says beside its target."""
         if self._newest is None or not self.has_received(actor, target):
             return {}
         return {"digest": self._newest.digest, "canary": self._newest.canary}
-
-    def status(self) -> dict[str, int]:
-        return dict(self._counters)

@@ -176,7 +176,8 @@ class WeightServer:
     def adoptions(self, admission: Admission, now: float) -> Iterator[tuple[bytes, wire.Message]]:
         """(identity, message) for every actor that should serve something else than it serves or was announced to it; and what
         engines are told of a broadcast."""
-        yield from self.broadcasts.messages()
+        yield from self.broadcasts.messages
+        self.broadcasts.messages.clear()
         newest = None if admission.bound.exact else (admission.fence, admission.published)
         for name, actor in admission.fleet.actors.items():
             serving = (actor.fence, actor.version)
@@ -243,4 +244,4 @@ class WeightServer:
 
     def status(self) -> dict[str, int]:
         """Counters since the hub began. sets_mapped: those not copied from the learner; dropped_actors: for being late."""
-        return self._counters | self.broadcasts.status()
+        return self._counters | self.broadcasts.counters

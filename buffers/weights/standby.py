@@ -30,9 +30,9 @@ Received = Callable[[WeightSet | None], None]
 
 
 class Seat(Protocol):
-    """Receives sets one after another, in the order in which they are announced to it. Neither method waits."""
+    """Receives sets one after another, those that `do` names. Neither method waits."""
 
-    def receive(self, target: Target) -> None: ...
+    def do(self, target: Target, /) -> None: ...
     def leave(self) -> None: ...
 
 
@@ -81,11 +81,11 @@ class Standby:
         if self._seat is not None and epoch == self._state.told and target > self._newest:
             self._newest = target
             self._coming.append((target, self._clock()))
-            self._seat.receive(target)
+            self._seat.do(target)
 
-    def disband(self, message: wire.Disband) -> None:
+    def disband(self, epoch: tuple[int, int]) -> None:
         """An epoch is over."""
-        if (epoch := (message.fence, message.epoch)) >= self._state.told:
+        if epoch >= self._state.told:
             self._leave()
             self._says(told=epoch, is_member=False)
 

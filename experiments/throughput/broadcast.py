@@ -1,4 +1,4 @@
-"""Raw gloo, beside which the device channel is measured: one broadcast of bytes between two processes, into memory that is there."""
+"""Raw gloo, beside which the device channel is measured: one broadcast between two processes, into memory that is there."""
 
 from __future__ import annotations
 

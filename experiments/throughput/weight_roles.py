@@ -1,4 +1,4 @@
-"""The other processes of the weights benchmark: a hub, and a learner that publishes on command. No torch, but where it broadcasts."""
+"""The other processes of the weights benchmark: a hub, and a learner that publishes on command. No torch but to broadcast."""
 
 from __future__ import annotations
 
@@ -45,12 +45,15 @@ def hub(address: str, directory: str, transport: str) -> None:
 
 def learner(address: str, transport: str, num_bytes: int, pipe: Connection) -> None:
     """For each message: publishes a set that differs a little from the last. Answers with its fence and when it began, had
-    copied it into memory that it uses again (as a learner with a GPU does) and into what is sent, and the hub had verified it, in seconds of a clock
-    that all processes share; and with the seconds of processor time for it."""
+    copied it into memory that it uses again (as a learner with a GPU does) and into what is sent, and the hub had verified it,
+    in seconds of a clock that all processes share; and with the seconds of processor time for it."""
     broadcaster = None
     if transport == "device":
+        import torch
+
         from async_rlhf.buffers.device.ends import LearnerEnd
 
+        torch.set_num_threads(1)
         broadcaster = LearnerEnd(DEADLINE_S)
     config = weights_config(transport)
     client = LearnerClient(address, timeout_s=DEADLINE_S, weights=config, broadcaster=broadcaster)

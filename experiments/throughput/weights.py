@@ -4,8 +4,7 @@
 - shared:   from the learner's `publish` to adopted, through a hub, all three processes on one host; beside that copy
 - tcp:      an actor fetches the chunks of a set from a hub over loopback; beside PUSH/PULL of frames of the same size
 - delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
-- device:   from the copy that the learner makes to what an engine may adopt, digests taken on both sides; beside one broadcast of as
-            many bytes by gloo alone
+- device:   from the learner's copy to what an engine may adopt, with digests on both sides; beside a broadcast by gloo alone
 
 And what does a publication cost those who have other work?
 
@@ -32,12 +31,12 @@ import torch
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.device.ends import EngineEnd
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.assembly import mapped
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
-from async_rlhf.buffers.device.ends import EngineEnd
 from async_rlhf.experiments.throughput import weight_roles
 from async_rlhf.experiments.throughput.broadcast import RawBroadcast
 from async_rlhf.experiments.throughput.harness import (
@@ -115,10 +114,9 @@ def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:
 
 @dataclass(frozen=True)
 class Published:
-    """Seconds: from the learner's call, and from the hub's word that the set is there, to adopted; from the copy that is sent to what
-    may be adopted; for which the learner was
-    kept; for which the actor looked after messages; of the engine's own copy; of processor time that learner, hub and actor
-    took for all of it."""
+    """Seconds: from the learner's call, from the hub's word that the set is there, and from the copy that is sent, to adopted
+    (the last: to what may be); for which the learner was kept; for which the actor looked after messages; of the engine's own
+    copy; of processor time that learner, hub and actor took for all of it."""
 
     total: float
     from_hub: float

@@ -1,9 +1,9 @@
 """The device channel of one simulated machine: groups of processes that broadcast, without torch.
 
-Model, after what `buffers.device.group` measured. A broadcast ends when every process of its group has come to it. Where one does
-not come, because it has ended, hangs or was never told, the learner waits for its deadline, or learns earlier that a connection
-has ended; an engine may have the set by then, or not. What comes may be damaged. Whoever is in a group was told so by the hub,
-each with a rank of its own: else bytes of one epoch would be taken for those of another.
+Model, after what is measured in `buffers.device.group`. A broadcast ends when every process of its group has come to it. Where
+one does not come, because it has ended, hangs or was never told, the learner waits for its deadline, or learns earlier that a
+connection has ended; an engine may have the set by then, or not. What comes may be damaged. Whoever is in a group was told so
+by the hub, each with a rank of its own: else bytes of one epoch would be taken for those of another.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SimSeat:
         self.waits_for: Target | None = None
         self.is_gone = self.hangs = False
 
-    def receive(self, target: Target) -> None:
+    def do(self, target: Target) -> None:
         def come() -> None:
             self.waits_for = target
             self._ether.look(self._group)

@@ -234,7 +234,7 @@ def roles(
 
 def _broadcast_failed(hub: HubRole, actors: Sequence[ActorRole], observer: Observer, come: Sequence[str]) -> None:
     """Who did not come, and does nothing at all?"""
-    if hub.exchange is None or (epoch := hub.exchange._weight_server.broadcasts._membership.epoch) is None:
+    if hub.exchange is None or (epoch := hub.exchange._weight_server.broadcasts.membership.epoch) is None:
         return
     invited = {name for name, _ in epoch.members}
     for actor in actors:

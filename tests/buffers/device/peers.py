@@ -1,5 +1,5 @@
-"""A hub, a learner or an engine of the device channel as a process of its own, which says how far it is and waits where it is told
-to: `python -m tests.buffers.device.peers ROLE STOPS ADDRESS ...`.
+"""A hub, a learner or an engine of the device channel as a process of its own, which says how far it is and waits where it is
+told to: `python -m tests.buffers.device.peers ROLE STOPS ADDRESS ...`.
 
 STOPS, with commas: `group` before it joins a group, `bucket` after the first bucket of a set, `set` when its digests are taken.
 Once SIGUSR1 has come it stops at the next of these, prints it, and goes on with a line on its standard input.

@@ -21,7 +21,7 @@ DEVICE = WeightsConfig(transport="device", device_timeout_s=TIMEOUT_S)
 
 
 def await_threads() -> None:
-    """A process that ends while one of them is in torch.distributed would be ended by it; a role ends without waiting (`end_with`)."""
+    """A process that ends in order while one is in torch.distributed is aborted by it; roles end otherwise (`end_with`)."""
     for thread in threading.enumerate():
         if thread.name == "device-channel":
             thread.join(DEADLINE_S)

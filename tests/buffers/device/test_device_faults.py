@@ -1,11 +1,11 @@
-"""Whoever is killed or stopped in the middle of a broadcast: nobody waits for it beyond the deadline, all who live adopt the version,
-which is whole, and those who live are broadcast to again."""
+"""Whoever is killed or stopped in the middle of a broadcast: nobody waits for it beyond the deadline, all who live adopt the
+version, which is whole, and they are broadcast to again."""
 
 from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -107,7 +107,7 @@ class FakeSeat:
         self.asked: list[Target] = []
         self.is_left = False
 
-    def receive(self, target: Target) -> None:
+    def do(self, target: Target) -> None:
         self.asked.append(target)
 
     def leave(self) -> None:
@@ -163,7 +163,7 @@ def test_what_is_told_twice_or_too_late_changes_nothing(engine: Engine) -> None:
     engine.told(4, number=2)
     engine.told(3)
     assert [seat.is_left for seat in engine.seats] == [True, False] and engine.seats[1].asked == [(1, 4)]
-    engine.standby.disband(wire.Disband(fence=1, epoch=1))
+    engine.standby.disband((1, 1))
     assert not engine.seats[1].is_left
 
 
@@ -180,7 +180,7 @@ def test_nothing_that_comes_of_an_epoch_that_was_left_is_taken(engine: Engine) -
     [
         lambda engine: engine.seats[-1].done(None),
         lambda engine: setattr(engine, "now", engine.now + 11),
-        lambda engine: engine.standby.disband(wire.Disband(fence=1, epoch=1)),
+        lambda engine: engine.standby.disband((1, 1)),
     ],
     ids=["failed", "late", "disbanded"],
 )
