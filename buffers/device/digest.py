@@ -42,7 +42,8 @@ class SetDigest:
     def __init__(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
         self._flat, self._coming = flat, iter(specs)
         self.specs: list[TensorSpec] = []
-        self._end = 0
+        self._start = self._done = self._end = 0
+        self._values = [0, 0]
         self._begin()
         self.advance(0)
 
@@ -52,7 +53,7 @@ class SetDigest:
             stop = min(self._end, front)
             if stop < self._end:
                 stop -= (stop - self._start) % _WORD_BYTES
-            for piece in self._flat[self._done : max(self._done, stop)].split(_piece_bytes(self._flat.device)):
+            for piece in torch.split(self._flat[self._done : max(self._done, stop)], _piece_bytes(self._flat.device)):
                 self._add(_words(piece))
             self._done = max(self._done, stop)
             if self._done < self._end:

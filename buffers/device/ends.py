@@ -20,6 +20,7 @@ from torch import Tensor
 
 from async_rlhf.buffers.device.digest import SetDigest
 from async_rlhf.buffers.device.group import LEARNER, Group, Seat, open_store, reach_store
+from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.message import TensorSpec
 from async_rlhf.buffers.weights.shared import HeapPool
@@ -83,6 +84,8 @@ class EngineEnd:
         header = torch.empty(int(length), dtype=torch.uint8)
         group.broadcast(header).wait()
         manifest = wire.Manifest.model_validate_json(header.numpy().tobytes())
+        if (manifest.fence, manifest.version) != target:
+            raise WeightsError(f"version {manifest.version} is broadcast where {target[1]} was announced")
         memory = self._pool.make(manifest.num_bytes)
         specs = _pass_on(group, torch.frombuffer(memory.room, dtype=torch.uint8), manifest.tensors)
         return WeightSet(*target, tuple(specs), memory.view, memory=memory)

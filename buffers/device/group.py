@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -62,7 +62,8 @@ class Group:
     ended or does nothing for `timeout_s`."""
 
     def __init__(self, store: Store, name: str, rank: int, size: int, timeout_s: float) -> None:
-        options, make = ProcessGroupGloo._Options(), ProcessGroupGloo  # type: Any, Any
+        make: Any = ProcessGroupGloo  # its stub knows neither the options nor this form
+        options = make._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = timedelta(seconds=timeout_s)
         self._group = make(PrefixStore(name, store), rank, size, options)

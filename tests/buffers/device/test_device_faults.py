@@ -8,14 +8,22 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.buffers.device.peers import Peer
 
 KILL, STOP, GO_ON = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
-POINTS = pytest.mark.parametrize("point", ["group", "bucket", "set"])
-ENDS = pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
+ENDS = [(point, number) for point in ("group", "bucket", "set") for number in (KILL, STOP)]
+
+
+def at(*chosen: object) -> Any:
+    """Where the victim is, and how it ends; one of all is enough for most runs."""
+    cases = [
+        pytest.param(*each, marks=() if each == chosen else pytest.mark.rest, id=f"{each[0]}-{each[1].name}") for each in ENDS
+    ]
+    return pytest.mark.parametrize(("point", "number"), cases)
 
 
 class Run:
@@ -64,8 +72,7 @@ def run(tmp_path: Path, socket_dir: Path) -> Iterator[Run]:
         yield Run(tmp_path / "run", f"ipc://{socket_dir}/hub", stack)
 
 
-@ENDS
-@POINTS
+@at("bucket", STOP)
 def test_an_engine_that_is_killed_or_stopped_keeps_nobody(run: Run, point: str, number: int) -> None:
     learner, anna, victim = run.start("learner"), run.start("engine", "anna"), run.start("engine", "victim", stops=point)
     run.broadcast(learner, anna, victim)
@@ -80,8 +87,7 @@ def test_an_engine_that_is_killed_or_stopped_keeps_nobody(run: Run, point: str, 
         run.broadcast(learner, anna, victim)
 
 
-@ENDS
-@POINTS
+@at("bucket", KILL)
 def test_a_learner_that_is_killed_or_stopped_is_followed_by_another(run: Run, point: str, number: int) -> None:
     first, anna, bert = run.start("learner", stops=point), run.start("engine", "anna"), run.start("engine", "bert")
     run.broadcast(first, anna, bert)
@@ -90,8 +96,7 @@ def test_a_learner_that_is_killed_or_stopped_is_followed_by_another(run: Run, po
     run.broadcast(run.start("learner"), anna, bert)
 
 
-@ENDS
-@POINTS
+@at("set", KILL)
 def test_a_hub_that_is_killed_or_stopped_has_the_version_in_the_end(run: Run, point: str, number: int) -> None:
     learner, anna = run.start("learner", stops=point), run.start("engine", "anna")
     run.broadcast(learner, anna)
