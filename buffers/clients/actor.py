@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import DeadlineError, RefusedError
-from async_rlhf.buffers.protocol import packing, wire
-from async_rlhf.buffers.protocol.message import Device
+from async_rlhf.buffers.protocol import broadcasts, packing, wire
+from async_rlhf.buffers.protocol.broadcasts import Device
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.transport.link import Connect, Connection, Patience, SocketLink
 from async_rlhf.buffers.weights.receiver import WeightReceiver
@@ -240,9 +240,9 @@ class ActorClient:
                 self._later[number] = self._link.clock() + wait_s
             case wire.Adopt(fence=fence, version=version):
                 self._weight_receiver.adopt((fence, version), message.digest, message.canary)
-            case wire.Receive() if self._standby is not None:
+            case broadcasts.Receive() if self._standby is not None:
                 self._standby.receive(message)
-            case wire.Broadcast() if self._standby is not None:
+            case broadcasts.Broadcast() if self._standby is not None:
                 self._standby.disband((message.fence, message.epoch))
             case wire.Manifest() | wire.Chunk():
                 self._weight_receiver.receive(message, arrays)

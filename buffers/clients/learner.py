@@ -19,7 +19,7 @@ from typing import Protocol, cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import broadcasts, packing, wire
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
@@ -233,10 +233,10 @@ class LearnerClient:
         """To the engines that take part, which may adopt it before the hub has it."""
         name = {"fence": weights.fence, "version": weights.version}
         ask = partial(self._weight_connection.ask, timeout_s=self._timeout_s)
-        gathered, _ = ask(wire.Gather(**name, store=broadcaster.store))
-        if isinstance(gathered, wire.Receive) and gathered.size > 1:
+        gathered, _ = ask(broadcasts.Gather(**name, store=broadcaster.store))
+        if isinstance(gathered, broadcasts.Receive) and gathered.size > 1:
             digest = broadcaster.send((weights.fence, gathered.epoch), gathered.size, weights)
-            ask(wire.Broadcast(**name, epoch=gathered.epoch, digest=digest, canary=weights.canary))
+            ask(broadcasts.Broadcast(**name, epoch=gathered.epoch, digest=digest, canary=weights.canary))
 
     def _check_upload(self) -> None:
         if self._upload is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from async_rlhf.buffers.device.digest import SetDigest
 from async_rlhf.buffers.device.group import LEARNER, Group, Seat, open_store, reach_store
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol import broadcasts, wire
 from async_rlhf.buffers.protocol.message import TensorSpec
 from async_rlhf.buffers.weights.shared import HeapPool
 from async_rlhf.buffers.weights.standby import Received, Target
@@ -71,7 +71,7 @@ class EngineEnd:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._pool = timeout_s, HeapPool()
 
-    def __call__(self, epoch: wire.Receive, done: Received) -> Seat[Target, WeightSet]:
+    def __call__(self, epoch: broadcasts.Receive, done: Received) -> Seat[Target, WeightSet]:
         def make() -> Group:
             store, name = reach_store(epoch.store, self._timeout_s), _name(epoch.fence, epoch.epoch)
             return Group(store, name, epoch.rank, epoch.size, self._timeout_s)

@@ -11,13 +11,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from async_rlhf.buffers.errors import RefusedError, WireError
-from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import broadcasts, packing, wire
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
-_IMPLIES = wire.Take | wire.Commit | wire.Publish | wire.Gather  # that the step before is done
+_IMPLIES = wire.Take | wire.Commit | wire.Publish | broadcasts.Gather  # that the step before is done
 
 
 class Outbox:
@@ -117,9 +117,9 @@ class LearnerSession:
                 self._journal.state(admission.remember(), deletable)
                 self._outbox.hold(identity, wire.Done(), request)
                 return None
-            case wire.Gather():
+            case broadcasts.Gather():
                 return self._weight_server.broadcasts.gather(message, admission)
-            case wire.Broadcast():
+            case broadcasts.Broadcast():
                 return self._weight_server.broadcasts.broadcast(message, admission)
             case wire.Publish() | wire.Chunk() | wire.Check():
                 return self._weight_server.receive(message, arrays, admission)
@@ -231,8 +231,8 @@ class LearnerSession:
         return None
 
 
-def _steps_done(message: wire.Take | wire.Commit | wire.Publish | wire.Gather) -> int:
-    return message.version if isinstance(message, wire.Publish | wire.Gather) else message.step
+def _steps_done(message: wire.Take | wire.Commit | wire.Publish | broadcasts.Gather) -> int:
+    return message.version if isinstance(message, wire.Publish | broadcasts.Gather) else message.step
 
 
 def _fenced(claimed: int, fence: int) -> RefusedError:

@@ -75,19 +75,6 @@ class DeltaSpec(MessageBase):
     num_bytes: Count
 
 
-class Device(MessageBase):
-    """What an engine says of its part in the device channel.
-
-    told: the epoch, (fence, number), that it was told of last. is_member: it has not left that one. received: fence and version
-    of the newest set that came whole. num_refused: sets that came and were not adopted, because their digests differ.
-    """
-
-    told: GroupId = (0, 0)
-    is_member: bool = False
-    received: Annotated[tuple[Count, Version], Field(strict=False)] = (0, -1)
-    num_refused: Count = 0
-
-
 class Message(MessageBase):
     """`type`: what names it in its header, the name of its class in small letters (`FetchChunk`: `fetch_chunk`)."""
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from async_rlhf.buffers.protocol import message
+from async_rlhf.buffers.protocol import broadcasts, message
 from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec, Digest, GroupId, MessageBase, Name, Version
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
@@ -87,7 +87,7 @@ class Hello(message.Message):
     capacity: Count
     fence: Count
     version: Version
-    device: message.Device | None = None
+    device: broadcasts.Device | None = None
     holding: list[GroupId] = Field(default_factory=list)
 
 
@@ -101,7 +101,7 @@ class Beat(message.Message):
     fence: Count
     version: Version
     telemetry: Telemetry = Telemetry()
-    device: message.Device | None = None
+    device: broadcasts.Device | None = None
     progress: list[GroupId] = Field(default_factory=list)
 
 
@@ -364,30 +364,6 @@ class Adopt(_OfSet):
     canary: Canary | None = None
 
 
-class Gather(_OfSet):
-    """The learner is about to broadcast this version: to whom? store: IP:PORT, where they meet."""
-
-    store: Name
-
-
-class Receive(_OfSet):
-    """Take part, with this rank, in the epoch `epoch`, in which this version is broadcast; the learner has rank 0."""
-
-    epoch: Count
-    store: Name
-    rank: Count
-    size: Count
-
-
-class Broadcast(_OfSet):
-    """This version was broadcast. digest: of the content, as the learner sent it; None: that failed, and the epoch is over,
-    as its engines are told."""
-
-    epoch: Count
-    digest: Digest | None = None
-    canary: Canary | None = None
-
-
 class Fetch(_OfSet):
     """maps: the asker can map memory of the hub's machine. holds: content digest of the set it has, for a delta."""
 
@@ -413,7 +389,7 @@ Message = (
     | Register | Registered | Take | Batch | Trial | Tried | Waiting | Ended | Trained | Commit
     | GetStatus | Status | Drain | Gone | Quarantine | Halt | Done | Refused
     | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
-    | Gather | Receive | Broadcast
+    | broadcasts.Gather | broadcasts.Receive | broadcasts.Broadcast
 )  # fmt: skip
 _FRAMING: message.Framing[Message] = message.Framing(PROTOCOL, get_args(Message))
 encode, decode, check_size = _FRAMING.encode, _FRAMING.decode, message.check_size

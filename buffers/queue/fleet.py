@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from types import MappingProxyType
 
-from async_rlhf.buffers.protocol.message import Device
+from async_rlhf.buffers.protocol.broadcasts import Device
 from async_rlhf.buffers.queue.failures import Failures
 from async_rlhf.buffers.queue.order import ConsumptionOrder
 

@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.message import Device
+from async_rlhf.buffers.protocol import broadcasts, wire
+from async_rlhf.buffers.protocol.broadcasts import Device
 from async_rlhf.buffers.queue.admission import Actor, Admission
 
 Member = tuple[str, str]
@@ -87,9 +87,9 @@ class Broadcasts:
     def __init__(self) -> None:
         self.membership, self.messages = Membership(), list[tuple[bytes, wire.Message]]()
         self.counters = {"epochs": 0, "broadcasts": 0, "broadcasts_failed": 0, "broadcasts_refused": 0}
-        self._newest: wire.Broadcast | None = None
+        self._newest: broadcasts.Broadcast | None = None
 
-    def gather(self, message: wire.Gather, admission: Admission) -> wire.Receive:
+    def gather(self, message: broadcasts.Gather, admission: Admission) -> broadcasts.Receive:
         """The answer to the learner. Raises RefusedError for a version that may not come."""
         admission.check_version(message.version)
         actors = {(name, actor.life): actor for name, actor in admission.fleet.actors.items()}
@@ -97,13 +97,13 @@ class Broadcasts:
         before, epoch = self.membership.epoch, self.membership.gather(message.fence, states)
         self.counters["epochs"] += epoch is not before
         own, *others = (
-            wire.Receive(**dict(message), epoch=epoch.id[1], rank=rank, size=len(epoch.members) + 1)
+            broadcasts.Receive(**dict(message), epoch=epoch.id[1], rank=rank, size=len(epoch.members) + 1)
             for rank in range(len(epoch.members) + 1)
         )
         self.messages += [(actors[member].identity, each) for member, each in zip(epoch.members, others, strict=True)]
         return own
 
-    def broadcast(self, message: wire.Broadcast, admission: Admission) -> wire.Done:
+    def broadcast(self, message: broadcasts.Broadcast, admission: Admission) -> wire.Done:
         """A version has been broadcast, and may be served by who received it; or the broadcast has failed."""
         epoch = self.membership.epoch
         if message.digest is not None:

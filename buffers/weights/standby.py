@@ -14,8 +14,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
-from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.message import Device
+from async_rlhf.buffers.protocol import broadcasts
+from async_rlhf.buffers.protocol.broadcasts import Device
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Seat(Protocol):
     def leave(self) -> None: ...
 
 
-TakeSeat = Callable[[wire.Receive, Received], Seat]
+TakeSeat = Callable[[broadcasts.Receive, Received], Seat]
 
 
 class Standby:
@@ -70,7 +70,7 @@ class Standby:
             self._lose(f"no set came within {self._timeout_s:g} s")
         return None if self._num_lost >= _MAX_LOST else self._state
 
-    def receive(self, message: wire.Receive) -> None:
+    def receive(self, message: broadcasts.Receive) -> None:
         """A set is about to come, in this epoch or in one that begins with it."""
         epoch, target = (message.fence, message.epoch), (message.fence, message.version)
         if epoch > self._state.told and self._num_lost < _MAX_LOST:

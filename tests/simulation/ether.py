@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import xxhash
 
-from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol import broadcasts
 from async_rlhf.buffers.weights.standby import Received, Target
 from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest
 from tests.simulation.errand import Errand
@@ -86,7 +86,7 @@ class Ether:
             raise ViolationError("epoch", f"epoch {epoch} has {group.size} processes for one, {size} for another")
         return group
 
-    def take_seat(self, process: str, message: wire.Receive, done: Received) -> SimSeat:
+    def take_seat(self, process: str, message: broadcasts.Receive, done: Received) -> SimSeat:
         group = self.group((message.store, message.fence, message.epoch), message.size)
         seat, before = SimSeat(self, group, process, done), group.seats.get(message.rank)
         if before is not None:

@@ -88,7 +88,8 @@ def test_a_version_is_served_before_its_bytes_are_at_the_hub(channel: Fleet, mon
     goes_on.set()
     until(publication.done, anna, stranger)
     publication.result()
-    stranger.adopt(5)
+    until(lambda: stranger.adopted, stranger)
+    stranger.check(5)
 
 
 def test_who_joins_gets_the_newest_set_from_the_hub_and_takes_part_in_the_next(channel: Fleet) -> None:

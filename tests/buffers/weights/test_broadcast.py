@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.message import Device
+from async_rlhf.buffers.protocol import broadcasts
+from async_rlhf.buffers.protocol.broadcasts import Device
 from async_rlhf.buffers.weights.broadcast import Membership
 from async_rlhf.buffers.weights.standby import Received, Standby, Target
 from async_rlhf.buffers.weights.weight_set import WeightSet
@@ -102,7 +102,7 @@ def test_whatever_happens_only_who_spoke_since_a_failure_is_told_again(events: l
 
 
 class FakeSeat:
-    def __init__(self, epoch: wire.Receive, done: Received) -> None:
+    def __init__(self, epoch: broadcasts.Receive, done: Received) -> None:
         self.epoch, self.done = epoch.epoch, done
         self.asked: list[Target] = []
         self.is_left = False
@@ -122,7 +122,7 @@ class Engine:
         self.seats: list[FakeSeat] = []
         self.standby = Standby(self._take_seat, lambda: self.now, 10.0, self._wake)
 
-    def _take_seat(self, epoch: wire.Receive, done: Received) -> FakeSeat:
+    def _take_seat(self, epoch: broadcasts.Receive, done: Received) -> FakeSeat:
         self.seats.append(FakeSeat(epoch, done))
         return self.seats[-1]
 
@@ -130,7 +130,7 @@ class Engine:
         self.woken += 1
 
     def told(self, version: int, number: int = 1, fence: int = 1) -> None:
-        self.standby.receive(wire.Receive(fence=fence, version=version, epoch=number, store="s", rank=1, size=2))
+        self.standby.receive(broadcasts.Receive(fence=fence, version=version, epoch=number, store="s", rank=1, size=2))
 
     def come(self, version: int, seat: int = -1) -> WeightSet:
         weights = WeightSet(1, version, (), b"")
