@@ -71,22 +71,16 @@ class WeightReceiver:
         self._target = self._weights = None
         if self._assembly is not None and (self._assembly.fence, self._assembly.version) != target:
             self._drop()
-        if target != self.serving and not (digest is not None and self._received(target, digest, canary)):
+        if target == self.serving:
+            return
+        weights = None if digest is None or self._standby is None else self._standby.take(target, digest)
+        if weights is not None:
+            self._finish(replace(weights, canary=canary))
+            self._held = None  # its digest is of another kind: no delta leads from it
+        else:
             self._target = target
             holds = None if self._held is None else self._held.digest
             self._request = self._send(wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds))
-
-    def _received(self, target: tuple[int, int], digest: str, canary: Canary | None) -> bool:
-        """Whether the set has come by the device channel as the learner broadcast it."""
-        if self._standby is None:
-            return False
-        weights = self._standby.take(target)
-        if weights is None or weights.digest != digest:
-            self._standby.refuse(target)
-            return False
-        self._finish(replace(weights, canary=canary))
-        self._held = None  # its digest is of another kind: no delta leads from it
-        return True
 
     def receive(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
         """One more part of the set that is fetched; parts of others are dropped. Raises WeightsError when it keeps coming

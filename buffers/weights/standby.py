@@ -89,20 +89,19 @@ class Standby:
             self._leave()
             self._says(told=epoch, is_member=False)
 
-    def take(self, target: Target) -> WeightSet | None:
-        """The set that came, if it is this one, once."""
-        weights, self._set = self._set, None
-        if weights is not None and (weights.fence, weights.version) != target:
-            self._set, weights = weights, None
-        return weights
-
-    def refuse(self, target: Target) -> None:
-        """What came by this name is not what the learner sent, or is not here any more."""
-        _log.warning("what was broadcast as version %d is not adopted: it is fetched", target[1])
+    def take(self, target: Target, digest: str) -> WeightSet | None:
+        """The set that came by this name, once, if it has the digest that the learner broadcast. Else this is counted, and the
+        seat left; but for a newer set that has come since."""
+        weights = self._set
+        if weights is not None and self._state.received == target and weights.digest == digest:
+            self._set = None
+            return weights
         self._says(num_refused=self._state.num_refused + 1)
         if self._state.received == target:
+            self._set = None
             self._says(received=_NOTHING)
-            self._lose("its digest differs")
+            self._lose("what came is not what the learner broadcast")
+        return None
 
     def close(self) -> None:
         self._leave()

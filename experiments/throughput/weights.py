@@ -38,7 +38,7 @@ from async_rlhf.buffers.weights.assembly import mapped
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput import weight_roles
-from async_rlhf.experiments.throughput.broadcast import RawBroadcast
+from async_rlhf.experiments.throughput.broadcast import raw_broadcast
 from async_rlhf.experiments.throughput.harness import (
     SPAWN,
     Bench,
@@ -79,10 +79,10 @@ def weights(bench: Bench) -> Iterator[Row]:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
             yield beside("delta", None, ours=lambda: with_deltas.publish().total, whole=lambda: fleet.publish().total)
-    with Fleet.of("ipc", "device", num_bytes) as fleet, RawBroadcast.of(num_bytes) as gloo:
+    with Fleet.of("ipc", "device", num_bytes) as fleet, raw_broadcast(num_bytes) as raw:
         for _ in range(2):
             fleet.publish()  # the first goes by the hub, for the actor comes late; the second makes the group
-        yield beside("device", 0.7, ours=lambda: fleet.publish().from_copy, raw=gloo.seconds)
+        yield beside("device", 0.7, ours=lambda: fleet.publish().from_copy, raw=raw)
 
 
 def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:

@@ -22,6 +22,7 @@ from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.broadcast import Epoch, Membership
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.relay import WeightCache
+from async_rlhf.buffers.weights.standby import Standby
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
 from tests.simulation.learner_role import LearnerRole
@@ -246,13 +247,11 @@ def go_on_while_a_version_may_be_lost() -> AbstractContextManager[Any]:
 def adopt_what_came_without_a_look_at_its_digest() -> AbstractContextManager[Any]:
     """Whatever was received under the name of the version is adopted."""
 
-    def received(self: WeightReceiver, target: tuple[int, int], digest: str, canary: Any) -> bool:
-        weights = None if self._standby is None else self._standby.take(target)
-        if weights is not None:
-            self._finish(weights)
-        return weights is not None
+    def take(self: Standby, target: tuple[int, int], digest: str) -> WeightSet | None:
+        weights, self._set = self._set, None
+        return weights
 
-    return patch.object(WeightReceiver, "_received", received)
+    return patch.object(Standby, "take", take)
 
 
 def wait_for_who_hangs_again_and_again() -> AbstractContextManager[Any]:

@@ -149,9 +149,7 @@ def test_a_set_that_came_is_said_and_given_out_once(engine: Engine) -> None:
     weights = engine.come(3)
     assert engine.woken == 1
     assert engine.standby.look() == Device(told=(1, 1), is_member=True, received=(1, 3))
-    assert engine.standby.take((1, 2)) is None
-    assert engine.standby.take((1, 3)) is weights
-    assert engine.standby.take((1, 3)) is None
+    assert engine.standby.take((1, 3), weights.digest) is weights
     engine.told(4)
     assert engine.seats[0].asked == [(1, 3), (1, 4)]
 
@@ -211,12 +209,19 @@ def test_an_engine_that_no_epoch_reaches_takes_part_no_more(engine: Engine) -> N
     assert len(engine.seats) == 6
 
 
-def test_a_set_that_is_refused_is_counted_and_said_to_be_there_no_more(engine: Engine) -> None:
+def test_a_set_that_is_not_what_was_broadcast_is_counted_and_said_to_be_there_no_more(engine: Engine) -> None:
     engine.told(3)
-    engine.come(3)
+    weights = engine.come(3)
     engine.standby.look()
-    engine.standby.refuse((1, 2))
-    state = engine.standby.look()
-    assert state is not None and state.received == (1, 3)
-    engine.standby.refuse((1, 3))
+    assert engine.standby.take((1, 2), weights.digest) is None, "another version"
+    assert engine.standby.look() == Device(told=(1, 1), is_member=True, received=(1, 3), num_refused=1)
+    assert engine.standby.take((1, 3), "0" * 32) is None
     assert engine.standby.look() == Device(told=(1, 1), num_refused=2) and engine.seats[0].is_left
+
+
+def test_a_set_is_given_out_once(engine: Engine) -> None:
+    engine.told(3)
+    weights = engine.come(3)
+    engine.standby.look()
+    assert engine.standby.take((1, 3), weights.digest) is weights
+    assert engine.standby.take((1, 3), weights.digest) is None, "then it is fetched"
