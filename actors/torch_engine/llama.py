@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ from async_rlhf.buffers.attention import FULL
 
 # Rotations whose angles depend on the position alone.
 _STATIC_ROTATIONS = ("default", "linear", "llama3")
+
+# To call oneDNN costs 10 to 30 us more: float32 products of fewer weights than this with so few rows take longer through it.
+_SMALL, _FEW = 1 << 17, 16
 
 # Of a layer, by its index: queries float32 [S, H, D], keys and values [S, J, D] -> what was attended to, float32 [S, H D].
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -53,25 +57,26 @@ class Product:
     A decode step multiplies few rows with every weight there is; an ordinary product reorders the weights each time, which for
     few rows takes as long as the product itself, or leaves them to a library that does not use all of the processor.
 
-    x W^T for the weights of one or more linear layers without bias, one below the other, computed in their type.
+    x W^T for the weights of one or more linear layers without bias, one below the other, computed in their type. few: rows
+    up to which small float32 weights are multiplied as they are, with another rounding.
 
-    Owns a copy of the weights, so it is made again when they change.
+    Owns a copy of the weights, of small ones two, so it is made again when they change.
     """
 
     @torch.no_grad()
-    def __init__(self, *weights: torch.Tensor) -> None:
+    def __init__(self, *weights: torch.Tensor, few: int = _FEW) -> None:
         joined = torch.cat(weights)
-        self._dtype = joined.dtype
-        self._packed = can_pack(joined.dtype)
-        self._weights = torch.ops.mkldnn._reorder_linear_weight(joined) if self._packed else joined
+        self._dtype, self._few = joined.dtype, few
+        is_small = joined.dtype == torch.float32 and joined.numel() < _SMALL and few > 0
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(joined) if can_pack(joined.dtype) else None
+        self._plain = joined if is_small or self._packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [S, in] -> float32 [S, out], fresh memory."""
         x = x.to(self._dtype)
-        if self._packed:
-            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weights, None, "none", [], "")
-        else:
-            product = F.linear(x, self._weights)
+        if self._plain is not None and (self._packed is None or len(x) <= self._few):
+            return F.linear(x, self._plain).float()
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return product.float()
 
 
@@ -102,15 +107,15 @@ class _Layer:
     down: Product
 
     @classmethod
-    def of(cls, layer: LlamaDecoderLayer) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
+    def of(cls, layer: LlamaDecoderLayer, few: int) -> _Layer:
+        attention, mlp, product = layer.self_attn, layer.mlp, partial(Product, few=few)
         return cls(
             norm=layer.input_layernorm.weight.detach().float(),
-            qkv=Product(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-            out=Product(attention.o_proj.weight),
+            qkv=product(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+            out=product(attention.o_proj.weight),
             post_norm=layer.post_attention_layernorm.weight.detach().float(),
-            gate_up=Product(mlp.gate_proj.weight, mlp.up_proj.weight),
-            down=Product(mlp.down_proj.weight),
+            gate_up=product(mlp.gate_proj.weight, mlp.up_proj.weight),
+            down=product(mlp.down_proj.weight),
         )
 
 
@@ -139,6 +144,8 @@ class Part(NamedTuple):
 class LlamaForward(Forward):
     """Owns the packed weights (so all weights exist twice) and the table of rotations."""
 
+    _few = _FEW
+
     def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
         super().__init__(model, cache)
         config = model.config
@@ -156,10 +163,10 @@ class LlamaForward(Forward):
         model = self._model
         for index, layer in enumerate(model.model.layers):
             # One layer at a time, so that no more than one exists twice.
-            self._layers[index] = _Layer.of(layer)
+            self._layers[index] = _Layer.of(layer, self._few)
         self._embedding = model.model.embed_tokens.weight.detach()
         self._norm = model.model.norm.weight.detach().float()
-        self._head = Product(model.lm_head.weight)
+        self._head = Product(model.lm_head.weight, few=self._few)
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """As in `Forward`, in one pass."""

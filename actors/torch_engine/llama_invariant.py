@@ -83,6 +83,8 @@ class _Piece:
 class InvariantLlamaForward(LlamaForward):
     """As `LlamaForward`; the cache must have columns in multiples of `columns_step`."""
 
+    _few = 0  # a product rounds alike however many rows there are
+
     def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
         super().__init__(model, cache)
         self._step = columns_step(model)

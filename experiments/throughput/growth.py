@@ -34,6 +34,7 @@ from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model
 from async_rlhf.experiments.throughput.harness import Bench, Row, rounded, shown, timed
 from async_rlhf.experiments.throughput.learner import make_groups, ours
+from async_rlhf.experiments.throughput.queue import Load, run_queue
 from async_rlhf.learner.step.torch_machine import raw
 
 # Of `make_model`, beside the embedding of 100 tokens.
@@ -94,6 +95,8 @@ def curves() -> list[Curve]:
         ),
         Curve("publish to adopted, by parameters", "s", (1 << 22, 1 << 24, 1 << 26), weights, float),
         Curve("loading rows, by rows", "s", rows_there, rows, float),
+        Curve("hub, 8,192 rollouts, by clients", "s", (2, 16, 64), lambda clients: hub(256, clients), lambda clients: 1.0),
+        Curve("hub of 4 clients, by steps of 32 rollouts", "s", (256, 512, 1024), lambda steps: hub(steps, 4), float),
     ]
 
 
@@ -158,6 +161,12 @@ def rows(size: int) -> Callable[[], float]:
             assert len(found) == size
 
     return timed(load, time.process_time)
+
+
+def hub(steps: int, clients: int) -> Callable[[], float]:
+    """So many batches of four groups of 2 KB rollouts, put by so many clients, taken and committed. What the first credits
+    bring is put before it is measured, so few steps cost nothing."""
+    return lambda: run_queue(Load("2 KB", 2048, "group", 4 * steps, batch=4, clients=clients)).hub_cpu_s
 
 
 def picture(results: Path, path: Path) -> None:

@@ -120,7 +120,8 @@ class MicroBatch(PolicyInputs):
         return number_N
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
+        """All but the blocks: the host reads them, and would wait for a device each time."""
+        return MicroBatch.of({name: each if name == "blocks_B4" else each.to(device) for name, each in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """What there is of it, by name."""

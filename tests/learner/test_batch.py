@@ -25,7 +25,7 @@ from async_rlhf.buffers.attention import Reach
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import MicroBatch, attention_mask
-from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
+from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches, padding_batch
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LossConfig
 
@@ -192,6 +192,11 @@ def test_every_token_that_counts_is_there_once_and_sees_its_piece_alone_as_far_b
         # completions share all rows of it or none, unless it has all that a group was cut into
         assert packing.sharing == "blocks" or packing.whole_groups or len({count > 1 for count in of_row.values()}) == 1
     assert sorted(seen) == [index for index, advantage in enumerate(flat) if advantage is not None]
+
+
+def test_the_host_reads_the_blocks_of_a_micro_batch_on_a_device_without_waiting_for_it() -> None:
+    there = padding_batch().to(torch.device("meta"))
+    assert {name for name, each in there.tensors().items() if each.device.type == "cpu"} == {"blocks_B4"}
 
 
 @given(
