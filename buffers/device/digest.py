@@ -33,6 +33,7 @@ R, S = 0x5851F42D4C957F2D, 0xD1342543DE82EF95
 _WORD_BYTES = 8
 _MODULUS = 1 << 64
 _COLUMNS = 2048  # words that one row of a product folds
+_PIECE_BYTES = 1 << 21  # taken at a time: what is computed on the way stays in a processor's cache
 
 
 class SetDigest:
@@ -53,7 +54,7 @@ class SetDigest:
             stop = min(self._end, front)
             if stop < self._end:
                 stop -= (stop - self._start) % _WORD_BYTES
-            for piece in torch.split(self._flat[self._done : max(self._done, stop)], _piece_bytes(self._flat.device)):
+            for piece in torch.split(self._flat[self._done : max(self._done, stop)], _PIECE_BYTES):
                 self._add(_words(piece))
             self._done = max(self._done, stop)
             if self._done < self._end:
@@ -75,11 +76,6 @@ class SetDigest:
             self._values[index] = (self._values[index] * pow(base, len(each), _MODULUS) + _fold(each, base)) % _MODULUS
 
 
-def _piece_bytes(device: torch.device) -> int:
-    """Taken at a time: what is computed on the way is to stay in a processor's cache, and elsewhere to fill the device."""
-    return 1 << 21 if device.type == "cpu" else 1 << 26
-
-
 def _words(piece: Tensor) -> Tensor:
     """int64 [n]: the bytes of uint8 [m], and zeros behind them."""
     if piece.numel() % _WORD_BYTES:
@@ -97,13 +93,8 @@ def _fold(words: Tensor, base: int) -> int:
     if len(words) > rest:
         rows = words[rest:].view(-1, _COLUMNS)
         value = value * pow(base, rows.numel(), _MODULUS)
-        value += _fold(_row_sums(rows, _powers(base, words.device)), pow(base, _COLUMNS, _MODULUS))
+        value += _fold((rows * _powers(base, words.device)).sum(1), pow(base, _COLUMNS, _MODULUS))
     return value % _MODULUS
-
-
-def _row_sums(rows: Tensor, powers: Tensor) -> Tensor:
-    """int64 [R]; a CPU multiplies integer matrices in one pass, which CUDA does not know."""
-    return torch.mv(rows, powers) if rows.device.type == "cpu" else (rows * powers).sum(1)
 
 
 @lru_cache(maxsize=64)
