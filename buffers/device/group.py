@@ -100,8 +100,9 @@ class Seat(Generic[Order, Result]):
     def _run(self) -> None:
         try:
             group = self._make()
-            while (order := self._orders.get()) is not None:
+            for order in iter(self._orders.get, None):
                 self._tell(self._work(group, order))
+                del order  # a whole set, which is not kept until the next comes
         except Exception as error:  # noqa: BLE001 (whatever torch.distributed raises: the epoch is over for this process)
             _log.warning("the device channel: %s", str(error).partition("\n")[0])
             self._tell(None)

@@ -32,7 +32,7 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.tensors import RawTensor
 from tests.buffers.weights.fleet import came_by
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 10.0
 """Of a broadcast."""
 DEVICE = WeightsConfig(transport="device", device_timeout_s=TIMEOUT_S)
 DEADLINE_S = 120.0
