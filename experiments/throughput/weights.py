@@ -74,15 +74,15 @@ def weights(bench: Bench) -> Iterator[Row]:
         yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with Fleet.of("tcp", "chunks", num_bytes) as fleet:
         raw = partial(raw_seconds, f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", CHUNK_BYTES, num_bytes // CHUNK_BYTES, 1)
-        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=raw)
+        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=gloo)
         with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
             yield beside("delta", None, ours=lambda: with_deltas.publish().total, whole=lambda: fleet.publish().total)
-    with Fleet.of("ipc", "device", num_bytes) as fleet, raw_broadcast(num_bytes) as raw:
+    with Fleet.of("ipc", "device", num_bytes) as fleet, raw_broadcast(num_bytes) as gloo:
         for _ in range(2):
             fleet.publish()  # the first goes by the hub, for the actor comes late; the second makes the group
-        yield beside("device", 0.7, ours=lambda: fleet.publish().from_copy, raw=raw)
+        yield beside("device", 0.7, ours=lambda: fleet.publish().from_copy, raw=gloo)
 
 
 def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
