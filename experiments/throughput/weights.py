@@ -74,7 +74,7 @@ def weights(bench: Bench) -> Iterator[Row]:
         yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with Fleet.of("tcp", "chunks", num_bytes) as fleet:
         raw = partial(raw_seconds, f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", CHUNK_BYTES, num_bytes // CHUNK_BYTES, 1)
-        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=gloo)
+        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=raw)
         with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
