@@ -34,12 +34,15 @@ import zmq
 from zmq.utils import z85
 
 from async_rlhf.buffers.errors import ConfigError, RefusedError, did_you_mean
-from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol import broadcasts, wire
 
 Role = Literal["actor", "relay", "learner", "control"]
 ROLES: tuple[Role, ...] = get_args(Role)
 _OF_ACTORS = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye, wire.Fetch, wire.FetchChunk)
-_OF_THE_LEARNER = (wire.Register, wire.Take, wire.Tried, wire.Trained, wire.Commit, wire.Publish, wire.Chunk, wire.Check)
+_OF_THE_LEARNER = (
+    *(wire.Register, wire.Take, wire.Tried, wire.Trained, wire.Commit, wire.Publish, wire.Chunk, wire.Check),
+    *(broadcasts.Gather, broadcasts.Broadcast),
+)
 _OF_CONTROL = (wire.GetStatus, wire.Drain, wire.Gone, wire.Quarantine, wire.Halt)
 _SENDERS: dict[type[wire.Message], tuple[Role, ...]] = {
     **dict.fromkeys(_OF_ACTORS, ("actor", "relay")),

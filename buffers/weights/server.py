@@ -78,9 +78,8 @@ class WeightServer:
         """
         if isinstance(message, wire.Publish):
             admission.check_version(message.version)
-        if message.version == admission.published and self._is_here(
-            message.fence, message.version
-        ):  # repeated after its answer was lost
+        is_here = message.version == admission.published and self._is_here(message.fence, message.version)
+        if is_here:  # repeated after its answer was lost
             return wire.Checked(done=True) if isinstance(message, wire.Check) else wire.Done()
         answer: wire.Message = wire.Done()
         incoming = self._incoming
