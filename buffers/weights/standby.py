@@ -74,7 +74,7 @@ class Standby:
         """A set is about to come, in this epoch or in one that begins with it."""
         epoch, target = (message.fence, message.epoch), (message.fence, message.version)
         if epoch > self._state.told and self._num_lost < _MAX_LOST:
-            self._leave()
+            self.close()
             self._says(told=epoch, is_member=True)
             self._seat = self._take_seat(message, partial(self._outcome, epoch))
             self._newest = _NOTHING
@@ -86,7 +86,7 @@ class Standby:
     def disband(self, epoch: tuple[int, int]) -> None:
         """An epoch is over."""
         if epoch >= self._state.told:
-            self._leave()
+            self.close()
             self._says(told=epoch, is_member=False)
 
     def take(self, target: Target, digest: str) -> WeightSet | None:
@@ -103,9 +103,6 @@ class Standby:
             self._lose("what came is not what the learner broadcast")
         return None
 
-    def close(self) -> None:
-        self._leave()
-
     def _outcome(self, epoch: tuple[int, int], weights: WeightSet | None) -> None:
         self._outcomes.put((epoch, weights))
         self._wake()
@@ -113,10 +110,11 @@ class Standby:
     def _lose(self, why: str) -> None:
         self._num_lost += 1
         _log.warning("the engine leaves epoch %d of fence %d: %s", self._state.told[1], self._state.told[0], why)
-        self._leave()
+        self.close()
         self._says(is_member=False)
 
-    def _leave(self) -> None:
+    def close(self) -> None:
+        """Leave the seat."""
         seat, self._seat = self._seat, None
         self._coming.clear()
         if seat is not None:

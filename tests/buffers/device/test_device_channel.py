@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import psutil
 import pytest
 
 from async_rlhf.buffers.config import WeightsConfig
@@ -131,6 +132,13 @@ def test_a_hub_that_forgot_everything_gathers_its_engines_anew(channel: Fleet) -
     until(lambda: "anna" in channel.status()["actors"], anna)
     publish(channel, 2, anna)
     assert anna.came == ["broadcast"] * 2 and counted(channel)["epochs"] == 1
+
+
+def test_nothing_listens_beyond_this_machine(channel: Fleet) -> None:
+    anna = engine(channel, "anna")
+    publish(channel, 1, anna)
+    listening = {each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"} and anna.came == ["broadcast"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 7])
