@@ -110,8 +110,12 @@ class QueueConfig(Section):
 class WeightsConfig(Section):
     """How weights get from the learner to the actors."""
 
-    transport: Literal["auto", "chunks"] = "auto"
-    """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent."""
+    transport: Literal["auto", "chunks", "device"] = "auto"
+    """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent; `device`: broadcast
+    by torch.distributed (built-in engine, CPU), and as with `auto` to engines that miss it."""
+    device_timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """`device`: seconds that a broadcast may take; then it is given up, the engines fetch the set, and the next broadcast is
+    without the engine that hangs."""
     delta: bool = True
     """Where sets are sent, send what changed when that is less than half; an actor then keeps the previous set."""
 

@@ -35,6 +35,7 @@ ROOMS = {
     ),
     "httpx2": ("actors/rewards/builtins/judge.py", "async_rlhf/run/supervision/hooks.py"),
     "torch": (
+        "buffers/device/",
         "actors/torch_engine/",
         "actors/scoring/incremental.py",
         "actors/scoring/models.py",

@@ -49,6 +49,7 @@ def check(config: Config, *, has_model: bool = True) -> None:
     _check_security(config.security)
     if config.address:
         _check_address(config.address, keyed=config.security.keys is not None)
+    _check_device_channel(config)
     _check_curriculum(config)
     if has_model:
         _check_model(config)
@@ -70,6 +71,30 @@ def _check_curriculum(config: Config) -> None:
         raise ConfigError(
             f"queue.exact = true with data.curriculum and data.source = {data.source!r}: which prompt comes next would "
             "depend on when rows come in. Set queue.exact = false, or name data that are all there"
+        )
+
+
+def _check_device_channel(config: Config) -> None:
+    """What it serves, and that nobody takes a wait for it for the end of the run."""
+    weights = config.weights
+    if weights.transport != "device":
+        return
+    served = {
+        "engine.kind": (config.engine.kind, "torch"), "engine.device": (config.engine.device, "cpu"),
+        "learner.backend": (config.learner.backend, "torch"), "learner.device": (config.learner.device, "cpu"),
+        "launch.kind": (config.launch.kind, "local"),
+        "placement.hosts": ([host.name for host in config.placement.hosts[1:]], []),
+    }  # fmt: skip
+    for key, (value, only) in served.items():
+        if value != only:
+            raise ConfigError(
+                f"weights.transport = 'device' with {key} = {value!r}: it serves {only or 'one host'!r} only. Set that, or "
+                "weights.transport = 'auto'"
+            )
+    if weights.device_timeout_s >= (limit := config.stall_timeout_s):
+        raise ConfigError(
+            f"weights.device_timeout_s = {weights.device_timeout_s:g} is not below stall_timeout_s = {limit:g}, after which a "
+            f"run without a step ends; a tenth of that, {limit / 10:g}, will do"
         )
 
 

@@ -13,10 +13,12 @@ from types import MappingProxyType
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import DeadlineError, RefusedError
-from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import broadcasts, packing, wire
+from async_rlhf.buffers.protocol.broadcasts import Device
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.transport.link import Connect, Connection, Patience, SocketLink
 from async_rlhf.buffers.weights.receiver import WeightReceiver
+from async_rlhf.buffers.weights.standby import Standby, TakeSeat
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
@@ -58,9 +60,14 @@ class ActorClient:
         connect: Connect = SocketLink,
         weights: WeightsConfig | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
+        take_seat: TakeSeat | None = None,
     ) -> None:
         self._connection = Connection(connect(address, name))
-        self._link = self._connection.link
+        self._link, weights = self._connection.link, weights or WeightsConfig()
+        self._standby: Standby | None = None
+        if take_seat is not None:
+            self._standby = Standby(take_seat, self._link.clock, weights.device_timeout_s, self._link.wake)
+        self._device = Device() if self._standby is not None else None  # as the hub is told
         self._name, self._beat_s, self._timeout_s = name, beat_s, timeout_s
         self._life, self._shared = secrets.token_hex(8), dict(shared)
         self._using = threading.RLock()  # of the connection: by the actor's thread, and by the one that beats
@@ -74,7 +81,7 @@ class ActorClient:
         self._unacknowledged: dict[int, tuple[wire.Put, wire.Frames]] = {}
         self._later: dict[int, float] = {}  # when to put these again
         self._credits: list[wire.CreditItem] = []
-        self._weight_receiver = WeightReceiver(self._connection.send, self._link.clock, address, weights or WeightsConfig())
+        self._weight_receiver = WeightReceiver(self._connection.send, self._link.clock, address, weights, standby=self._standby)
         self.stop_reason: str | None = None
         self.refused: deque[tuple[int, str]] = deque(maxlen=_MAX_REFUSED)  # newest puts the hub did not want, and why
 
@@ -84,9 +91,12 @@ class ActorClient:
             now = self._link.clock()
             self._newest = state, telemetry
             self._weight_receiver.serving = (state.fence, state.version)
+            before = self._device
+            if self._standby is not None:
+                self._device = self._standby.look()
             if self._link.was_remade() or (not self._hello_sent and now >= self._hello_at):
                 self._hello(state)
-            elif self._hello_sent and now - self._beaten >= self._beat_s:
+            elif self._hello_sent and (now - self._beaten >= self._beat_s or self._device != before):
                 self.beat(state, telemetry)
             if self._weight_receiver.has_work:
                 timeout_s = 0.0
@@ -130,6 +140,7 @@ class ActorClient:
                     capacity=state.capacity,
                     fence=state.fence,
                     version=state.version,
+                    device=self._device,
                     telemetry=telemetry,
                     progress=list(state.progress),
                 )
@@ -162,6 +173,8 @@ class ActorClient:
 
     def close(self) -> None:
         self._closed.set()
+        if self._standby is not None:
+            self._standby.close()
         with self._using:
             with suppress(DeadlineError):
                 self._connection.send(wire.Bye())
@@ -180,6 +193,7 @@ class ActorClient:
             capacity=state.capacity,
             fence=state.fence,
             version=state.version,
+            device=self._device,
             holding=sorted({*state.holding, *self.unacknowledged}),
         )
         self._hello_request = self._connection.send(hello)
@@ -225,7 +239,11 @@ class ActorClient:
             case wire.Later(number=number, wait_s=wait_s):
                 self._later[number] = self._link.clock() + wait_s
             case wire.Adopt(fence=fence, version=version):
-                self._weight_receiver.adopt((fence, version))
+                self._weight_receiver.adopt((fence, version), message.digest, message.canary)
+            case broadcasts.Receive() if self._standby is not None:
+                self._standby.receive(message)
+            case broadcasts.Broadcast() if self._standby is not None:
+                self._standby.disband((message.fence, message.epoch))
             case wire.Manifest() | wire.Chunk():
                 self._weight_receiver.receive(message, arrays)
             case wire.Stop(reason=reason):

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Protocol, cast
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError
-from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import broadcasts, packing, wire
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
@@ -91,6 +92,16 @@ class WeightUpload:
         self.blocked_s += time.monotonic() - began
 
 
+class Broadcaster(Protocol):
+    """The learner's end of the device channel. store: where its epochs meet. send: broadcasts a set to the `size` - 1 engines
+    of an epoch; gives the content digest, by digests that it took of what it sent, or None when the epoch is over."""
+
+    store: str
+
+    def send(self, epoch: tuple[int, int], size: int, weights: WeightSet) -> str | None: ...
+    def close(self) -> None: ...
+
+
 class LearnerClient:
     """The learner's end: take batches, report what was trained and what is durable, publish weights. Blocks, with deadlines.
 
@@ -111,8 +122,10 @@ class LearnerClient:
         connect: Connect = SocketLink,
         weights: WeightsConfig | None = None,
         start: Callable[[Callable[[], None]], WeightUpload] = WeightUpload,
+        broadcaster: Broadcaster | None = None,
     ) -> None:
-        """start: begins an upload; a simulator has its own."""
+        """start: begins an upload; a simulator has its own. broadcaster: with the device channel."""
+        self._broadcaster = broadcaster
         self._connection, self._weight_connection = (
             Connection(connect(address, name)) for name in ("learner", "learner-weights")
         )
@@ -209,10 +222,21 @@ class LearnerClient:
                 weights = self._weight_sender.copied(fence, version, tensors, canary)
             finally:
                 read()
+            if self._broadcaster is not None:
+                self._broadcast(self._broadcaster, weights)
             self._weight_sender.publish(weights)
 
         self._upload = self._start(work)
         return self._upload
+
+    def _broadcast(self, broadcaster: Broadcaster, weights: WeightSet) -> None:
+        """To the engines that take part, which may adopt it before the hub has it."""
+        name = {"fence": weights.fence, "version": weights.version}
+        ask = partial(self._weight_connection.ask, timeout_s=self._timeout_s)
+        gathered, _ = ask(broadcasts.Gather(**name, store=broadcaster.store))
+        if isinstance(gathered, broadcasts.Receive) and gathered.size > 1:
+            digest = broadcaster.send((weights.fence, gathered.epoch), gathered.size, weights)
+            ask(broadcasts.Broadcast(**name, epoch=gathered.epoch, digest=digest, canary=weights.canary))
 
     def _check_upload(self) -> None:
         if self._upload is not None:
@@ -227,6 +251,8 @@ class LearnerClient:
         """Waits for a set that is on its way; what it fails with is of no interest any more."""
         with suppress(AsyncRLHFError):
             self._end_upload()
+        if self._broadcaster is not None:
+            self._broadcaster.close()
         self._connection.close()
         self._weight_connection.close()
 
@@ -240,7 +266,7 @@ class WeightSender:
 
     def __init__(self, connection: Connection, address: str, config: WeightsConfig, timeout_s: float) -> None:
         self._connection, self._timeout_s, self._config = connection, timeout_s, config
-        self._shares = config.transport == "auto" and is_local(address)
+        self._shares = config.transport != "chunks" and is_local(address)
         self._before: WeightSet | None = None
         self._wants_delta = False
 

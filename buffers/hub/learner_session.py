@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from async_rlhf.buffers.errors import RefusedError, WireError
-from async_rlhf.buffers.protocol import packing, wire
+from async_rlhf.buffers.protocol import broadcasts, packing, wire
 from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
+_IMPLIES = wire.Take | wire.Commit | wire.Publish | broadcasts.Gather  # that the step before is done
 
 
 class Outbox:
@@ -97,7 +98,7 @@ class LearnerSession:
             if overtaken and isinstance(message, wire.Take | wire.Tried):
                 return None  # repeated; a later message decides
         # A learner that goes on from here has trained on the batch before, also when its message was lost.
-        if isinstance(message, wire.Take | wire.Commit | wire.Publish) and _steps_done(message) == admission.step + 1:
+        if isinstance(message, _IMPLIES) and _steps_done(message) == admission.step + 1:
             admission.trained(admission.step)
         match message:
             case wire.Take():
@@ -119,6 +120,10 @@ class LearnerSession:
             case wire.SealedPart():
                 self._weight_server.sealed(message, admission)
                 return None
+            case broadcasts.Gather():
+                return self._weight_server.broadcasts.gather(message, admission)
+            case broadcasts.Broadcast():
+                return self._weight_server.broadcasts.broadcast(message, admission)
             case wire.Publish() | wire.Chunk() | wire.Check():
                 return self._weight_server.receive(message, arrays, admission)
             case _:
@@ -229,8 +234,8 @@ class LearnerSession:
         return None
 
 
-def _steps_done(message: wire.Take | wire.Commit | wire.Publish) -> int:
-    return message.version if isinstance(message, wire.Publish) else message.step
+def _steps_done(message: wire.Take | wire.Commit | wire.Publish | broadcasts.Gather) -> int:
+    return message.version if isinstance(message, wire.Publish | broadcasts.Gather) else message.step
 
 
 def _fenced(claimed: int, fence: int) -> RefusedError:

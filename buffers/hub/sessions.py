@@ -62,9 +62,11 @@ class ActorSessions:
         if before is not None and before != name:
             self._fleet.leave(before, f"joined again as {name}")
         actor = Actor(
-            hello.capacity, hello.fence, hello.version, now, life=hello.life, identity=identity, telemetry=_NOTHING_YET
-        )
+            hello.capacity, hello.fence, hello.version, now, life=hello.life, identity=identity, telemetry=_NOTHING_YET,
+            device=hello.device,
+        )  # fmt: skip
         self._fleet.join(name, actor, hello.holding)
+        self._weight_server.broadcasts.membership.greeted((name, hello.life))
         _log.info("%s joined with version %d, holding %d groups", name, hello.version, len(hello.holding))
         return self._welcome
 
@@ -73,6 +75,7 @@ class ActorSessions:
             case wire.Beat():
                 actor = self._fleet.actors[name]
                 self._weight_server.serves(actor, message.fence, message.version)
+                self._weight_server.broadcasts.reported(actor, message.device)
                 actor.capacity, actor.telemetry = message.capacity, message.telemetry.model_dump()
                 actor.progressed(message.progress, now)
             case wire.Release(numbers=numbers):

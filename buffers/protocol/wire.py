@@ -6,7 +6,9 @@
                                                                                        Trial (+ arrays), Waiting, Ended, Done
     control -> hub  GetStatus, Drain, Gone, Quarantine, Halt           hub -> control  Status, Done
     learner -> hub  SealedPart, Publish, Chunk (+ bytes), Check        hub -> learner  Wanted, Checked, Done
-    actor   -> hub  Fetch, FetchChunk                                  hub -> actor    Adopt, Manifest, Chunk (+ bytes)
+    learner -> hub  Gather, Broadcast                                  hub -> learner  Receive, Done
+    actor   -> hub  Fetch, FetchChunk                                  hub -> actor    Adopt, Manifest, Chunk (+ bytes),
+                                                                                       Receive, Broadcast
 
 Every request may be answered with Refused. The same holds between an actor and a relay, which is the hub to it.
 """
@@ -17,7 +19,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from async_rlhf.buffers.protocol import message
+from async_rlhf.buffers.protocol import broadcasts, message
 from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec, Digest, GroupId, MessageBase, Name, Version
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
@@ -76,6 +78,7 @@ class Hello(message.Message):
     """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on.
 
     life: names the process, however often it connects. shared: digests of what hub and actor must have in common, by name.
+    device: of one that takes part in the device channel.
     """
 
     actor: Name
@@ -84,6 +87,7 @@ class Hello(message.Message):
     capacity: Count
     fence: Count
     version: Version
+    device: broadcasts.Device | None = None
     holding: list[GroupId] = Field(default_factory=list)
 
 
@@ -97,6 +101,7 @@ class Beat(message.Message):
     fence: Count
     version: Version
     telemetry: Telemetry = Telemetry()
+    device: broadcasts.Device | None = None
     progress: list[GroupId] = Field(default_factory=list)
 
 
@@ -362,7 +367,11 @@ class Checked(message.Message):
 
 
 class Adopt(_OfSet):
-    """Serve this version, published by the learner incarnation `fence`."""
+    """Serve this version, published by the learner incarnation `fence`. digest, canary: of what was broadcast, to an actor that
+    has received it."""
+
+    digest: Digest | None = None
+    canary: Canary | None = None
 
 
 class Fetch(_OfSet):
@@ -390,6 +399,7 @@ Message = (
     | Register | Registered | Take | Batch | Trial | Tried | Waiting | Ended | Trained | Commit
     | GetStatus | Status | Drain | Gone | Quarantine | Halt | Done | Refused
     | SealedPart | Publish | Wanted | Chunk | Check | Checked | Fetch | Manifest | FetchChunk
+    | broadcasts.Gather | broadcasts.Receive | broadcasts.Broadcast
 )  # fmt: skip
 _FRAMING: message.Framing[Message] = message.Framing(PROTOCOL, get_args(Message))
 encode, decode, check_size = _FRAMING.encode, _FRAMING.decode, message.check_size

@@ -18,6 +18,7 @@ from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from types import MappingProxyType
 
+from async_rlhf.buffers.protocol.broadcasts import Device
 from async_rlhf.buffers.queue.failures import Failures
 from async_rlhf.buffers.queue.order import ConsumptionOrder
 
@@ -36,10 +37,10 @@ class Actor:
     """One actor: how many groups it can hold, the weights it serves (learner fence, version), when its last message came.
 
     life: names its process. identity: its connection. telemetry: its counters and gauges. announced: the weights that it was
-    last given to adopt. behind_since: since when it serves others than those and has adopted nothing. stuck: groups that it
-    made no progress with for too long, and how far they were; it is given nothing while it holds one that has not moved since.
-    doubted: it has made no progress with anything since such a group; it may be all of the actor that is stuck, so it is given
-    nothing that another has room for.
+    last given to adopt. behind_since: since when it serves others than those and has adopted nothing. device: its part in the
+    device channel. stuck: groups that it made no progress with for too long, and how far they were; it is given nothing while
+    it holds one that has not moved since. doubted: it has made no progress with anything since such a group; it may be all of
+    the actor that is stuck, so it is given nothing that another has room for.
     """
 
     capacity: int
@@ -54,6 +55,7 @@ class Actor:
     behind_since: float | None = None
     stuck: dict[int, int] = field(default_factory=dict)
     doubted: bool = False
+    device: Device | None = None
     _moved: dict[int, tuple[int, float]] = field(default_factory=dict)  # number -> amount, and since when it is that
     _works_on: dict[int, int] = field(default_factory=dict)  # by its own account: number -> amount
 

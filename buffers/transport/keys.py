@@ -34,7 +34,7 @@ import zmq
 from zmq.utils import z85
 
 from async_rlhf.buffers.errors import ConfigError, RefusedError, did_you_mean
-from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.protocol import broadcasts, wire
 
 Role = Literal["actor", "relay", "learner", "control"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -42,6 +42,7 @@ _OF_ACTORS = (wire.Hello, wire.Beat, wire.Put, wire.Release, wire.Bye, wire.Fetc
 _OF_THE_LEARNER = (
     *(wire.Register, wire.Take, wire.Tried, wire.Trained, wire.Commit),
     *(wire.SealedPart, wire.Publish, wire.Chunk, wire.Check),
+    *(broadcasts.Gather, broadcasts.Broadcast),
 )
 _OF_CONTROL = (wire.GetStatus, wire.Drain, wire.Gone, wire.Quarantine, wire.Halt)
 _SENDERS: dict[type[wire.Message], tuple[Role, ...]] = {

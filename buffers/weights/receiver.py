@@ -14,9 +14,10 @@ from dataclasses import replace
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.message import DeltaSpec
+from async_rlhf.buffers.protocol.message import Canary, DeltaSpec
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, mapped
 from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
+from async_rlhf.buffers.weights.standby import Standby
 from async_rlhf.buffers.weights.store import Delta
 from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num_chunks
 
@@ -40,9 +41,11 @@ class WeightReceiver:
         address: str,
         config: WeightsConfig,
         make: MakeMemory | None = None,
+        standby: Standby | None = None,
     ) -> None:
+        self._standby = standby
         self._send, self._clock, self._config, self._make = send, clock, config, make or HeapPool().make
-        self._maps = config.transport == "auto" and is_local(address)
+        self._maps = config.transport != "chunks" and is_local(address)
         self.serving: tuple[int, int] | None = None
         self._target: tuple[int, int] | None = None
         self._assembly: Assembly | None = None
@@ -60,14 +63,21 @@ class WeightReceiver:
         one to be adopted still."""
         self._target = None
 
-    def adopt(self, target: tuple[int, int]) -> None:
-        """Fetch this set and forget any other; nothing is fetched when it is the one the actor serves."""
+    def adopt(self, target: tuple[int, int], digest: str | None = None, canary: Canary | None = None) -> None:
+        """Fetch this set and forget any other; nothing is fetched when it is the one the actor serves, or came by the device
+        channel with this digest. canary: its, then."""
         if target == self._target:
             return
         self._target = self._weights = None
         if self._assembly is not None and (self._assembly.fence, self._assembly.version) != target:
             self._drop()
-        if target != self.serving:
+        if target == self.serving:
+            return
+        weights = None if digest is None or self._standby is None else self._standby.take(target, digest)
+        if weights is not None:
+            self._finish(replace(weights, canary=canary))
+            self._held = None  # its digest is of another kind: no delta leads from it
+        else:
             self._target = target
             holds = None if self._held is None else self._held.digest
             self._request = self._send(wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds))

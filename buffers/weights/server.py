@@ -17,6 +17,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, EarlyParts, Verifier
+from async_rlhf.buffers.weights.broadcast import Broadcasts
 from async_rlhf.buffers.weights.digests import num_threads
 from async_rlhf.buffers.weights.shared import HeapPool, Memory, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
@@ -60,6 +61,7 @@ class WeightServer:
         self.store, self._config, self._pool = store, config or WeightsConfig(), HeapPool()
         self._incoming: _Incoming | None = None
         self._early: EarlyParts | None = None
+        self.broadcasts = Broadcasts()
         self._sends_chunks = False  # an actor fetches what could be a delta
         self._counters = {"sets": 0, "sets_mapped": 0, "deltas": 0, "delta_bytes": 0, "served_bytes": 0, "dropped_actors": 0}
 
@@ -79,7 +81,8 @@ class WeightServer:
         """
         if isinstance(message, wire.Publish):
             admission.check_version(message.version)
-        if message.version == admission.published:  # repeated after its answer was lost
+        is_here = message.version == admission.published and self._is_here(message.fence, message.version)
+        if is_here:  # repeated after its answer was lost
             return wire.Checked(done=True) if isinstance(message, wire.Check) else wire.Done()
         answer: wire.Message = wire.Done()
         incoming = self._incoming
@@ -176,6 +179,8 @@ class WeightServer:
     def serve(self, request: wire.Fetch | wire.FetchChunk) -> tuple[wire.Message, wire.Frames]:
         """The requested manifest or chunk; raises WeightsError when it is not here."""
         if isinstance(request, wire.Fetch):
+            if not self._is_here(request.fence, request.version):
+                raise WeightsError(f"version {request.version} is not here; there are {sorted(self.store.versions)}")
             return self._manifest(request), []
         if request.delta is None:
             data = self.store.get(request.version).chunk(request.index)
@@ -199,22 +204,28 @@ class WeightServer:
                     deltas = []
         return manifest.model_copy(update={"fence": request.fence, "places": places, "deltas": deltas})
 
-    def adoptions(self, admission: Admission, now: float) -> Iterator[tuple[bytes, wire.Adopt]]:
-        """(identity, message) for every actor that should serve something else than it serves or was announced to it."""
+    def adoptions(self, admission: Admission, now: float) -> Iterator[tuple[bytes, wire.Message]]:
+        """(identity, message) for every actor that should serve something else than it serves or was announced to it; and what
+        engines are told of a broadcast."""
+        yield from self.broadcasts.messages
+        self.broadcasts.messages.clear()
         newest = None if admission.bound.exact else (admission.fence, admission.published)
         for name, actor in admission.fleet.actors.items():
             serving = (actor.fence, actor.version)
             if serving == newest and actor.announced in (None, newest):
                 actor.behind_since = None
                 continue  # so it is with nearly all, nearly always
-            version = admission.target(name)
-            if version is None or version not in self.store:
+            if (version := admission.target(name)) is None:
                 continue
             target = (admission.fence, version)
+            if not (self._is_here(*target) or self.broadcasts.has_received(actor, target)):
+                continue
             if target == serving:
                 actor.behind_since = None
             elif actor.behind_since is None:
                 actor.behind_since = now
+            if self.broadcasts.is_expected(name, actor, target):
+                continue
             # A fetch that is under way is finished as long as it can still earn a credit: else a link that is slower than a
             # step would fetch for ever and adopt nothing.
             if self._fetches(actor, admission) is not None:
@@ -222,7 +233,7 @@ class WeightServer:
             # Also when it is to stay after all: it may be about to leave for an earlier target.
             if target != (actor.announced or serving):
                 actor.announced = target
-                yield actor.identity, wire.Adopt(fence=target[0], version=version)
+                yield actor.identity, wire.Adopt(fence=target[0], version=version, **self.broadcasts.offer(actor, target))
 
     def drop_old(self, admission: Admission) -> None:
         """Forget the sets that are neither needed nor being fetched for a credit."""
@@ -233,12 +244,17 @@ class WeightServer:
         lowest = min([needed, *(each for each in fetched if each is not None)])
         self.store.keep(lambda version: version >= lowest)
 
+    def _is_here(self, fence: int, version: int) -> bool:
+        """Of a version that was broadcast its own bytes are, and not those of another learner's."""
+        is_broadcast = self.broadcasts.newest == (fence, version)
+        return version in self.store and (not is_broadcast or self.store.get(version).fence == fence)
+
     def _fetches(self, actor: Actor, admission: Admission) -> int | None:
         """The version announced to an actor, which it has not got yet, and may still begin something with."""
         if actor.announced is None or actor.announced == (actor.fence, actor.version):
             return None
         fence, version = actor.announced
-        is_worth_it = fence == admission.fence and version in self.store and admission.may_begin(version)
+        is_worth_it = fence == admission.fence and self._is_here(fence, version) and admission.may_begin(version)
         return version if is_worth_it else None
 
     @staticmethod
@@ -259,4 +275,4 @@ class WeightServer:
 
     def status(self) -> dict[str, int]:
         """Counters since the hub began. sets_mapped: those not copied from the learner; dropped_actors: for being late."""
-        return dict(self._counters)
+        return self._counters | self.broadcasts.counters

@@ -89,12 +89,13 @@ class HeapMemory:
         lent = data.view()  # every view into the set keeps this one alive
         if freed is not None:
             weakref.finalize(lent, freed, data)
-        self._bytes, self.view = lent, lent.data.toreadonly()
+        self.room = lent
+        """uint8 [n]: all bytes, to be written."""
+        self.view = lent.data.toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        np.copyto(
-            self._bytes[offset : offset + len(data)], np.frombuffer(data, np.uint8)
-        )  # as slices do, without Python's lock
+        # As slices do, without Python's lock.
+        np.copyto(self.room[offset : offset + len(data)], np.frombuffer(data, np.uint8))
 
     def seal(self, index: int | None = None) -> None: ...
 
@@ -111,7 +112,7 @@ class HeapPool:
     def __init__(self) -> None:
         self._spare: Bytes | None = None
 
-    def make(self, num_bytes: int) -> Memory:
+    def make(self, num_bytes: int) -> HeapMemory:
         spare, self._spare = self._spare, None
         return HeapMemory(num_bytes, spare if spare is not None and len(spare) == num_bytes else None, self._keep)
 

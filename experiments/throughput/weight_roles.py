@@ -1,4 +1,4 @@
-"""The other processes of the weights benchmark: a hub, and a learner that publishes on command. No torch."""
+"""The other processes of the weights benchmark: a hub, and a learner that publishes on command. No torch but to broadcast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _BLOCK = 4 << 20
 
 def weights_config(transport: str) -> WeightsConfig:
     """`delta` stands for chunks with deltas, `chunks` for chunks without."""
-    return WeightsConfig(transport=cast(Any, transport.replace("delta", "chunks")), delta=transport == "delta")
+    kind = cast(Any, transport.replace("delta", "chunks"))
+    return WeightsConfig(transport=kind, delta=transport == "delta", device_timeout_s=DEADLINE_S)
 
 
 def make_words(num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
@@ -52,9 +53,19 @@ def hub(address: str, directory: str, transport: str) -> None:
 
 def learner(address: str, transport: str, num_bytes: int, pipe: Connection) -> None:
     """For each message: publishes a set that differs a little from the last. Answers with its fence and when it began, had
-    copied it into memory that it uses again (as a learner with a GPU does), and the hub had verified it, in seconds of a clock
-    that all processes share; and with the seconds of processor time for it."""
-    client = LearnerClient(address, timeout_s=DEADLINE_S, weights=weights_config(transport))
+    copied it into memory that it uses again (as a learner with a GPU does) and into what is sent, and the hub had verified it,
+    in seconds of a clock that all processes share; and with the seconds of processor time for it."""
+    broadcaster = None
+    if transport == "device":
+        import torch
+
+        from async_rlhf.buffers.device.ends import LearnerEnd
+
+        torch.set_num_threads(1)
+        broadcaster = LearnerEnd(DEADLINE_S)
+    config = weights_config(transport)
+    client = LearnerClient(address, timeout_s=DEADLINE_S, weights=config, broadcaster=broadcaster)
+    sent_from = list[float]()
     words, rng = make_words(num_bytes), np.random.default_rng(1)
     leaving = words.copy()
     while True:
@@ -63,7 +74,7 @@ def learner(address: str, transport: str, num_bytes: int, pipe: Connection) -> N
         words[rng.integers(0, len(words), int(CHANGED_SHARE * len(words)))] += 1
         began, working = monotonic(), process_time()
         copy(leaving, words)
-        publication = client.begin_publish(0, as_tensors(leaving))
+        publication = client.begin_publish(0, as_tensors(leaving), read=lambda: sent_from.append(monotonic()))
         copied = monotonic()
         publication.wait()
-        pipe.send((client.fence, began, copied, monotonic(), process_time() - working))
+        pipe.send((client.fence, began, copied, sent_from[-1], monotonic(), process_time() - working))

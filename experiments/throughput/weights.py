@@ -4,6 +4,7 @@
 - shared:   from the learner's `publish` to adopted, through a hub, all three processes on one host; beside that copy
 - tcp:      an actor fetches the chunks of a set from a hub over loopback; beside PUSH/PULL of frames of the same size
 - delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
+- device:   from the learner's copy to what an engine may adopt, with digests on both sides; beside a broadcast by gloo alone
 
 And what does a publication cost those who have other work?
 
@@ -30,6 +31,7 @@ import torch
 
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
+from async_rlhf.buffers.device.ends import EngineEnd
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.assembly import mapped
@@ -37,6 +39,7 @@ from async_rlhf.buffers.weights.digests import in_threads, num_threads
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput import weight_roles
+from async_rlhf.experiments.throughput.broadcast import raw_broadcast
 from async_rlhf.experiments.throughput.harness import (
     SPAWN,
     Bench,
@@ -77,6 +80,10 @@ def weights(bench: Bench) -> Iterator[Row]:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
             yield beside("delta", None, ours=lambda: with_deltas.publish().total, whole=lambda: fleet.publish().total)
+    with Fleet.of("ipc", "device", num_bytes) as fleet, raw_broadcast(num_bytes) as gloo:
+        for _ in range(2):
+            fleet.publish()  # the first goes by the hub, for the actor comes late; the second makes the group
+        yield beside("device", 0.7, ours=lambda: fleet.publish().from_copy, raw=gloo)
 
 
 def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
@@ -106,12 +113,13 @@ def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:
 
 @dataclass(frozen=True)
 class Published:
-    """Seconds: from the learner's call, and from the hub's word that the set is there, to adopted; for which the learner was
-    kept; for which the actor looked after messages; of the engine's own copy; of processor time that learner, hub and actor
-    took for all of it."""
+    """Seconds: from the learner's call, from the hub's word that the set is there, and from the copy that is sent, to adopted
+    (the last: to what may be); for which the learner was kept; for which the actor looked after messages; of the engine's own
+    copy; of processor time that learner, hub and actor took for all of it."""
 
     total: float
     from_hub: float
+    from_copy: float
     blocked: float
     looked: float
     reload: float
@@ -128,7 +136,8 @@ class Fleet:
     def __init__(self, address: str, transport: str, hub: int | None, pipe: Connection) -> None:
         self._pipe, self._hub, self._arrays = pipe, psutil.Process(hub), dict[str, Any]()
         config = weights_config(transport)
-        self._client = ActorClient(address, "actor", beat_s=1.0, timeout_s=DEADLINE_S, weights=config)
+        take_seat = EngineEnd(DEADLINE_S) if transport == "device" else None
+        self._client = ActorClient(address, "actor", beat_s=1.0, timeout_s=DEADLINE_S, weights=config, take_seat=take_seat)
         self._state = ActorState(0, 0, -1, ())
 
     @classmethod
@@ -161,10 +170,12 @@ class Fleet:
         copy_into(self._arrays, weights.tensors())
         adopted = monotonic()
         spent_s += thread_time() - working + cpu_s(self._hub)
-        _, began, copied, ended, learner_s = self._pipe.recv()
+        _, began, copied, sent_from, ended, learner_s = self._pipe.recv()
         self._state = ActorState(0, weights.fence, weights.version, ())
         self._client.beat(self._state, wire.Telemetry())
-        return Published(adopted - began, adopted - ended, copied - began, looked_s, adopted - here, spent_s + learner_s)
+        return Published(
+            adopted - began, adopted - ended, here - sent_from, copied - began, looked_s, adopted - here, spent_s + learner_s
+        )
 
 
 def publication(bench: Bench) -> Iterator[Row]:

@@ -93,6 +93,21 @@ def test_bound_zero_is_the_synchronous_loop_bit_for_bit(small: Any) -> None:
     assert any(not np.array_equal(start[name], trained[name]) for name in trained)  # it did learn something
 
 
+def test_twenty_steps_end_with_the_same_bits_whichever_channel_the_weights_take(small: Any, tmp_path: Path) -> None:
+    """Each version but the first, which is there before the engine, was broadcast."""
+    ended = []
+    for transport in ("chunks", "device"):
+        result = api.train(
+            small(**{"name": transport, "max_steps": STEPS, "queue.max_staleness": 0, "weights.transport": transport}),
+            quiet=True,
+        )
+        assert result.checkpoint is not None
+        ended.append((result.checkpoint / "model.safetensors").read_bytes())
+    assert ended[0] == ended[1]
+    weights = RunDir(tmp_path / "runs" / "device").read_ledger()["weights"]
+    assert weights["broadcasts"] >= STEPS - 1 and weights["broadcasts_failed"] == weights["broadcasts_refused"] == 0, weights
+
+
 NUM_STEPS = 24
 # Metrics that tell of time, of how many actors there are, or of what a hub that was away had not been told yet.
 OF_TIME = ("time", "step_time", "samples_per_second", "tokens_per_second", "broadcast/", "checkpoint/", "idle/", "stages/")
@@ -199,3 +214,10 @@ def test_in_exact_mode_neither_kills_nor_the_number_of_actors_change_a_bit(num_a
     assert max(record["staleness/max"] for record in metrics) == 2
     again = train("killed", drawn_kills(num_actors), **settings, **{"actors.count": num_actors})
     assert again == (weights, metrics)
+
+
+@pytest.mark.rest
+def test_with_broadcasts_kills_change_no_bit_of_what_is_learned_without_any(train: Callable[..., Any]) -> None:
+    settings = {"queue.max_staleness": 2, "queue.exact": True, "actors.count": 2}
+    whole = train("whole", [], **settings)
+    assert train("killed", drawn_kills(4), **settings, **{"weights.transport": "device"}) == whole

@@ -231,7 +231,9 @@ def test_a_producer_sends_what_an_actor_would() -> None:
 @pytest.mark.rest
 def test_a_small_run_of_the_weights_measures_every_part() -> None:
     rows = small_rows("weights")
-    assert [row["load"] for row in rows] == ["adopt", "shared", "tcp", "delta"] and all(row["ratio"] > 0 for row in rows)
+    assert [row["load"] for row in rows] == ["adopt", "shared", "tcp", "delta", "device"] and all(
+        row["ratio"] > 0 for row in rows
+    )
 
 
 @pytest.mark.rest

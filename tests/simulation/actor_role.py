@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any, cast
 
@@ -163,7 +164,7 @@ class ActorRole:
         self._work = Work(7, of_run, generation, cast(Any, OneToken()), refill=refill)
         self._life = 0
         self._turn_at = float("inf")
-        self._frozen_until = 0.0
+        self._frozen_until = self.frozen_since = 0.0
         self.link: SimLink | None = None
 
     def start(self) -> None:
@@ -180,6 +181,7 @@ class ActorRole:
             timeout_s=self._pace.timeout_s,
             connect=lambda *_: link,
             weights=self._hub.weights,
+            take_seat=None if self._hub.ether is None else partial(self._hub.ether.take_seat, self.process),
         )
         self._engine, scoring = FakeEngine(), cast("ScoringPool[RolloutKey]", FakeScoring(world.rng))
         self._worker = Worker(
@@ -188,8 +190,22 @@ class ActorRole:
         self._client, self._scoring = client, scoring
         self._soon(life)
 
+    @property
+    def process(self) -> str:
+        return f"{self.name}/{self._life}"
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._hub.world.now < self._frozen_until
+
     def freeze(self, seconds: float) -> None:
-        self._frozen_until = self._hub.world.now + seconds
+        self.frozen_since = self._hub.world.now
+        self._frozen_until = self.frozen_since + seconds
+
+    def hang(self) -> None:
+        """In the collectives of the device channel; all else goes on."""
+        if self._hub.ether is not None:
+            self._hub.ether.hang(self.process)
 
     def load(self, seconds: float) -> None:
         """The engine keeps the actor's thread for so long; the other one beats."""
@@ -233,6 +249,8 @@ class ActorRole:
             return
         self.link.close()
         self.link = None
+        if self._hub.ether is not None:
+            self._hub.ether.ended(self.process)
         self._life += 1
         world = self._hub.world
         self._hub.observer.ends += 1
@@ -277,8 +295,6 @@ class ActorRole:
         if self._client.stop_reason is not None:
             self._life += 1
             return
-        self._hub.observer.serves(
-            f"{self.name}/{life}", self._worker._fence, self._engine.version, wild=self._hub.network.was_wild
-        )
+        self._hub.observer.serves(self.process, self._worker._fence, self._engine.version, wild=self._hub.network.was_wild)
         busy = self._engine.num_unfinished or self._scoring.num_pending
         self._soon(life, world.rng.uniform(0.005, 0.03) if busy else self._pace.beat_s)

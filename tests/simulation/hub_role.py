@@ -25,6 +25,7 @@ from async_rlhf.buffers.spool.claims import Spool
 from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.buffers.weights.store import WeightStore
 from tests.simulation.disk import HubKilledError, MemoryDisk
+from tests.simulation.ether import TIMEOUT_S, Ether
 from tests.simulation.invariants import Observer
 from tests.simulation.memory import Machine
 from tests.simulation.world import Network, ViolationError, World
@@ -59,7 +60,8 @@ class HubRole:
         self._fed, self._chosen, self._prompts, self.pace = fed, chosen, None, pace
         self.world, self.bound, self.observer, self.machine = world, bound, observer, machine
         self.address = "ipc://hub" if shares else "hub"
-        self.weights = WeightsConfig(transport="auto" if shares else "chunks")
+        self.weights = WeightsConfig(transport="auto" if shares else "chunks", device_timeout_s=TIMEOUT_S)
+        self.ether: Ether | None = None
         self.disk = MemoryDisk(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
@@ -73,14 +75,14 @@ class HubRole:
         )
         self._segment_bytes = segment_bytes
         self._inbox: list[tuple[bytes, wire.Frames]] = []
-        self._life = 0
+        self.life = 0
         self._stands_until = 0.0
         self._round_due = False
         self._journal: Journal | None = None
         self.exchange: Exchange | None = None
 
     def start(self) -> None:
-        self._life += 1
+        self.life += 1
         self.machine.begin("hub")
         try:
             journal = Journal(Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk, fsync=self._config.fsync)
@@ -88,7 +90,7 @@ class HubRole:
             quarantined = journal.replay.state.quarantined
             quarantine = Quarantine(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
             clock = lambda: self.world.now  # noqa: E731
-            life = f"life {self._life}"
+            life = f"life {self.life}"
             bound, self._prompts = self._open_prompts()
             exchange = Exchange(
                 self._config, bound, journal, weights, clock, life, self.weights, quarantine, prompts=self._prompts
@@ -104,7 +106,7 @@ class HubRole:
         self._journal, self.exchange = journal, exchange
         self.observer.hub_changed(exchange, journal)
         self.network.listen()
-        self._tick(self._life)
+        self._tick(self.life)
 
     def _open_prompts(self) -> tuple[Bound, Prompts | None]:
         if not self._fed and not self._chosen:
@@ -149,7 +151,7 @@ class HubRole:
         self.disk.crash()
 
     def _die(self) -> None:
-        self._life += 1
+        self.life += 1
         self._journal = self.exchange = self._prompts = None
         self._inbox.clear()
         self._round_due, self._stands_until = False, 0.0
@@ -165,12 +167,12 @@ class HubRole:
     def _soon(self) -> None:
         if not self._round_due:
             self._round_due = True
-            life = self._life
+            life = self.life
             self.world.after(self.world.rng.uniform(0, 0.002), "round", lambda: self._alive(life, self._round))
 
     def _alive(self, life: int, action: Callable[[], None]) -> None:
         """Do it when the hub has not died since; a disk that fails or a fuse that burns down ends the hub."""
-        if life != self._life or self.exchange is None:
+        if life != self.life or self.exchange is None:
             return
         if self.world.now < self._stands_until:
             self.world.after(self._stands_until - self.world.now, "the hub goes on", lambda: self._alive(life, action))
@@ -205,7 +207,7 @@ class HubRole:
             self._soon()
 
     def _tick(self, life: int) -> None:
-        if life != self._life:
+        if life != self.life:
             return
         if self.world.now < self._stands_until:
             self.world.after(self._stands_until - self.world.now, "tick", lambda: self._tick(life))
@@ -219,7 +221,7 @@ class HubRole:
             self._settle()
 
         self._alive(life, tick)
-        if life == self._life:
+        if life == self.life:
             self.world.after(self.pace.tick_s, "tick", lambda: self._tick(life))
 
     def _settle(self) -> None:

@@ -10,6 +10,8 @@ replay        a batch offered again holds the same attempts of the same groups
 memory        never more begun than (S + 1) B, plus what a restored learner must train again
 monotone      an actor never goes back to an older fence, nor to an older version of one fence
 refused       an honest learner is never refused
+epoch         processes that broadcast together were told so by the hub, each with a rank of its own
+waits         a learner waits once for an engine that does nothing, not with one broadcast after the other
 guilt         nothing counts against a group but ends of actors that were seen, and lacks of progress; one is taken out of a
               batch only when a learner ended that had it alone; an operator may take any back that is not trained on
 progress      once faults stop, the run ends with every group trained on or quarantined; with refill, with as many groups
@@ -40,6 +42,7 @@ class Observer:
         self._rows: dict[int, int] = {}  # of groups that were trained on, where a curriculum chooses
         self.ends = self.claims = 0  # of actors, names that went to another process included; names that one claimed
         self._holders: dict[str, tuple[str, float]] = {}  # name -> the process that had it last, and when that was heard
+        self._waited: set[object] = set()  # for whom a broadcast was in vain, and since when they do nothing
         self.trying: int | None = None  # the group that the learner has alone
         self.blamed: set[int] = set()  # those that it ended with
         self.taken_back: set[int] = set()  # those that an operator wanted out
@@ -160,6 +163,12 @@ class Observer:
         if now < before and not wild:
             raise ViolationError("monotone", f"{process} went from (fence, version) {before} to {now}")
         self._adopted[process] = now
+
+    def waited(self, engine: object) -> None:
+        """A broadcast was in vain because of this engine."""
+        if engine in self._waited:
+            raise ViolationError("waits", f"the learner waited again for {engine}")
+        self._waited.add(engine)
 
     def ended(self, trained: Iterable[int]) -> None:
         """The learner was told that nothing more comes."""

@@ -17,6 +17,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from tests.simulation.actor_role import STILL
 from tests.simulation.errand import Errand, ErrandLink, SimUpload
+from tests.simulation.ether import SimBroadcaster
 from tests.simulation.hub_role import HubRole
 from tests.simulation.world import SimLink, ViolationError
 
@@ -54,6 +55,8 @@ class LearnerRole:
         self.link: LearnerLink | None = None
         self.weight_link: ErrandLink | None = None
         self.errand: Errand | None = None
+        self._broadcaster: SimBroadcaster | None = None
+        self._num_lives = 0
 
     def run(self) -> None:
         """Until a life ends by itself."""
@@ -67,6 +70,8 @@ class LearnerRole:
                 self._hub.machine.end("learner")
                 if self.errand is not None:
                     self.errand.abandon()
+                if self._hub.ether is not None and self._broadcaster is not None:
+                    self._hub.ether.learner_ended(self._broadcaster.store)
                 for each in (self.link, self.weight_link):
                     if each is not None:
                         each.close()
@@ -117,7 +122,7 @@ class LearnerRole:
         self._hub.machine.begin("learner")
         self._client = LearnerClient(
             self._hub.address, timeout_s=self._hub.pace.timeout_s, connect=lambda _, name: links[name],
-            weights=self._hub.weights, start=self._begin_publication,
+            weights=self._hub.weights, start=self._begin_publication, broadcaster=self._open_broadcaster(),
         )  # fmt: skip
         self._registered = self.trains = False
         while True:
@@ -211,6 +216,14 @@ class LearnerRole:
         publication = SimUpload(work, self._world, self.turn_until, lambda: self._hub.machine.run("learner"))
         self.errand = self.weight_link.errand = publication.errand
         return publication
+
+    def _open_broadcaster(self) -> SimBroadcaster | None:
+        if self._hub.ether is None:
+            return None
+        link, self._num_lives = self.weight_link, self._num_lives + 1
+        assert link is not None
+        self._broadcaster = SimBroadcaster(self._hub.ether, f"store {self._num_lives}", lambda: link.errand)
+        return self._broadcaster
 
     def _publish(self, *, whole: bool) -> None:
         """whole: wait until the hub has it, as `async_rlhf.learner.loop.source` does."""

@@ -1,4 +1,4 @@
-"""Nineteen defects to plant, each a mistake that could really be made: the simulation must find every one."""
+"""Twenty-three defects to plant, each a mistake that could really be made: the simulation must find every one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from async_rlhf.buffers.queue.fleet import Fleet
 from async_rlhf.buffers.queue.journal import Journal, Replay
 from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.assembly import EarlyParts
+from async_rlhf.buffers.weights.broadcast import Epoch, Membership
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.relay import WeightCache
 from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.shared import num_parts
+from async_rlhf.buffers.weights.standby import Standby
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.simulation.disk import MemoryDisk
 from tests.simulation.learner_role import LearnerRole
@@ -116,8 +118,8 @@ def commit_a_label_before_the_load() -> AbstractContextManager[Any]:
     """An actor takes on the version's name when it is told of it, before the weights have come and were verified."""
     honest = WeightReceiver.adopt
 
-    def adopt(self: WeightReceiver, target: tuple[int, int]) -> None:
-        honest(self, target)
+    def adopt(self: WeightReceiver, target: tuple[int, int], *more: Any) -> None:
+        honest(self, target, *more)
         self._weights = WeightSet(*target, specs=(), blob=b"")
 
     return patch.object(WeightReceiver, "adopt", adopt)
@@ -276,6 +278,43 @@ def go_on_while_a_version_may_be_lost() -> AbstractContextManager[Any]:
     )
 
 
+def adopt_what_came_without_a_look_at_its_digest() -> AbstractContextManager[Any]:
+    """Whatever was received under the name of the version is adopted."""
+
+    def take(self: Standby, target: tuple[int, int], digest: str) -> WeightSet | None:
+        weights, self._set = self._set, None
+        return weights
+
+    return patch.object(Standby, "take", take)
+
+
+def wait_for_who_hangs_again_and_again() -> AbstractContextManager[Any]:
+    """Whoever is connected takes part in the next epoch, whether it left the one that failed or not."""
+    return patch.object(Membership, "_may_come", lambda self, member, states: True)
+
+
+def take_an_engine_of_an_old_epoch_for_a_member() -> AbstractContextManager[Any]:
+    """An engine that left some epoch is taken for one that left the epoch that failed."""
+
+    def may_come(self: Membership, member: Any, states: Any) -> bool:
+        return member not in self._told or not states[member].is_member or self._is_whole
+
+    return patch.object(Membership, "_may_come", may_come)
+
+
+def go_on_with_the_number_of_an_epoch_that_is_over() -> AbstractContextManager[Any]:
+    """Those who come are put into the epoch that is there."""
+    honest = Membership.gather
+
+    def gather(self: Membership, fence: int, states: Any) -> Epoch:
+        before, epoch = self.epoch, honest(self, fence, states)
+        if before is not None and before.id[0] == fence:
+            epoch = self.epoch = Epoch(before.id, epoch.members)
+        return epoch
+
+    return patch.object(Membership, "gather", gather)
+
+
 MUTATIONS: dict[Callable[[], AbstractContextManager[Any]], set[str]] = {
     skip_an_fsync: {"lost", "restart", "refused"},
     forget_a_dedup: {"ledger", "memory", "twice"},
@@ -296,5 +335,9 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[Any]], set[str]] = {
     blame_the_first_of_the_batch: {"guilt"},
     finish_a_step_before_the_weights_are_there: {"refused"},
     go_on_while_a_version_may_be_lost: {"progress"},
+    adopt_what_came_without_a_look_at_its_digest: {"truth"},
+    wait_for_who_hangs_again_and_again: {"waits"},
+    take_an_engine_of_an_old_epoch_for_a_member: {"waits"},
+    go_on_with_the_number_of_an_epoch_that_is_over: {"epoch"},
 }
 """With the rules that each may break."""

@@ -19,6 +19,7 @@ from async_rlhf.buffers.spool.deposit import END
 from async_rlhf.buffers.weights import server
 from async_rlhf.buffers.weights import weight_set as weights
 from tests.simulation.actor_role import ActorRole
+from tests.simulation.ether import Ether
 from tests.simulation.hub_role import HubRole, Pace
 from tests.simulation.invariants import Observer
 from tests.simulation.learner_role import LearnerRole
@@ -78,6 +79,10 @@ class Shape:
     """When files come into the spool, and with how many rows; without, all prompts are there."""
     chosen: int = 0
     """Prompts that a curriculum chooses among: all of the run's; of a spool those that have come. 0: there is no curriculum."""
+    device: bool = False
+    """Weights are broadcast to the engines."""
+    damage: float = 0.0
+    """Share of the sets that do not come as they were sent."""
 
     @classmethod
     def of(cls, seed: int) -> Shape:
@@ -111,7 +116,17 @@ class Shape:
             faults += [Fault(rng.uniform(0, horizon), "cut", rng.randint(0, 7), rng.random()) for _ in range(rng.randint(0, 2))]
             ordered = tuple(sorted(faults, key=lambda f: f.at))
             drawn = replace(drawn, relayed=rng.randint(1, drawn.actors), faults=ordered)
-        return _chosen(seed, _fed(seed, _with_operator(seed, drawn)))
+        return _broadcast(seed, _chosen(seed, _fed(seed, _with_operator(seed, drawn))))
+
+
+def _broadcast(seed: int, shape: Shape) -> Shape:
+    """In two fifths of the schedules weights are broadcast, and collectives hang."""
+    rng = Random(f"device {seed}")
+    if rng.random() > 2 / 5:
+        return shape
+    hangs = [Fault(rng.uniform(0, 0.3 * shape.steps), "hang", rng.randint(0, 3), 0) for _ in range(rng.randint(0, 3))]
+    faults = tuple(sorted((*shape.faults, *hangs), key=lambda f: f.at))
+    return replace(shape, device=True, damage=rng.choice((0.0, 0.0, 0.1)), faults=faults)
 
 
 def _with_operator(seed: int, shape: Shape) -> Shape:
@@ -210,11 +225,23 @@ def roles(
         )
         for i in range(shape.actors)
     ]  # fmt: skip
+    if shape.device:
+        hub.ether = Ether(world, shape.damage, partial(_broadcast_failed, hub, actors, observer))
     learner = LearnerRole(
         hub, seed, max_steps=shape.steps, publish_every=shape.bound.publish_every, save_every=shape.save_every,
         keep_last=shape.keep_last, poison=shape.poison,
     )  # fmt: skip
     return hub, relay, actors, learner
+
+
+def _broadcast_failed(hub: HubRole, actors: Sequence[ActorRole], observer: Observer, come: Sequence[str]) -> None:
+    """Who did not come, and does nothing at all?"""
+    if hub.exchange is None or (epoch := hub.exchange._weight_server.broadcasts.membership.epoch) is None:
+        return
+    invited = {name for name, _ in epoch.members}
+    for actor in actors:
+        if actor.name in invited and actor.process not in come and actor.is_frozen:
+            observer.waited((actor.process, actor.frozen_since, hub.life, epoch.id[0]))
 
 
 def run_block(seeds: tuple[int, int]) -> tuple[int, int, str, int | None]:
@@ -285,6 +312,8 @@ def _strike(fault: Fault, world: World, hub: HubRole, relay: RelayRole, actors: 
             actor.get_stuck()
         case "double":
             actor.double()
+        case "hang":
+            actor.hang()
         case "freeze":
             actor.freeze(5 * fault.amount)
         case "full":

@@ -96,6 +96,10 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     for result in drawn:
         totals.update(result.hub.get("weights", {}))
     assert totals["deltas"] > totals["sets"] / 3 and totals["dropped_actors"] > 0
+    cast = [result for result in drawn if result.shape.device]
+    assert len(cast) > 40 and sum("learner ended" in {label for _, label in result.trace} for result in cast) > 5
+    assert totals["broadcasts"] > 50 and totals["broadcasts_failed"] > 10 and totals["broadcasts_refused"] > 3
+    assert totals["epochs"] > len(cast)
 
 
 def test_what_a_curriculum_chooses_does_not_depend_on_what_dies_or_who_is_faster() -> None:

@@ -105,8 +105,14 @@ def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") ->
     from async_rlhf.buffers.clients.learner import LearnerClient
     from async_rlhf.buffers.transport.link import connector
 
-    connect = connector(config.security.directory)
-    client = LearnerClient(address, timeout_s=REQUEST_TIMEOUT_S, connect=connect, weights=config.weights)
+    connect, broadcaster = connector(config.security.directory), None
+    if config.weights.transport == "device":
+        from async_rlhf.buffers.device.ends import LearnerEnd
+
+        broadcaster = LearnerEnd(config.weights.device_timeout_s)
+    client = LearnerClient(
+        address, timeout_s=REQUEST_TIMEOUT_S, connect=connect, weights=config.weights, broadcaster=broadcaster
+    )
     with backend_of(config, meeting) as backend:
         _log.info("ended: %s", make_trainer(run, config, client, backend).run())
     client.close()
@@ -147,6 +153,11 @@ def run_actor(
     rows = data.epoch()
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
+    take_seat = None
+    if config.weights.transport == "device" and is_local(address):
+        from async_rlhf.buffers.device.ends import EngineEnd
+
+        take_seat = EngineEnd(config.weights.device_timeout_s)
     client = ActorClient(
         address,
         name,
@@ -155,6 +166,7 @@ def run_actor(
         connect=connector(config.security.directory),
         weights=config.weights,
         shared=shared(config, data),
+        take_seat=take_seat,
     )
     client.keep_beating()
 

@@ -24,6 +24,7 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import Connect, Connection, connector
+from async_rlhf.buffers.weights.weight_set import WeightSet
 
 
 class Closes(Protocol):
@@ -142,6 +143,7 @@ class Actor:
         self.begun: dict[int, int] = {}
         self.adopted: list[tuple[int, int]] = []
         self.tensors: dict[str, bytes] = {}
+        self.newest: WeightSet | None = None
         self.is_closed = False
 
     def look(self) -> None:
@@ -150,7 +152,7 @@ class Actor:
             if weights.version < self.version:
                 self.client.release(list(self.begun))
                 self.begun.clear()
-            self.fence, self.version = weights.fence, weights.version
+            self.fence, self.version, self.newest = weights.fence, weights.version, weights
             self.adopted.append((weights.fence, weights.version))
             self.tensors = {name: bytes(tensor.data) for name, tensor in weights.tensors().items()}
             self.client.beat(self.state, TELEMETRY)

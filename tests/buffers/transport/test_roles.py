@@ -22,12 +22,13 @@ OF_ACTORS = {"hello", "beat", "put", "release", "bye", "fetch", "fetch_chunk"}
 MAY: dict[keys.Role, set[str]] = {
     "actor": OF_ACTORS,
     "relay": OF_ACTORS,
-    "learner": {"register", "take", "tried", "trained", "commit", "publish", "chunk", "check"},
+    "learner": {"register", "take", "tried", "trained", "commit", "publish", "chunk", "check", "gather", "broadcast"},
     "control": {"get_status", "drain", "gone", "quarantine", "halt"},
 }
 FROM_THE_HUB = {
     "welcome", "credits", "adopt", "ack", "rejected", "later", "stop", "registered", "batch", "trial", "waiting", "ended",
     "status", "done", "refused", "wanted", "checked", "manifest",
+    "receive",
 }  # fmt: skip
 
 

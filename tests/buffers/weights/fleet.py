@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.config import WeightsConfig
@@ -15,7 +16,7 @@ from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay
-from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES
+from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from tests.buffers.hub.place import DEADLINE_S, Actor, Place, Reached, until
 
 SIZE = 3 * CHUNK_BYTES // 2
@@ -37,11 +38,25 @@ def tensors(version: int) -> dict[str, RawTensor]:
     return {"w": RawTensor("bfloat16", (SIZE,), words(version).tobytes()), "b": RawTensor("float32", (), b"abcd")}
 
 
+def came_by(weights: WeightSet) -> str:
+    """`hub` or `broadcast`: whose digests the set has."""
+    (spec, *_), (raw, *_) = weights.specs, weights.tensors().values()
+    return "hub" if spec.digest == xxhash.xxh3_128_hexdigest(raw.data) else "broadcast"
+
+
 class Adopter(Actor):
     """Asks for nothing to do."""
 
     def __init__(self, place: Reached, name: str, weights: WeightsConfig = CHUNKS, **options: Any) -> None:
         super().__init__(place, name, 0, weights=weights, **options)
+        self.came: list[str] = []
+
+    def look(self) -> None:
+        before = len(self.adopted)
+        super().look()
+        if len(self.adopted) > before:
+            assert self.newest is not None
+            self.came.append(came_by(self.newest))
 
     def adopt(self, content: int) -> None:
         """Look until a set has been adopted, which must be this one."""

@@ -1,0 +1,124 @@
+"""Both ends of the device channel: what is broadcast, and the digests that are taken of it on either side.
+
+A set travels as it lies in its memory, all tensors one after the other, in buckets: while some are under way the digests of
+those before are taken. Ahead of them come the names, dtypes and shapes. The learner broadcasts the copy that it has made for
+the hub, so that training goes on meanwhile; an engine receives into memory of its own, the same for version after version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rlhf.buffers.device.digest import SetDigest
+from async_rlhf.buffers.device.group import LEARNER, Group, Seat, open_store, reach_store
+from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.protocol import broadcasts, wire
+from async_rlhf.buffers.protocol.message import TensorSpec
+from async_rlhf.buffers.weights.shared import HeapPool
+from async_rlhf.buffers.weights.standby import Received, Target
+from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest
+
+_BUCKET_BYTES = 16 << 20
+_AHEAD = 4  # buckets under way
+_log = logging.getLogger(__name__)
+
+
+class LearnerEnd:
+    """Broadcasts (`clients.learner.Broadcaster`). Owns the store, and the seat in the newest epoch. Waits for the engines of an
+    epoch, `timeout_s` at most for each set."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._store, self.store = open_store(timeout_s)
+        self._epoch: tuple[int, int] | None = None
+        self._seat: Seat[WeightSet, str] | None = None
+
+    def send(self, epoch: tuple[int, int], size: int, weights: WeightSet) -> str | None:
+        if self._seat is None or epoch != self._epoch:
+            self.close()
+            self._epoch, self._results = epoch, SimpleQueue[str | None]()
+            make = partial(Group, self._store, _name(*epoch), LEARNER, size, self._timeout_s)
+            self._seat = Seat(make, _send, self._results.put)
+        self._seat.do(weights)
+        try:
+            digest = self._results.get(timeout=self._timeout_s)
+        except Empty:
+            _log.warning("version %d was not broadcast within %g s", weights.version, self._timeout_s)
+            digest = None
+        if digest is None:
+            self.close()
+        return digest
+
+    def close(self) -> None:
+        """Leave the epoch; nothing is waited for."""
+        if self._seat is not None:
+            self._seat.leave()
+        self._seat = None
+
+
+class EngineEnd:
+    """Takes a seat in each epoch that it is called with (`weights.standby.TakeSeat`). Owns the memory that sets come into."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._pool = timeout_s, HeapPool()
+
+    def __call__(self, epoch: broadcasts.Receive, done: Received) -> Seat[Target, WeightSet]:
+        def make() -> Group:
+            store, name = reach_store(epoch.store, self._timeout_s), _name(epoch.fence, epoch.epoch)
+            return Group(store, name, epoch.rank, epoch.size, self._timeout_s)
+
+        return Seat(make, self._receive, done)
+
+    def _receive(self, group: Group, target: Target) -> WeightSet:
+        length = torch.zeros(1, dtype=torch.int64)
+        group.broadcast(length).wait()
+        header = torch.empty(int(length), dtype=torch.uint8)
+        group.broadcast(header).wait()
+        manifest = wire.Manifest.model_validate_json(header.numpy().tobytes())
+        if (manifest.fence, manifest.version) != target:
+            raise WeightsError(f"version {manifest.version} is broadcast where {target[1]} was announced")
+        memory = self._pool.make(manifest.num_bytes)
+        specs = _pass_on(group, torch.frombuffer(memory.room, dtype=torch.uint8), manifest.tensors)
+        return WeightSet(*target, tuple(specs), memory.view, memory=memory)
+
+
+def _send(group: Group, weights: WeightSet) -> str:
+    manifest = weights.manifest().model_copy(update={"place": None, "canary": None})
+    header = torch.frombuffer(bytearray(manifest.model_dump_json().encode()), dtype=torch.uint8)
+    group.broadcast(torch.tensor([len(header)])).wait()
+    group.broadcast(header).wait()
+    # By its address: torch knows no memory that may only be read, as all that follows does.
+    memory = (ctypes.c_ubyte * len(weights.blob)).from_address(np.frombuffer(weights.blob, np.uint8).ctypes.data)
+    return content_digest(_pass_on(group, torch.frombuffer(memory, dtype=torch.uint8), weights.specs))
+
+
+def _pass_on(group: Group, flat: Tensor, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+    """Broadcast uint8 [n], the tensors of `specs` one after the other. These with the digests that were taken of them here."""
+    coming, digests = deque[tuple[torch.distributed.Work, int]](), SetDigest(specs, flat)
+    for start in range(0, len(flat), _BUCKET_BYTES):
+        bucket = flat[start : start + _BUCKET_BYTES]
+        coming.append((group.broadcast(bucket), start + len(bucket)))
+        if len(coming) == _AHEAD:
+            _take(coming, digests)
+    while coming:
+        _take(coming, digests)
+    return digests.specs
+
+
+def _take(coming: deque[tuple[torch.distributed.Work, int]], digests: SetDigest) -> None:
+    work, front = coming.popleft()
+    work.wait()
+    digests.advance(front)
+
+
+def _name(fence: int, number: int) -> str:
+    return f"epoch-{fence}-{number}"

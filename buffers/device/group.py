@@ -1,0 +1,112 @@
+"""The processes of one epoch as a group of their own, and a process's seat in it: what torch.distributed does for the device
+channel. Learner and engines are in no other group together; that of the learner's ranks (`learner.step.ranks`) is not touched.
+
+    owns        a seat: one thread, and the group, which that thread alone makes, uses and ends; the learner also the store in
+                which the processes of an epoch find each other, on loopback
+    waits for   the thread: what it is to do next, then the other processes of the epoch
+    woken by    `do`, `leave`, the last process to arrive, the end of a connection
+    on close    `leave` returns at once; the thread ends when it is within no collective any more
+
+A collective cannot be relied on to end. Measured with gloo of torch 2.13 over loopback, with a time-out of T seconds:
+
+    a process is killed or stopped before it has joined   the others wait for T, and where one of them gave up, 2 s more
+    is killed in the group, idle or within a broadcast    every other one that is in a collective fails within 0.4 s
+    is stopped there                                      every other one that waits for it fails after T, from each tensor on
+    the group is dropped while nothing is under way       0.01 s
+
+T is gloo's, begins anew with each tensor, and nccl has none. So whoever waits for a seat has a deadline of its own, and then
+leaves it. The thread is a daemon and holds the only reference to its group: what destroys one waits for its collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+_log = logging.getLogger(__name__)
+_LOOPBACK = "127.0.0.1"
+LEARNER = 0
+"""Its rank."""
+
+Order = TypeVar("Order")
+Result = TypeVar("Result")
+
+
+def open_store(timeout_s: float) -> tuple[Store, str]:
+    """Where processes find each other: a store that this process serves on loopback, and its IP:PORT."""
+    listening = socket.create_server((_LOOPBACK, 0))  # a store left to itself would listen on every address
+    port, timeout = listening.getsockname()[1], timedelta(seconds=timeout_s)
+    store = TCPStore(
+        _LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, f"{_LOOPBACK}:{port}"
+
+
+def reach_store(address: str, timeout_s: float) -> Store:
+    """The store that another process serves there. Raises RuntimeError when none answers in time."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+class Group:
+    """`size` processes, this one with `rank`, made when all have come. Raises RuntimeError, as what it begins, when another has
+    ended or does nothing for `timeout_s`."""
+
+    def __init__(self, store: Store, name: str, rank: int, size: int, timeout_s: float) -> None:
+        make: Any = ProcessGroupGloo  # its stub knows neither the options nor this form
+        options = make._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group = make(PrefixStore(name, store), rank, size, options)
+
+    def broadcast(self, tensor: Tensor) -> dist.Work:
+        """The learner's becomes everyone's; begun here, and done when it has been waited for."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = LEARNER, 0
+        return self._group.broadcast([tensor], options)  # type: ignore[no-any-return]
+
+
+class Seat(Generic[Order, Result]):
+    """This process's part in one epoch. work: of each order what comes of it, in a thread of its own, one after the other.
+
+    done: called by that thread with each result; with None when the group could not be made, or fails, and then no more.
+    """
+
+    def __init__(
+        self, make: Callable[[], Group], work: Callable[[Group, Order], Result], done: Callable[[Result | None], None]
+    ) -> None:
+        self._make, self._work, self._done = make, work, done
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._left = threading.Event()
+        threading.Thread(target=self._run, name="device-channel", daemon=True).start()
+
+    def do(self, order: Order) -> None:
+        self._orders.put(order)
+
+    def leave(self) -> None:
+        """Nothing more is done, and `done` is not called any more."""
+        self._left.set()
+        self._orders.put(None)
+
+    def _run(self) -> None:
+        try:
+            group = self._make()
+            for order in iter(self._orders.get, None):
+                self._tell(self._work(group, order))
+                del order  # a whole set, which is not kept until the next comes
+        except Exception as error:  # noqa: BLE001 (whatever torch.distributed raises: the epoch is over for this process)
+            _log.warning("the device channel: %s", str(error).partition("\n")[0])
+            self._tell(None)
+
+    def _tell(self, result: Result | None) -> None:
+        if not self._left.is_set():
+            self._done(result)
