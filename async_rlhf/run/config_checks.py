@@ -75,7 +75,7 @@ def _check_curriculum(config: Config) -> None:
 
 
 def _check_device_channel(config: Config) -> None:
-    """What it serves, and that nobody takes a wait for it for the end of the run."""
+    """What it serves; and a wait for it must not be taken for the end of the run."""
     weights = config.weights
     if weights.transport != "device":
         return

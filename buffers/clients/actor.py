@@ -67,7 +67,7 @@ class ActorClient:
         self._standby: Standby | None = None
         if take_seat is not None:
             self._standby = Standby(take_seat, self._link.clock, weights.device_timeout_s, self._link.wake)
-        self._device = Device() if self._standby is not None else None  # as the hub is told
+        self._device = Device() if self._standby is not None else None  # as it was sent to the hub
         self._name, self._beat_s, self._timeout_s = name, beat_s, timeout_s
         self._life, self._shared = secrets.token_hex(8), dict(shared)
         self._using = threading.RLock()  # of the connection: by the actor's thread, and by the one that beats

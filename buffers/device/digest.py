@@ -14,7 +14,7 @@ as k is, and twice more. Hence it is certain that
     2^31 words: the difference of two halves is divisible by 2 at most 31 times. D1 alone would see of the highest bits no more
     than how many there are.
 
-Any other change is found but for a chance of about 2^-64. It is no defence against who chooses bytes to that end.
+Any other change is found but for a chance of about 2^-64. It is no defence against bytes that are chosen to that end.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Group:
         self._group = make(PrefixStore(name, store), rank, size, options)
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
-        """The learner's becomes everyone's; begun here, and done when it has been waited for."""
+        """The learner's goes to all; begun here, and done when it has been waited for."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = LEARNER, 0
         return self._group.broadcast([tensor], options)  # type: ignore[no-any-return]
@@ -101,12 +101,12 @@ class Seat(Generic[Order, Result]):
         try:
             group = self._make()
             for order in iter(self._orders.get, None):
-                self._tell(self._work(group, order))
+                self._deliver(self._work(group, order))
                 del order  # a whole set, which is not kept until the next comes
         except Exception as error:  # noqa: BLE001 (whatever torch.distributed raises: the epoch is over for this process)
             _log.warning("the device channel: %s", str(error).partition("\n")[0])
-            self._tell(None)
+            self._deliver(None)
 
-    def _tell(self, result: Result | None) -> None:
+    def _deliver(self, result: Result | None) -> None:
         if not self._left.is_set():
             self._done(result)

@@ -66,7 +66,7 @@ class ActorSessions:
             device=hello.device,
         )  # fmt: skip
         self._fleet.join(name, actor, hello.holding)
-        self._weight_server.broadcasts.membership.greeted((name, hello.life))
+        self._weight_server.broadcasts.membership.joined((name, hello.life))
         _log.info("%s joined with version %d, holding %d groups", name, hello.version, len(hello.holding))
         return self._welcome
 

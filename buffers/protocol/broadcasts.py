@@ -6,36 +6,29 @@ from typing import Annotated
 
 from pydantic import Field
 
-from async_rlhf.buffers.protocol.message import Canary, Count, Digest, GroupId, Message, MessageBase, Name, Version
+from async_rlhf.buffers.protocol.message import Canary, Count, Digest, GroupId, MessageBase, Name, OfSet, Version
 
 
 class Device(MessageBase):
-    """What an engine says of its part in the device channel.
+    """What an engine reports of its part in the device channel.
 
-    told: the epoch, (fence, number), that it was told of last. is_member: it has not left that one. received: fence and version
-    of the newest set that came whole. num_refused: sets that came and were not adopted, because their digests differ.
+    epoch_id: the epoch, (fence, number), that it was given last. is_member: it has not left that one. received: fence and
+    version of the newest set that came whole. num_refused: sets that came and were not adopted, because their digests differ.
     """
 
-    told: GroupId = (0, 0)
+    epoch_id: GroupId = (0, 0)
     is_member: bool = False
     received: Annotated[tuple[Count, Version], Field(strict=False)] = (0, -1)
     num_refused: Count = 0
 
 
-class _OfVersion(Message):
-    """About the weight set of this version, published by the learner incarnation `fence`."""
-
-    fence: Count
-    version: Version
-
-
-class Gather(_OfVersion):
+class Gather(OfSet):
     """The learner is about to broadcast this version: to whom? store: IP:PORT, where they meet."""
 
     store: Name
 
 
-class Receive(_OfVersion):
+class Receive(OfSet):
     """Take part, with this rank, in the epoch `epoch`, in which this version is broadcast; the learner has rank 0."""
 
     epoch: Count
@@ -44,9 +37,9 @@ class Receive(_OfVersion):
     size: Count
 
 
-class Broadcast(_OfVersion):
+class Broadcast(OfSet):
     """This version was broadcast. digest: of the content, as the learner sent it; None: that failed, and the epoch is over,
-    as its engines are told."""
+    as its engines are informed."""
 
     epoch: Count
     digest: Digest | None = None

@@ -85,6 +85,13 @@ class Message(MessageBase):
         cls.type = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
+class OfSet(Message):
+    """About the weight set of this version, published by the learner incarnation `fence`."""
+
+    fence: Count
+    version: Version
+
+
 M = TypeVar("M", bound=Message)
 
 

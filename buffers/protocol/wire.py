@@ -149,13 +149,6 @@ class _OfLearner(message.Message):
     step: Count
 
 
-class _OfSet(message.Message):
-    """About the weight set of this version, published by the learner incarnation `fence`."""
-
-    fence: Count
-    version: Version
-
-
 class Put(message.Message):
     """A finished group. `constant`: by the actor's account no member is better than another, and with refill the hub may
     take another group in its place; it is acknowledged all the same."""
@@ -313,7 +306,7 @@ class Refused(message.Message):
     detail: str
 
 
-class Announced(_OfSet):
+class Announced(message.OfSet):
     """What is known of a weight set before its bytes. places: of its parts, where they lie in sealed memory."""
 
     num_bytes: Count
@@ -322,7 +315,7 @@ class Announced(_OfSet):
     places: list[message.Place] = Field(default_factory=list)
 
 
-class SealedPart(_OfSet):
+class SealedPart(message.OfSet):
     """Part `index` of a set of `num_bytes` lies there, and these tensors end in it. Sent while the next part is copied, before
     the set is announced, so that the hub has verified it by then. It has no answer, and a set may come without."""
 
@@ -349,14 +342,14 @@ class Wanted(message.Message):
     delta_next: bool
 
 
-class Chunk(_OfSet):
+class Chunk(message.OfSet):
     """Followed by one frame of bytes: part `index` of the set, or of the delta that results in content digest `delta`."""
 
     index: Count
     delta: Digest | None = None
 
 
-class Check(_OfSet):
+class Check(message.OfSet):
     """Everything was sent: verify one more piece."""
 
 
@@ -366,7 +359,7 @@ class Checked(message.Message):
     done: bool
 
 
-class Adopt(_OfSet):
+class Adopt(message.OfSet):
     """Serve this version, published by the learner incarnation `fence`. digest, canary: of what was broadcast, to an actor that
     has received it."""
 
@@ -374,7 +367,7 @@ class Adopt(_OfSet):
     canary: Canary | None = None
 
 
-class Fetch(_OfSet):
+class Fetch(message.OfSet):
     """maps: the asker can map memory of the hub's machine. holds: content digest of the set it has, for a delta."""
 
     maps: bool = False
@@ -387,7 +380,7 @@ class Manifest(Announced):
     deltas: list[DeltaSpec] = Field(default_factory=list)
 
 
-class FetchChunk(_OfSet):
+class FetchChunk(message.OfSet):
     """Part `index` of the set, or of the delta that results in content digest `delta`."""
 
     index: Count

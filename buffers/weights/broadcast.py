@@ -1,6 +1,6 @@
-"""The hub's half of the device channel: which engines take part in a broadcast of the learner's, and who adopts what came.
+"""The hub's half of the device channel: which engines take part in a broadcast of the learner's, and which adopt what came.
 
-Knows no torch, no socket and no clock: `server` hands it the messages. An *epoch* is a number, a place where its processes
+No torch, no socket and no clock: `server` hands it the messages. An *epoch* is a number, a place where its processes
 meet, and the engines in it with their ranks (the learner has rank 0). The same epoch serves version after version, until an
 engine joins, leaves or ends, or a broadcast failed; then the next version has a new one:
 
@@ -12,8 +12,8 @@ engine joins, leaves or ends, or a broadcast failed; then the next version has a
 So a version exists when the learner has broadcast it, before its bytes are at the hub; they follow, for engines outside of the
 epoch, for those that join later, for one whose digest differs, and for exact mode, which needs older versions again.
 
-Who takes part. An engine that was told of an epoch that failed takes part again when it has said that it left: one that hangs
-says nothing, although a thread of its process goes on beating. Who says Hello begins anew. Epochs are ordered by (fence,
+An engine that was in an epoch that failed takes part again when it has reported that it left: one that hangs reports nothing
+of it, although a thread of its process goes on beating. One that sends Hello begins anew. Epochs are ordered by (fence,
 number): the fence rises with each learner and each start of the hub, so that no number means two epochs.
 """
 
@@ -40,16 +40,16 @@ class Epoch:
 
 
 class Membership:
-    """Owns the newest epoch, and which one each engine was told of last."""
+    """Owns the newest epoch, and which one each engine was given last."""
 
     def __init__(self) -> None:
         self.epoch: Epoch | None = None
         self._is_whole = False
-        self._told: dict[Member, tuple[int, int]] = {}
+        self._given: dict[Member, tuple[int, int]] = {}
 
     def gather(self, fence: int, states: Mapping[Member, Device]) -> Epoch:
-        """The epoch of the next broadcast. states: what the engines that are there say."""
-        self._told = {member: told for member, told in self._told.items() if member in states}
+        """The epoch of the next broadcast. states: what the engines that are there report."""
+        self._given = {member: given for member, given in self._given.items() if member in states}
         newest, number = self.epoch, 1
         if newest is not None and newest.id[0] == fence:
             stays = self._is_whole and all(self.is_in(member, states.get(member)) for member in newest.members)
@@ -58,27 +58,27 @@ class Membership:
             number = newest.id[1] + 1
         members = tuple(sorted(member for member in states if self._may_come(member, states)))
         self.epoch, self._is_whole = Epoch((fence, number), members), True
-        self._told |= dict.fromkeys(members, self.epoch.id)
+        self._given |= dict.fromkeys(members, self.epoch.id)
         return self.epoch
 
     def failed(self) -> None:
         """The newest epoch is over."""
         self._is_whole = False
 
-    def greeted(self, member: Member) -> None:
-        """It said Hello: whatever it was told may be lost, and it is not hanging."""
-        self._told.pop(member, None)
+    def joined(self, member: Member) -> None:
+        """It sent Hello: whatever it was given may be lost, and it is not hanging."""
+        self._given.pop(member, None)
 
     def is_in(self, member: Member, state: Device | None) -> bool:
-        """Whether it was told of the newest epoch, which is not over, and has not left it."""
-        told, epoch = self._told.get(member), self.epoch
-        is_told = self._is_whole and epoch is not None and told == epoch.id
-        return is_told and state is not None and (state.told != told or state.is_member)
+        """Whether it was given the newest epoch, which is not over, and has not left it."""
+        given, epoch = self._given.get(member), self.epoch
+        is_given = self._is_whole and epoch is not None and given == epoch.id
+        return is_given and state is not None and (state.epoch_id != given or state.is_member)
 
     def _may_come(self, member: Member, states: Mapping[Member, Device]) -> bool:
-        told = self._told.get(member)
-        is_in_whole = self._is_whole and self.epoch is not None and told == self.epoch.id
-        return told is None or is_in_whole or (states[member].told == told and not states[member].is_member)
+        given = self._given.get(member)
+        is_in_whole = self._is_whole and self.epoch is not None and given == self.epoch.id
+        return given is None or is_in_whole or (states[member].epoch_id == given and not states[member].is_member)
 
 
 class Broadcasts:
@@ -104,7 +104,7 @@ class Broadcasts:
         return own
 
     def broadcast(self, message: broadcasts.Broadcast, admission: Admission) -> wire.Done:
-        """A version has been broadcast, and may be served by who received it; or the broadcast has failed."""
+        """A version has been broadcast, and may be served by the engines that received it; or the broadcast has failed."""
         epoch = self.membership.epoch
         if message.digest is not None:
             if message.version != admission.published:
@@ -119,7 +119,7 @@ class Broadcasts:
         return wire.Done()
 
     def reported(self, actor: Actor, device: Device | None) -> None:
-        """What an actor says of itself. One that lost what it was to adopt is told again."""
+        """What an actor reports of itself. One that lost what it was to adopt is sent it again."""
         before, actor.device = actor.device, device
         if before is None:
             return
@@ -146,7 +146,7 @@ class Broadcasts:
         return not self.has_received(actor, target) and self.membership.is_in((name, actor.life), actor.device)
 
     def offer(self, actor: Actor, target: tuple[int, int]) -> dict[str, Any]:
-        """What an Adopt says beside its target."""
+        """What an Adopt has beside its target."""
         if self._newest is None or not self.has_received(actor, target):
             return {}
         return {"digest": self._newest.digest, "canary": self._newest.canary}

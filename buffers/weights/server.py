@@ -117,7 +117,7 @@ class WeightServer:
         try:
             return self._early is not None and self._early.advance(_TURN_BYTES)
         except WeightsError:
-            self._early = None  # once announced it is refused, and the learner told
+            self._early = None  # once announced it is refused, and the learner gets the reason
             return False
 
     def store_again(self, admission: Admission) -> None:
@@ -206,7 +206,7 @@ class WeightServer:
 
     def adoptions(self, admission: Admission, now: float) -> Iterator[tuple[bytes, wire.Message]]:
         """(identity, message) for every actor that should serve something else than it serves or was announced to it; and what
-        engines are told of a broadcast."""
+        engines are sent for a broadcast."""
         yield from self.broadcasts.messages
         self.broadcasts.messages.clear()
         newest = None if admission.bound.exact else (admission.fence, admission.published)

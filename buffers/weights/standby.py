@@ -1,8 +1,8 @@
-"""An engine's half of the device channel: the newest set that came by a broadcast, until the hub says that it is to be adopted.
+"""An engine's half of the device channel: the newest set that came by a broadcast, until the hub orders that it is adopted.
 
-Knows no torch. What receives is a `Seat`, this engine's part in one epoch (see `broadcast`); a seat that fails, or takes longer
-than a broadcast may, is left, and the hub is told so. Nothing that came is given out by its name alone: `receiver` compares the
-digest that was taken here with the one that the hub has from the learner.
+No torch. What receives is a `Seat`, this engine's part in one epoch (see `broadcast`); a seat that fails, or takes longer than a
+broadcast may, is left, as the next beat reports. Nothing that came is given out by its name alone: the digest that was taken
+here is compared with the one that the hub has from the learner.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Standby:
         """What the hub is to know; None when this engine takes no part any more."""
         while not self._outcomes.empty():
             epoch, weights = self._outcomes.get()
-            if self._seat is None or epoch != self._state.told:
+            if self._seat is None or epoch != self._state.epoch_id:
                 continue  # of a seat that was left
             if weights is None:
                 self._lose("the broadcast failed")
             else:
                 self._coming.popleft()
                 self._set, self._num_lost = weights, 0
-                self._says(received=(weights.fence, weights.version))
+                self._change(received=(weights.fence, weights.version))
         if self._coming and self._clock() - self._coming[0][1] > self._timeout_s:
             self._lose(f"no set came within {self._timeout_s:g} s")
         return None if self._num_lost >= _MAX_LOST else self._state
@@ -73,21 +73,21 @@ class Standby:
     def receive(self, message: broadcasts.Receive) -> None:
         """A set is about to come, in this epoch or in one that begins with it."""
         epoch, target = (message.fence, message.epoch), (message.fence, message.version)
-        if epoch > self._state.told and self._num_lost < _MAX_LOST:
+        if epoch > self._state.epoch_id and self._num_lost < _MAX_LOST:
             self.close()
-            self._says(told=epoch, is_member=True)
+            self._change(epoch_id=epoch, is_member=True)
             self._seat = self._take_seat(message, partial(self._outcome, epoch))
             self._newest = _NOTHING
-        if self._seat is not None and epoch == self._state.told and target > self._newest:
+        if self._seat is not None and epoch == self._state.epoch_id and target > self._newest:
             self._newest = target
             self._coming.append((target, self._clock()))
             self._seat.do(target)
 
     def disband(self, epoch: tuple[int, int]) -> None:
         """An epoch is over."""
-        if epoch >= self._state.told:
+        if epoch >= self._state.epoch_id:
             self.close()
-            self._says(told=epoch, is_member=False)
+            self._change(epoch_id=epoch, is_member=False)
 
     def take(self, target: Target, digest: str) -> WeightSet | None:
         """The set that came by this name, once, if it has the digest that the learner broadcast. Else this is counted, and the
@@ -96,10 +96,10 @@ class Standby:
         if weights is not None and self._state.received == target and weights.digest == digest:
             self._set = None
             return weights
-        self._says(num_refused=self._state.num_refused + 1)
+        self._change(num_refused=self._state.num_refused + 1)
         if self._state.received == target:
             self._set = None
-            self._says(received=_NOTHING)
+            self._change(received=_NOTHING)
             self._lose("what came is not what the learner broadcast")
         return None
 
@@ -109,9 +109,9 @@ class Standby:
 
     def _lose(self, why: str) -> None:
         self._num_lost += 1
-        _log.warning("the engine leaves epoch %d of fence %d: %s", self._state.told[1], self._state.told[0], why)
+        _log.warning("the engine leaves epoch %d of fence %d: %s", self._state.epoch_id[1], self._state.epoch_id[0], why)
         self.close()
-        self._says(is_member=False)
+        self._change(is_member=False)
 
     def close(self) -> None:
         """Leave the seat."""
@@ -120,5 +120,5 @@ class Standby:
         if seat is not None:
             seat.leave()
 
-    def _says(self, **changed: object) -> None:
+    def _change(self, **changed: object) -> None:
         self._state = self._state.model_copy(update=changed)

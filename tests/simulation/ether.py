@@ -1,9 +1,9 @@
 """The device channel of one simulated machine: groups of processes that broadcast, without torch.
 
 Model, after what is measured in `buffers.device.group`. A broadcast ends when every process of its group has come to it. Where
-one does not come, because it has ended, hangs or was never told, the learner waits for its deadline, or learns earlier that a
-connection has ended; an engine may have the set by then, or not. What comes may be damaged. Whoever is in a group was told so
-by the hub, each with a rank of its own: else bytes of one epoch would be taken for those of another.
+one does not come, because it has ended, hangs or had no message, the learner waits for its deadline, or learns earlier that a
+connection has ended; an engine may have the set by then, or not. What comes may be damaged. The hub puts each into its group,
+with a rank of its own: else bytes of one epoch would be taken for those of another.
 """
 
 from __future__ import annotations

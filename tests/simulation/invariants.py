@@ -10,7 +10,7 @@ replay        a batch offered again holds the same attempts of the same groups
 memory        never more begun than (S + 1) B, plus what a restored learner must train again
 monotone      an actor never goes back to an older fence, nor to an older version of one fence
 refused       an honest learner is never refused
-epoch         processes that broadcast together were told so by the hub, each with a rank of its own
+epoch         processes that broadcast together were put together by the hub, each with a rank of its own
 waits         a learner waits once for an engine that does nothing, not with one broadcast after the other
 guilt         nothing counts against a group but ends of actors that were seen, and lacks of progress; one is taken out of a
               batch only when a learner ended that had it alone; an operator may take any back that is not trained on

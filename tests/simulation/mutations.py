@@ -297,7 +297,7 @@ def take_an_engine_of_an_old_epoch_for_a_member() -> AbstractContextManager[Any]
     """An engine that left some epoch is taken for one that left the epoch that failed."""
 
     def may_come(self: Membership, member: Any, states: Any) -> bool:
-        return member not in self._told or not states[member].is_member or self._is_whole
+        return member not in self._given or not states[member].is_member or self._is_whole
 
     return patch.object(Membership, "_may_come", may_come)
 
@@ -324,7 +324,7 @@ MUTATIONS: dict[Callable[[], AbstractContextManager[Any]], set[str]] = {
     ignore_the_fence: {"refused", "twice", "ledger", "replay"},
     serve_another_set_under_the_name: {"truth"},
     write_what_others_map: {"truth", "crash", "refused"},
-    announce_before_the_last_part: {"truth", "crash", "restart"},
+    announce_before_the_last_part: {"truth", "crash", "restart", "progress"},
     take_a_part_of_an_older_set: {"truth", "crash"},
     forget_what_was_filtered: {"lost"},
     give_up_what_was_trained: {"refused", "lost"},

@@ -19,11 +19,11 @@ FREE = Device()
 
 
 def in_epoch(fence: int, number: int) -> Device:
-    return Device(told=(fence, number), is_member=True)
+    return Device(epoch_id=(fence, number), is_member=True)
 
 
 def left(fence: int, number: int) -> Device:
-    return Device(told=(fence, number))
+    return Device(epoch_id=(fence, number))
 
 
 def test_an_epoch_serves_version_after_version_until_someone_joins_or_ends() -> None:
@@ -55,7 +55,7 @@ def test_after_a_failure_who_says_nothing_is_not_waited_for_again() -> None:
     assert membership.gather(1, {**now, ANNA: in_epoch(1, 2)}).members == (ANNA,)
     assert membership.gather(2, {**now, ANNA: in_epoch(1, 2)}).members == (ANNA,), "another learner changes nothing about it"
     assert membership.gather(2, {**now, ANNA: in_epoch(2, 1), CARL: left(1, 1)}).members == (ANNA, CARL)
-    membership.greeted(BERT)
+    membership.joined(BERT)
     assert membership.gather(2, {**now, ANNA: in_epoch(2, 2), CARL: in_epoch(2, 2)}).members == (ANNA, BERT, CARL)
 
 
@@ -85,20 +85,21 @@ def test_whatever_happens_only_who_spoke_since_a_failure_is_told_again(events: l
         elif event == "comes":
             if member not in states:
                 states[member] = FREE
-                membership.greeted(member)
+                membership.joined(member)
         elif member in states:
             if event == "ends":
                 del states[member]
                 told.pop(member, None)
                 owing.discard(member)
             elif event == "greets":
-                membership.greeted(member)
+                membership.joined(member)
                 told.pop(member, None)
                 owing.discard(member)
-            elif member in told:
-                states[member] = (left if event == "leaves" else in_epoch)(*told[member])
-                if event == "leaves":
-                    owing.discard(member)
+            elif member in told and event == "leaves":
+                states[member] = left(*told[member])
+                owing.discard(member)
+            elif member in told and states[member] != left(*told[member]):  # none comes back to an epoch that it left
+                states[member] = in_epoch(*told[member])
 
 
 class FakeSeat:
@@ -145,10 +146,10 @@ def engine() -> Engine:
 
 def test_a_set_that_came_is_said_and_given_out_once(engine: Engine) -> None:
     engine.told(3)
-    assert engine.standby.look() == Device(told=(1, 1), is_member=True)
+    assert engine.standby.look() == Device(epoch_id=(1, 1), is_member=True)
     weights = engine.come(3)
     assert engine.woken == 1
-    assert engine.standby.look() == Device(told=(1, 1), is_member=True, received=(1, 3))
+    assert engine.standby.look() == Device(epoch_id=(1, 1), is_member=True, received=(1, 3))
     assert engine.standby.take((1, 3), weights.digest) is weights
     engine.told(4)
     assert engine.seats[0].asked == [(1, 3), (1, 4)]
@@ -185,11 +186,11 @@ def test_nothing_that_comes_of_an_epoch_that_was_left_is_taken(engine: Engine) -
 def test_an_epoch_that_ends_is_left_for_good(engine: Engine, end: Callable[[Engine], None]) -> None:
     engine.told(3)
     end(engine)
-    assert engine.standby.look() == Device(told=(1, 1)) and engine.seats[0].is_left
+    assert engine.standby.look() == Device(epoch_id=(1, 1)) and engine.seats[0].is_left
     engine.told(4)
     assert len(engine.seats) == 1, "told of the same epoch late"
     engine.told(4, number=2)
-    assert engine.standby.look() == Device(told=(1, 2), is_member=True)
+    assert engine.standby.look() == Device(epoch_id=(1, 2), is_member=True)
 
 
 def test_an_engine_that_no_epoch_reaches_takes_part_no_more(engine: Engine) -> None:
@@ -214,9 +215,9 @@ def test_a_set_that_is_not_what_was_broadcast_is_counted_and_said_to_be_there_no
     weights = engine.come(3)
     engine.standby.look()
     assert engine.standby.take((1, 2), weights.digest) is None, "another version"
-    assert engine.standby.look() == Device(told=(1, 1), is_member=True, received=(1, 3), num_refused=1)
+    assert engine.standby.look() == Device(epoch_id=(1, 1), is_member=True, received=(1, 3), num_refused=1)
     assert engine.standby.take((1, 3), "0" * 32) is None
-    assert engine.standby.look() == Device(told=(1, 1), num_refused=2) and engine.seats[0].is_left
+    assert engine.standby.look() == Device(epoch_id=(1, 1), num_refused=2) and engine.seats[0].is_left
 
 
 def test_a_set_is_given_out_once(engine: Engine) -> None:
