@@ -1,7 +1,7 @@
 """An engine's half of the device channel: the newest set that came by a broadcast, until the hub orders that it is adopted.
 
-No torch. What receives is a `Seat`, this engine's part in one epoch (see `broadcast`); a seat that fails, or takes longer than a
-broadcast may, is left, as the next beat reports. Nothing that came is given out by its name alone: the digest that was taken
+No torch. What receives is a `Seat`, this engine's part in one epoch (see `broadcast`); a seat that fails, or takes longer than
+a broadcast may, is left, as the next beat reports. Nothing that came is given out by its name alone: the digest that was taken
 here is compared with the one that the hub has from the learner.
 """
 
