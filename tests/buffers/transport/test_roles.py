@@ -22,7 +22,19 @@ OF_ACTORS = {"hello", "beat", "put", "release", "bye", "fetch", "fetch_chunk"}
 MAY: dict[keys.Role, set[str]] = {
     "actor": OF_ACTORS,
     "relay": OF_ACTORS,
-    "learner": {"register", "take", "tried", "trained", "commit", "publish", "chunk", "check", "gather", "broadcast"},
+    "learner": {
+        "register",
+        "take",
+        "tried",
+        "trained",
+        "commit",
+        "sealed_part",
+        "publish",
+        "chunk",
+        "check",
+        "gather",
+        "broadcast",
+    },
     "control": {"get_status", "drain", "gone", "quarantine", "halt"},
 }
 FROM_THE_HUB = {
