@@ -128,7 +128,8 @@ def test_runs_are_compared_one_is_opened_and_any_metric_of_it_is_drawn(browser: 
     browser.wait(f"document.querySelectorAll('#compared .legend')[1].children.length === {before - 1}")
     browser.run("[...document.querySelectorAll('#runs a')].find((a) => a.textContent === 'short').click()")
     browser.wait("document.getElementById('title').textContent === 'short' && document.getElementById('tiles')")
-    assert "dotted upright line" in browser.text("#events") and browser.ask("view.state.changed") == [30]
+    browser.wait("document.getElementById('events').textContent.includes('dotted upright line')")
+    assert browser.ask("view.state.changed") == [30]
     assert browser.ask("document.querySelector('#other .plot canvas')") is None
     browser.run("const s = document.querySelector('#other select'); s.value = 'learning_rate'; s.onchange()")
     browser.wait("document.querySelector('#other .plot canvas') !== null")
