@@ -271,7 +271,7 @@ class WeightSender:
         self._wants_delta = False
 
     def copied(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None) -> WeightSet:
-        """Waits for nothing: that a part is sealed is said, and no answer to it expected."""
+        """Waits for nothing: a sealed part is announced, and has no answer."""
         make = SealedMemory.make if self._shares else HeapMemory
         return WeightSet.of(fence, version, tensors, canary, make, self._connection.send)
 

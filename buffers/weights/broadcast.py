@@ -92,7 +92,7 @@ class Broadcasts:
     def gather(self, message: broadcasts.Gather, admission: Admission) -> broadcasts.Receive:
         """The answer to the learner. Raises RefusedError for a version that may not come."""
         admission.check_version(message.version)
-        actors = {(name, actor.life): actor for name, actor in admission.fleet.actors.items()}
+        actors = _actors(admission)
         states = {member: actor.device for member, actor in actors.items() if actor.device is not None}
         before, epoch = self.membership.epoch, self.membership.gather(message.fence, states)
         self.counters["epochs"] += epoch is not before
@@ -114,8 +114,8 @@ class Broadcasts:
         elif epoch is not None and epoch.id == (message.fence, message.epoch):
             self.membership.failed()
             self.counters["broadcasts_failed"] += 1
-            there = {(name, actor.life): actor.identity for name, actor in admission.fleet.actors.items()}
-            self.messages += [(there[member], message) for member in epoch.members if member in there]
+            actors = _actors(admission)
+            self.messages += [(actors[member].identity, message) for member in epoch.members if member in actors]
         return wire.Done()
 
     def reported(self, actor: Actor, device: Device | None) -> None:
@@ -150,3 +150,8 @@ class Broadcasts:
         if self._newest is None or not self.has_received(actor, target):
             return {}
         return {"digest": self._newest.digest, "canary": self._newest.canary}
+
+
+def _actors(admission: Admission) -> dict[Member, Actor]:
+    """Those that are connected."""
+    return {(name, actor.life): actor for name, actor in admission.fleet.actors.items()}

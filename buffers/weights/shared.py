@@ -234,7 +234,7 @@ def _seal(descriptor: int) -> None:
 
 
 def attach(places: Sequence[Place], num_bytes: int) -> SealedMemory | None:
-    """A set whose parts lie where another process said; None when one of them is not (see `Memory.take`), or is missing."""
+    """A set whose parts lie at these places; None when one of them is not there (see `Memory.take`), or is missing."""
     if not HAS_SEALS or num_bytes == 0 or len(places) != num_parts(num_bytes):
         return None
     memory = SealedMemory(num_bytes)

@@ -32,6 +32,7 @@ import torch
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.device.ends import EngineEnd
+from async_rlhf.buffers.device.group import Group, open_store, reach_store
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.assembly import mapped
@@ -39,7 +40,6 @@ from async_rlhf.buffers.weights.digests import in_threads, num_threads
 from async_rlhf.buffers.weights.shared import SealedMemory, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput import weight_roles
-from async_rlhf.experiments.throughput.broadcast import raw_broadcast
 from async_rlhf.experiments.throughput.harness import (
     SPAWN,
     Bench,
@@ -50,6 +50,7 @@ from async_rlhf.experiments.throughput.harness import (
     raw_seconds,
     running,
     talking,
+    timed,
 )
 from async_rlhf.experiments.throughput.weight_roles import DEADLINE_S, as_tensors, make_words, weights_config
 from async_rlhf.launch.sockets import LOOPBACK, free_port
@@ -109,6 +110,29 @@ def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:
     assert memory is not None
     copy_into(arrays, mapped(announced, memory).tensors())
     return perf_counter() - began
+
+
+@contextmanager
+def raw_broadcast(num_bytes: int) -> Iterator[Callable[[], float]]:
+    """Seconds of one broadcast by gloo from another process to this one, into memory that is there."""
+    with talking(_broadcast, num_bytes) as pipe:
+        flat = torch.ones(num_bytes, dtype=torch.uint8)
+        group = Group(reach_store(pipe.recv(), DEADLINE_S), "raw", 1, 2, DEADLINE_S)
+
+        def receive() -> None:
+            pipe.send("go")
+            group.broadcast(flat).wait()
+
+        yield timed(receive)
+
+
+def _broadcast(num_bytes: int, pipe: Connection) -> None:
+    flat, (store, address) = torch.ones(num_bytes, dtype=torch.uint8), open_store(DEADLINE_S)
+    pipe.send(address)
+    group = Group(store, "raw", 0, 2, DEADLINE_S)
+    while True:
+        pipe.recv()
+        group.broadcast(flat).wait()
 
 
 @dataclass(frozen=True)
@@ -194,12 +218,12 @@ def beside_generation(turns: int, num_bytes: int) -> Row:
             return published[-1].total
 
         seconds = alternate({"ours": ours, "copies": lambda: 2 * memcpy_seconds(num_bytes)}, turns)
-    timed = published[-turns:]
+    measured = published[-turns:]
     figures = {
         "set_mb": num_bytes / 1e6,
-        "learner_blocked_s": statistics.median(each.blocked for each in timed),
-        "generation_stopped_s": statistics.median(each.looked for each in timed),
-        "reload_s": statistics.median(each.reload for each in timed),
-        "cpu_s": statistics.median(each.cpu for each in timed),
+        "learner_blocked_s": statistics.median(each.blocked for each in measured),
+        "generation_stopped_s": statistics.median(each.looked for each in measured),
+        "reload_s": statistics.median(each.reload for each in measured),
+        "cpu_s": statistics.median(each.cpu for each in measured),
     }
     return Row.of("beside generation", seconds, "s", at_most=3.0, figures=figures)

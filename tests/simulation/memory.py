@@ -2,7 +2,7 @@
 
 Model. A part of a set lies at a place (process, descriptor), which can be opened as long as its process lives; who has mapped
 it keeps it for good. In some runs part of the attempts fail, as when another user's or another machine's memory is asked for.
-Memory that is not sealed cannot be mapped, and nobody writes what is.
+Memory that is not sealed cannot be mapped, and what is sealed is not written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A hub, a learner or an engine of the device channel as a process of its own, which says how far it is and waits where it is
-told to: `python -m tests.buffers.device.peers ROLE STOPS ADDRESS ...`.
+"""A hub, a learner or an engine of the device channel as a process of its own, which prints how far it is and waits at given
+points: `python -m tests.buffers.device.peers ROLE STOPS ADDRESS ...`.
 
 STOPS, with commas: `group` before it joins a group, `bucket` after the first bucket of a set, `set` when its digests are taken.
 Once SIGUSR1 has come it stops at the next of these, prints it, and goes on with a line on its standard input.
@@ -44,12 +44,12 @@ def tensors(content: int) -> dict[str, RawTensor]:
     return {"w": RawTensor("bfloat16", (NUM_WORDS,), np.full(NUM_WORDS, content, "<u2").tobytes())}
 
 
-def say(**what: Any) -> None:
+def report(**what: Any) -> None:
     print(json.dumps(what), flush=True)  # noqa: T201
 
 
 def stop_at(stops: list[str]) -> None:
-    """This process waits where it is told to."""
+    """This process waits at these points."""
     armed = threading.Event()
 
     def arm(*_: Any) -> None:
@@ -59,7 +59,7 @@ def stop_at(stops: list[str]) -> None:
     def reached(point: str) -> None:
         if point in stops and armed.is_set():
             armed.clear()
-            say(at=point)
+            report(at=point)
             sys.stdin.readline()
 
     signal.signal(signal.SIGUSR1, arm)
@@ -102,12 +102,12 @@ def learner(address: str) -> None:
                 break
             except HubRestartedError:
                 continue
-        say(published=int(line))
+        report(published=int(line))
     client.close()
 
 
 def engine(address: str, name: str) -> None:
-    """Adopts whatever is announced to it, and says what that is and how it came."""
+    """Adopts whatever is announced to it, and prints what that is and how it came."""
     take_seat = ends.EngineEnd(TIMEOUT_S)
     client = ActorClient(address, name, beat_s=0.05, timeout_s=DEADLINE_S, weights=DEVICE, take_seat=take_seat)
     client.keep_beating()
@@ -120,7 +120,7 @@ def engine(address: str, name: str) -> None:
             words = np.frombuffer(weights.tensors()["w"].data, "<u2")
             content = int(words[0])
             assert (words == content).all(), "a mixture"
-            say(adopted=content, came=came_by(weights))
+            report(adopted=content, came=came_by(weights))
 
 
 class Peer:
@@ -145,17 +145,17 @@ class Peer:
             self._lines.put(json.loads(line))
 
     def until(self, **what: Any) -> dict[str, Any]:
-        """The first line from now on that says this."""
+        """The first line from now on that has this."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
-                said = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 raise AssertionError(f"waited {DEADLINE_S} s for {what}") from None
-            if what.items() <= said.items():
-                return said
+            if what.items() <= line.items():
+                return line
 
-    def tell(self, line: str = "") -> None:
+    def send(self, line: str = "") -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()

@@ -1,5 +1,5 @@
-"""Whoever is killed or stopped in the middle of a broadcast: nobody waits for it beyond the deadline, all who live adopt the
-version, which is whole, and they are broadcast to again."""
+"""A process that is killed or stopped in the middle of a broadcast: none waits for it beyond the deadline, all that live adopt
+the version, which is whole, and they are broadcast to again."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Run:
     def publish(self, learner: Peer, *engines: Peer) -> list[str]:
         """Returns when the engines have adopted it, and how it came to each."""
         content = next(self.contents)
-        learner.tell(str(content))
+        learner.send(str(content))
         learner.until(published=content)
         return [engine.until(adopted=content)["came"] for engine in engines]
 
     def broadcast(self, learner: Peer, *engines: Peer) -> None:
-        """Publish until a version has come to each of them by a broadcast: who left an epoch must say so first."""
+        """Publish until a version has come to each by a broadcast: an engine that left an epoch must report that first."""
         for _ in range(20):
             if set(self.publish(learner, *engines)) == {"broadcast"}:
                 return
@@ -61,7 +61,7 @@ class Run:
         """A publication in which the victim has come to this point. Returns its content."""
         content = next(self.contents)
         victim.arm()
-        learner.tell(str(content))
+        learner.send(str(content))
         victim.until(at=point)
         return content
 
@@ -73,7 +73,7 @@ def run(tmp_path: Path, socket_dir: Path) -> Iterator[Run]:
 
 
 @at("bucket", STOP)
-def test_an_engine_that_is_killed_or_stopped_keeps_nobody(run: Run, point: str, number: int) -> None:
+def test_no_process_waits_long_for_an_engine_that_is_killed_or_stopped(run: Run, point: str, number: int) -> None:
     learner, anna, victim = run.start("learner"), run.start("engine", "anna"), run.start("engine", "victim", stops=point)
     run.broadcast(learner, anna, victim)
     content = run.interrupt(learner, victim, point)
@@ -83,7 +83,7 @@ def test_an_engine_that_is_killed_or_stopped_keeps_nobody(run: Run, point: str, 
     run.broadcast(learner, anna)
     if number == STOP:
         victim.signal(GO_ON)
-        victim.tell()
+        victim.send()
         run.broadcast(learner, anna, victim)
 
 
@@ -102,7 +102,7 @@ def test_a_hub_that_is_killed_or_stopped_has_the_version_in_the_end(run: Run, po
     run.broadcast(learner, anna)
     content = run.interrupt(learner, learner, point)
     run.hub.signal(number)
-    learner.tell()
+    learner.send()
     if number == STOP:
         run.hub.signal(GO_ON)
     else:

@@ -1,4 +1,4 @@
-"""The digest of the device channel: the number that its formula says, whatever the device, the parts and the alignment."""
+"""The digest of the device channel: the number of its formula, whatever the device, the parts and the alignment."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_an_epoch_serves_version_after_version_until_someone_joins_or_ends() -> 
     membership = Membership()
     first = membership.gather(1, {ANNA: FREE, BERT: FREE})
     assert first.members == (ANNA, BERT) and first.id == (1, 1)
-    assert membership.gather(1, {ANNA: FREE, BERT: in_epoch(1, 1)}) is first, "anna has not said yet that she came"
+    assert membership.gather(1, {ANNA: FREE, BERT: in_epoch(1, 1)}) is first, "anna has not reported yet that it came"
     joined = membership.gather(1, {ANNA: in_epoch(1, 1), BERT: in_epoch(1, 1), CARL: FREE})
     assert joined.members == (ANNA, BERT, CARL) and joined.id == (1, 2)
     assert membership.gather(1, {ANNA: in_epoch(1, 2), CARL: in_epoch(1, 2)}).members == (ANNA, CARL)
@@ -39,13 +39,13 @@ def test_an_epoch_serves_version_after_version_until_someone_joins_or_ends() -> 
     assert membership.gather(2, {ANNA: in_epoch(1, 4)}).id == (2, 1), "another learner, another epoch"
 
 
-def test_who_left_by_itself_comes_into_the_next_epoch() -> None:
+def test_an_engine_that_left_by_itself_comes_into_the_next_epoch() -> None:
     membership = Membership()
     membership.gather(1, {ANNA: FREE, BERT: FREE})
     assert membership.gather(1, {ANNA: left(1, 1), BERT: in_epoch(1, 1)}).id == (1, 2)
 
 
-def test_after_a_failure_who_says_nothing_is_not_waited_for_again() -> None:
+def test_after_a_failure_an_engine_that_reports_nothing_is_not_waited_for_again() -> None:
     membership = Membership()
     membership.gather(1, {ANNA: FREE, BERT: FREE, CARL: FREE})
     membership.failed()
@@ -59,14 +59,16 @@ def test_after_a_failure_who_says_nothing_is_not_waited_for_again() -> None:
     assert membership.gather(2, {**now, ANNA: in_epoch(2, 2), CARL: in_epoch(2, 2)}).members == (ANNA, BERT, CARL)
 
 
-EVENTS = st.sampled_from(["hears", "leaves", "greets", "ends", "comes", "fails", "gathers", "gathers", "another learner"])
+EVENTS = st.sampled_from(["stays", "leaves", "hello", "ends", "comes", "fails", "gathers", "gathers", "another learner"])
 
 
 @given(st.lists(st.tuples(EVENTS, st.sampled_from([ANNA, BERT, CARL])), max_size=40))
-def test_whatever_happens_only_who_spoke_since_a_failure_is_told_again(events: list[tuple[str, tuple[str, str]]]) -> None:
+def test_an_engine_of_an_epoch_that_failed_is_in_no_other_before_it_has_reported(
+    events: list[tuple[str, tuple[str, str]]],
+) -> None:
     membership, states, fence = Membership(), {ANNA: FREE, BERT: FREE, CARL: FREE}, 1
-    told: dict[tuple[str, str], tuple[int, int]] = {}
-    owing: set[tuple[str, str]] = set()  # members of an epoch that failed, until they speak
+    epochs: dict[tuple[str, str], tuple[int, int]] = {}
+    owing: set[tuple[str, str]] = set()  # members of an epoch that failed, until they report
     highest = (0, 0)
     for event, member in events:
         if event == "gathers":
@@ -74,14 +76,16 @@ def test_whatever_happens_only_who_spoke_since_a_failure_is_told_again(events: l
             assert set(epoch.members) <= states.keys() - owing
             assert epoch is before or epoch.id > highest
             assert epoch is before or set(epoch.members) == states.keys() - owing
-            highest, told = epoch.id, told | dict.fromkeys(epoch.members, epoch.id)
+            highest, epochs = epoch.id, epochs | dict.fromkeys(epoch.members, epoch.id)
         elif event == "another learner":
             fence += 1
         elif event == "fails":
             if membership.epoch is not None and membership.epoch.id[0] == fence:
                 membership.failed()
-                owing |= {each for each in membership.epoch.members if each in states and told.get(each) == membership.epoch.id}
-                owing -= {each for each in owing if states[each] == left(*told[each])}
+                owing |= {
+                    each for each in membership.epoch.members if each in states and epochs.get(each) == membership.epoch.id
+                }
+                owing -= {each for each in owing if states[each] == left(*epochs[each])}
         elif event == "comes":
             if member not in states:
                 states[member] = FREE
@@ -89,27 +93,27 @@ def test_whatever_happens_only_who_spoke_since_a_failure_is_told_again(events: l
         elif member in states:
             if event == "ends":
                 del states[member]
-                told.pop(member, None)
+                epochs.pop(member, None)
                 owing.discard(member)
-            elif event == "greets":
+            elif event == "hello":
                 membership.joined(member)
-                told.pop(member, None)
+                epochs.pop(member, None)
                 owing.discard(member)
-            elif member in told and event == "leaves":
-                states[member] = left(*told[member])
+            elif member in epochs and event == "leaves":
+                states[member] = left(*epochs[member])
                 owing.discard(member)
-            elif member in told and states[member] != left(*told[member]):  # none comes back to an epoch that it left
-                states[member] = in_epoch(*told[member])
+            elif member in epochs and states[member] != left(*epochs[member]):  # none comes back to an epoch that it left
+                states[member] = in_epoch(*epochs[member])
 
 
 class FakeSeat:
     def __init__(self, epoch: broadcasts.Receive, done: Received) -> None:
         self.epoch, self.done = epoch.epoch, done
-        self.asked: list[Target] = []
+        self.orders: list[Target] = []
         self.is_left = False
 
     def do(self, target: Target) -> None:
-        self.asked.append(target)
+        self.orders.append(target)
 
     def leave(self) -> None:
         self.is_left = True
@@ -130,7 +134,7 @@ class Engine:
     def _wake(self) -> None:
         self.woken += 1
 
-    def told(self, version: int, number: int = 1, fence: int = 1) -> None:
+    def announce(self, version: int, number: int = 1, fence: int = 1) -> None:
         self.standby.receive(broadcasts.Receive(fence=fence, version=version, epoch=number, store="s", rank=1, size=2))
 
     def come(self, version: int, seat: int = -1) -> WeightSet:
@@ -144,31 +148,31 @@ def engine() -> Engine:
     return Engine()
 
 
-def test_a_set_that_came_is_said_and_given_out_once(engine: Engine) -> None:
-    engine.told(3)
+def test_a_set_that_came_is_reported_and_given_out_once(engine: Engine) -> None:
+    engine.announce(3)
     assert engine.standby.look() == Device(epoch_id=(1, 1), is_member=True)
     weights = engine.come(3)
     assert engine.woken == 1
     assert engine.standby.look() == Device(epoch_id=(1, 1), is_member=True, received=(1, 3))
     assert engine.standby.take((1, 3), weights.digest) is weights
-    engine.told(4)
-    assert engine.seats[0].asked == [(1, 3), (1, 4)]
+    engine.announce(4)
+    assert engine.seats[0].orders == [(1, 3), (1, 4)]
 
 
-def test_what_is_told_twice_or_too_late_changes_nothing(engine: Engine) -> None:
-    engine.told(3)
-    engine.told(3)
-    assert engine.seats[0].asked == [(1, 3)]
-    engine.told(4, number=2)
-    engine.told(3)
-    assert [seat.is_left for seat in engine.seats] == [True, False] and engine.seats[1].asked == [(1, 4)]
+def test_what_is_announced_twice_or_too_late_changes_nothing(engine: Engine) -> None:
+    engine.announce(3)
+    engine.announce(3)
+    assert engine.seats[0].orders == [(1, 3)]
+    engine.announce(4, number=2)
+    engine.announce(3)
+    assert [seat.is_left for seat in engine.seats] == [True, False] and engine.seats[1].orders == [(1, 4)]
     engine.standby.disband((1, 1))
     assert not engine.seats[1].is_left
 
 
 def test_nothing_that_comes_of_an_epoch_that_was_left_is_taken(engine: Engine) -> None:
-    engine.told(3)
-    engine.told(4, number=2)
+    engine.announce(3)
+    engine.announce(4, number=2)
     engine.come(3, seat=0)
     state = engine.standby.look()
     assert state is not None and state.received == (0, -1)
@@ -184,34 +188,34 @@ def test_nothing_that_comes_of_an_epoch_that_was_left_is_taken(engine: Engine) -
     ids=["failed", "late", "disbanded"],
 )
 def test_an_epoch_that_ends_is_left_for_good(engine: Engine, end: Callable[[Engine], None]) -> None:
-    engine.told(3)
+    engine.announce(3)
     end(engine)
     assert engine.standby.look() == Device(epoch_id=(1, 1)) and engine.seats[0].is_left
-    engine.told(4)
-    assert len(engine.seats) == 1, "told of the same epoch late"
-    engine.told(4, number=2)
+    engine.announce(4)
+    assert len(engine.seats) == 1, "the same epoch was announced late"
+    engine.announce(4, number=2)
     assert engine.standby.look() == Device(epoch_id=(1, 2), is_member=True)
 
 
 def test_an_engine_that_no_epoch_reaches_takes_part_no_more(engine: Engine) -> None:
     for number in (1, 2):
-        engine.told(3, number)
+        engine.announce(3, number)
         engine.seats[-1].done(None)
         assert engine.standby.look() is not None
-    engine.told(4, 3)
+    engine.announce(4, 3)
     engine.come(4)
     engine.standby.look()
     for number in (4, 5, 6):
-        engine.told(5, number)
+        engine.announce(5, number)
         engine.seats[-1].done(None)
         state = engine.standby.look()
     assert state is None
-    engine.told(6, 7)
+    engine.announce(6, 7)
     assert len(engine.seats) == 6
 
 
 def test_a_set_that_is_not_what_was_broadcast_is_counted_and_said_to_be_there_no_more(engine: Engine) -> None:
-    engine.told(3)
+    engine.announce(3)
     weights = engine.come(3)
     engine.standby.look()
     assert engine.standby.take((1, 2), weights.digest) is None, "another version"
@@ -221,7 +225,7 @@ def test_a_set_that_is_not_what_was_broadcast_is_counted_and_said_to_be_there_no
 
 
 def test_a_set_is_given_out_once(engine: Engine) -> None:
-    engine.told(3)
+    engine.announce(3)
     weights = engine.come(3)
     engine.standby.look()
     assert engine.standby.take((1, 3), weights.digest) is weights
