@@ -169,7 +169,10 @@ def test_one_stuck_worker_does_not_hold_up_the_other(bench: Callable[..., Bench]
 def test_workers_killed_between_calls_are_replaced(bench: Callable[..., Bench]) -> None:
     pool = bench("act")
     assert pool.one("1") == Score(1.0)
-    killed = [process for guard in workers() for process in (*guard.children(), guard)]
+    guards = workers()
+    for guard in guards:
+        guard.suspend()  # else one may start its worker when its children have been listed
+    killed = [process for guard in guards for process in (*guard.children(), guard)]
     for process in killed:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
