@@ -16,10 +16,10 @@ from typing import Any
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
 from async_rlhf.actors.environments.pool import EpisodePool, Event
-from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.yields import Read
 from async_rlhf.actors.rewards import Answer
-from async_rlhf.actors.workers.messages import EnvironmentFields, Step, Stepped, to_fields
+from async_rlhf.actors.workers.messages import CallFields, EnvironmentFields, Step, Stepped, to_fields
 from async_rlhf.actors.workers.service import Client, Service, Session
 from async_rlhf.buffers.errors import WireError
 
@@ -64,7 +64,10 @@ class EnvironmentServer(Service):
     def _go_on(self, client: Client, step: Step) -> None:
         if step.text is None:
             raise WireError("a turn of an episode has no text")
-        self._pool.reply(client.key(step.id), step.text)
+        if self._spec.calls != (step.reply is not None):
+            raise WireError(f"a turn of an episode {'without' if self._spec.calls else 'with'} what a call is answered by")
+        sent = step.text if step.reply is None else Reply(step.text, **dict(step.reply))
+        self._pool.reply(client.key(step.id), sent)
 
     def _end(self, keys: Collection[int], streams: Collection[int]) -> None:
         self._pool.discard(keys)
@@ -73,7 +76,9 @@ class EnvironmentServer(Service):
         if event.came is None:
             return None
         if isinstance(event.came, Read):
-            return Stepped(id=id, turn=session.turn, content=event.came.content, score=event.came.score)
+            content, score, call = event.came.content, event.came.score, event.came.call
+            fields = None if call is None else CallFields(**{name: getattr(call, name) for name in CallFields.model_fields})
+            return Stepped(id=id, turn=session.turn, content=content, score=score, call=fields)
         score = event.came.score
         answers = [] if score is None else [to_fields(Answer(score.value, score.failure, metrics=score.metrics))]
         return Stepped(id=id, turn=session.turn, answers=answers)

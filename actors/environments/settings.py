@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from async_rlhf.actors.rewards.settings import declared, declares
 from async_rlhf.buffers.errors import ConfigError
@@ -33,6 +33,39 @@ class Feedback:
     score: float | None = None
 
 
+@dataclass(frozen=True)
+class Call:
+    """A request for the model's turn as an agent makes it; yielded in place of text or messages where `calls` is set.
+
+    chain: which of the episode's conversations; a number that was not used before begins one (the first is 0, then 1, ...).
+    messages: of a new chain all of it; else what follows the model's last turn in that chain.
+    tools: JSON schemas that the chat template is given; of a new chain, which keeps them.
+    max_tokens: of the turn; None, or more than `generation.max_completion_length`: that.
+    stop: further texts that end the turn, beside `generation.stop`.
+    trained: whether the turn's tokens are trained on; else they are read, as an observation is.
+    """
+
+    chain: int
+    messages: list[Message]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    trained: bool = True
+
+
+class Reply(NamedTuple):
+    """What the model wrote after a Call; the generator gets it from its yield (after text or messages it gets `text` alone).
+
+    text: without special tokens. finish_reason: length where the turn's budget of tokens cut it. num_prompt: tokens that stood
+    before the turn in its chain. num_tokens: sampled ones of the turn.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_prompt: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSettings:
     """How an episode is bounded. Plain data.
@@ -43,12 +76,14 @@ class EnvironmentSettings:
     episode_timeout_s: seconds for the whole episode, the model's time included; looked at in the environment's steps. None: no
         such limit.
     at_limit: score of an episode that its number of turns, or the length of its row, ended; None leaves it out of the batch.
+    calls: whether it yields Calls (an agent), and nothing else until its end.
     """
 
     max_turns: int = 8
     timeout_s: float = 10.0
     episode_timeout_s: float | None = None
     at_limit: float | None = 0.0
+    calls: bool = False
 
     def __post_init__(self) -> None:
         if type(self.max_turns) is not int or self.max_turns < 1:

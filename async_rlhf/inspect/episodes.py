@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typer import style
 
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.environments import Content, EnvironmentSpec
+from async_rlhf.actors.environments import Content, EnvironmentSpec, Reply
 from async_rlhf.actors.environments.pool import EpisodePool, Event
 from async_rlhf.actors.environments.yields import End
 from async_rlhf.actors.prompts import Row, environment_seed
@@ -119,7 +119,7 @@ def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.E
             pool.discard([number])
             return Trial(number, parts, "left", None, seconds)
         parts.append(Part("model", text))
-        pool.reply(number, text)
+        pool.reply(number, text if came.call is None else Reply(text, "stop", 0, 0))
 
 
 def _next(pool: EpisodePool[int], bell: threading.Event) -> Event[int]:
