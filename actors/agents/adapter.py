@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import queue
 import threading
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any, Protocol
 
 from async_rlhf.actors.agents.conversations import Conversations
 from async_rlhf.actors.agents.endpoint import endpoint
-from async_rlhf.actors.agents.sessions import Pending
+from async_rlhf.actors.agents.sessions import Arrived
 from async_rlhf.actors.agents.written import read_reply
 from async_rlhf.actors.environments.from_trl import plain
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
@@ -33,7 +32,7 @@ from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
 from async_rlhf.actors.rewards.answer import read
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.actors.workers.watchdog import watched
-from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 
 STEP_S = 120.0
@@ -41,20 +40,19 @@ STEP_S = 120.0
 _TEMPLATE = "response_template"
 
 
-def from_function(target: str, function: EnvironmentFunction, options: Mapping[str, Any]) -> Adapted:
+def from_function(target: str, function: EnvironmentFunction, signature: Signature, options: Mapping[str, Any]) -> Adapted:
     """A function with a parameter `llm` and without a yield. options: its own, and `response_template`, by which what the model
     writes is read. Raises ConfigError."""
-    try:
-        signature = Signature.of(function)
-    except RewardError as error:
-        raise ConfigError(f"environment {target!r}: {error}") from error
     declared = settings_of(function, max_turns=MAX_TURNS, timeout_s=STEP_S)
     if declared.tools:
-        raise ConfigError(f"environment {target!r}: an agent's tools are those of its requests; leave out @environment(tools=...)")
+        raise ConfigError(
+            f"environment {target!r}: an agent's tools are those of its requests; leave out @environment(tools=...)"
+        )
     template = checked(options[_TEMPLATE]) if _TEMPLATE in options else TEMPLATE
     required = tuple(name for name in signature.required if name != "llm")
     fields = None if signature.any_column else (*required, *signature.optional, _TEMPLATE)
-    play = functools.partial(played, _Task if signature.is_async else _Thread, function, template)
+    runner: Callable[[], _Runner] = _Task if signature.is_async else _Thread
+    play = functools.partial(played, runner, function, template)
     return Adapted(play if signature.is_async else plain(play), replace(declared, calls=True), required, fields=fields)
 
 
@@ -64,11 +62,15 @@ def agent_of(solve: Callable[..., Any], declared: Declaration, template: Mapping
 
 
 class _Runner(Protocol):
-    """An agent that runs. arrived: takes the calls of its session, in any thread."""
+    """An agent that runs."""
 
-    arrived: Callable[[Pending], object]
+    def arrived(self, call: Arrived, /) -> object:
+        """Takes the calls of its session, in any thread."""
+        ...
 
-    async def next(self) -> Pending | None:
+    def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None: ...
+
+    async def next(self) -> Arrived | None:
         """The next call; None once the agent has ended, whatever it left behind."""
         ...
 
@@ -82,7 +84,7 @@ class _Runner(Protocol):
 
 
 async def played(
-    run: Callable[[], Any], function: Callable[..., Any], template: Mapping[str, Any], /, **fields: Any
+    run: Callable[[], _Runner], function: Callable[..., Any], template: Mapping[str, Any], /, **fields: Any
 ) -> AsyncGenerator[Call | Score, Reply]:
     """run: `_Thread` or `_Task`. fields: of the episode."""
     fields.pop(_TEMPLATE, None)
@@ -92,15 +94,15 @@ async def played(
     try:
         runner.start(function, {**fields, "llm": llm})
         while (call := await runner.next()) is not None:
+            asked, answer = call
             counts["calls"] += 1
-            asked = call.asked
-            chain, known = conversations.place(call.prefixes)
+            chain, known = conversations.place(asked.prefixes)
             tools = () if known else asked.tools
-            reply = yield Call(chain, asked.messages[known:], tools, asked.max_tokens, asked.stop, call.trained)
+            reply = yield Call(chain, asked.messages[known:], tools, asked.max_tokens, asked.stop, asked.trained)
             written = read_reply(reply, asked, template, counts["calls"])
             counts["unparsed_turns"] += written.is_unparsed
-            conversations.wrote(chain, call.prefixes, written.message)
-            call.answer.set_result(written)
+            conversations.wrote(chain, asked.prefixes, written.message)
+            answer.set_result(written)
         score = score_of(runner.result(), {**counts, "chains": conversations.num_chains, "retries_joined": session.num_joined})
     finally:
         server.end(session)
@@ -126,15 +128,17 @@ class _Thread:
     """A plain function, in a thread of its own. Its methods block, where those of a task wait."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
         self._result: Future[Any] = Future()
-        self.arrived = self._events.put
+
+    def arrived(self, call: Arrived, /) -> None:
+        self._events.put(call)
 
     def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
         self._thread = threading.Thread(target=self._run, args=(function, fields), name="agent", daemon=True)
         self._thread.start()
 
-    async def next(self) -> Pending | None:
+    async def next(self) -> Arrived | None:
         call = self._events.get()  # the step's time-out ends the process
         return None if self._result.done() else call
 
@@ -142,7 +146,8 @@ class _Thread:
         return self._result.result()
 
     async def end(self) -> None:
-        self._thread.join()  # so does that of the cleanup
+        if self._thread.ident is not None:  # else there was none to be had
+            self._thread.join()  # so does that of the cleanup
 
     def _run(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
         try:
@@ -156,8 +161,11 @@ class _Task:
     """An asynchronous function, as a task on the loop of its process."""
 
     def __init__(self) -> None:
-        self._events: asyncio.Queue[Pending | None] = asyncio.Queue()
-        self.arrived = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._events.put_nowait)
+        self._events: asyncio.Queue[Arrived | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def arrived(self, call: Arrived, /) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, call)
 
     def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
         async def run() -> Any:
@@ -166,7 +174,7 @@ class _Task:
         self._task = asyncio.create_task(run(), name="agent")
         self._task.add_done_callback(lambda _: self._events.put_nowait(None))
 
-    async def next(self) -> Pending | None:
+    async def next(self) -> Arrived | None:
         call = await self._events.get()
         return None if self._task.done() else call
 

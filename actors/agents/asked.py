@@ -7,11 +7,13 @@ text) is refused by name. What is neither is ignored.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_rlhf.actors.agents.conversations import digests
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.environments.settings import Message
 from async_rlhf.actors.environments.tool_calls import Tool
@@ -37,7 +39,7 @@ class RequestError(EpisodeError):
 class Asked:
     """messages: the whole conversation, as the chat template reads it. tools: JSON schemas. max_tokens: of the turn, None for
     no limit of the client's. stop: texts that end the turn. streams: the answer is wanted as events; shows_usage: with its
-    numbers of tokens."""
+    numbers of tokens. trained: as of `Call`."""
 
     messages: list[Message]
     tools: tuple[Tool, ...] = ()
@@ -45,11 +47,17 @@ class Asked:
     stop: tuple[str, ...] = ()
     streams: bool = False
     shows_usage: bool = True
+    trained: bool = True
+
+    @functools.cached_property
+    def prefixes(self) -> list[bytes]:
+        """As of `conversations.digests`."""
+        return digests(self.tools, self.messages)
 
 
 def conversation(given: Any) -> list[Message]:
-    """Messages in the form of OpenAI's chat as the chat template reads them: roles are ours, parts of text are joined, arguments
-    of calls are values, and the answer of a tool has its name.
+    """Messages in the form of OpenAI's chat as the chat template reads them: roles are ours, parts of text are joined,
+    arguments of calls are values, and the answer of a tool has its name.
 
     Raises RequestError for what is no text, and for a conversation that the model cannot answer.
     """
@@ -83,8 +91,14 @@ def listed(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     return found
 
 
+def part(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object, empty where there is none. Raises RequestError for anything else."""
+    (found,) = listed({name: [body.get(name) or {}]}, name)
+    return found
+
+
 def refuse(body: Mapping[str, Any], promises: Mapping[str, Sequence[Any]]) -> None:
-    """promises: names that are refused, and for each the values that ask for nothing; None is one always. Raises RequestError."""
+    """promises: names that are refused, each with the values that ask for nothing, as None always does. Raises RequestError."""
     for name, nothing in promises.items():
         if (value := body.get(name)) is not None and value not in nothing:
             raise RequestError(f"{name}={value!r:.80} cannot be kept: {_SAMPLED}")

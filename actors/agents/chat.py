@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rlhf.actors.agents.asked import Asked, RequestError, conversation, function_tool, listed, most_tokens, refuse, stops
+from async_rlhf.actors.agents.asked import (
+    Asked,
+    RequestError,
+    conversation,
+    function_tool,
+    listed,
+    most_tokens,
+    part,
+    refuse,
+    stops,
+)
 from async_rlhf.actors.agents.written import MODEL, Written, event
 
 _PROMISES: Mapping[str, Any] = {
@@ -26,18 +36,17 @@ _PROMISES: Mapping[str, Any] = {
 
 def read(body: Mapping[str, Any]) -> Asked:
     refuse(body, _PROMISES)
-    options = body.get("stream_options")
     return Asked(
         conversation(body.get("messages")),
-        tools_of(body, [each.get("function") or each for each in listed(body, "tools")]),
+        tools_of(body, [part(each, "function") for each in listed(body, "tools")]),
         most_tokens(body, "max_completion_tokens", "max_tokens"),
         stops(body, "stop"),
         streams=bool(body.get("stream")),
-        shows_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+        shows_usage=bool(part(body, "stream_options").get("include_usage")),
     )
 
 
-def tools_of(body: Mapping[str, Any], functions: list[Any]) -> tuple[dict[str, Any], ...]:
+def tools_of(body: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Those that the model is shown: with `tool_choice` "none" it is shown none. Raises RequestError for one that is forced."""
     if any(each.get("type", "function") != "function" for each in listed(body, "tools")):
         raise RequestError("tools: only functions, which the client runs, can be given")
@@ -48,12 +57,16 @@ def tools_of(body: Mapping[str, Any], functions: list[Any]) -> tuple[dict[str, A
 
 
 def whole(written: Written) -> dict[str, Any]:
-    message = {"role": "assistant", "content": written.text if written.text or not written.calls else None, "refusal": None}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": written.text if written.text or not written.calls else None,
+        "refusal": None,
+    }
     if written.reasoning:
         message["reasoning_content"] = written.reasoning
     if written.calls:
         message["tool_calls"] = _calls(written)
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": written.finish_reason}
+    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": written.finish_reason}
     return {**_head(written, "chat.completion"), "choices": [choice], "usage": _usage(written)}
 
 
@@ -63,8 +76,9 @@ def events(asked: Asked, written: Written) -> bytes:
     deltas += [{"reasoning_content": written.reasoning}] if written.reasoning else []
     deltas += [{"content": written.text}] if written.text else []
     deltas += [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(_calls(written))]
-    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
-    choices.append({"index": 0, "delta": {}, "logprobs": None, "finish_reason": written.finish_reason})
+    ends: list[str | None] = [None] * len(deltas) + [written.finish_reason]
+    grown = zip([*deltas, {}], ends, strict=True)
+    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": end} for delta, end in grown]
     chunks = [{**head, "choices": [choice]} for choice in choices]
     if asked.shows_usage:
         chunks.append({**head, "choices": [], "usage": _usage(written)})

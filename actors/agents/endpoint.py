@@ -5,8 +5,8 @@ waits for   requests; of each its body, for `_BODY_S` at most; and its call's an
 woken by    the answer, or the loss of the connection
 on close    the sessions end, open requests are answered (503), and the thread ends
 
-A session is named in the URL (`/sessions/SECRET/v1/...`, which goes before) or by the key (`Authorization: Bearer`, `x-api-key`).
-What does not ask the model for a turn (lists of models, versions) is answered without looking at a session.
+A session is named in the URL (`/sessions/SECRET/v1/...`), or else by the key (`Authorization: Bearer`, `x-api-key`). What does
+not ask the model for a turn (lists of models, versions) is answered without looking at a session.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import uvicorn
@@ -30,9 +30,8 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from async_rlhf.actors.agents import chat, messages, responses
-from async_rlhf.actors.agents.asked import RequestError
-from async_rlhf.actors.agents.conversations import digests
-from async_rlhf.actors.agents.sessions import Pending, Session
+from async_rlhf.actors.agents.asked import Asked, RequestError
+from async_rlhf.actors.agents.sessions import Arrived, Pending, Session
 from async_rlhf.actors.agents.written import MODEL, Dialect
 from async_rlhf.buffers.errors import EpisodeError
 
@@ -115,7 +114,7 @@ class Endpoint:
         )
         self._thread.start()
 
-    def open(self, arrived: Callable[[Pending], object]) -> tuple[Session, Llm]:
+    def open(self, arrived: Callable[[Arrived], object]) -> tuple[Session, Llm]:
         """A session of an episode. Raises EpisodeError when the server has ended."""
         if not self._thread.is_alive():
             raise EpisodeError("the thread of the agents' endpoint has ended; see the log for its error")
@@ -150,8 +149,8 @@ class Endpoint:
     async def _asked(self, dialect: Dialect, request: Request) -> Response:
         try:
             session = self._session(request)
-            call = _read(dialect, request, await _body(request))
-            call = session.ask(call, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
+            key, asked = _read(dialect, request, await _body(request))
+            call = session.ask(key, asked, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
             if not await _has_answer(request, call):
                 session.left(call)
                 return Response(status_code=499)  # nobody reads it
@@ -161,8 +160,8 @@ class Endpoint:
             return _failure(dialect, error.status, str(error))
         except ClientDisconnect:
             return Response(status_code=499)
-        if call.asked.streams:
-            return Response(dialect.events(call.asked, written), media_type="text/event-stream")
+        if asked.streams:
+            return Response(dialect.events(asked, written), media_type="text/event-stream")
         return _json(dialect.whole(written))
 
     def _session(self, request: Request) -> Session:
@@ -207,8 +206,8 @@ async def _body(request: Request) -> bytes:
     return bytes(kept)
 
 
-def _read(dialect: Dialect, request: Request, body: bytes) -> Pending:
-    """Raises RequestError."""
+def _read(dialect: Dialect, request: Request, body: bytes) -> tuple[bytes, Asked]:
+    """What it asks, and the key that its retries have too. Raises RequestError."""
     trained = request.headers.get(HEADER, "true").lower()
     if trained not in ("true", "false"):
         raise RequestError(f"header {HEADER}: {trained!r:.60}; choose true or false")
@@ -216,8 +215,8 @@ def _read(dialect: Dialect, request: Request, body: bytes) -> Pending:
         found = json.loads(body)
         if not isinstance(found, dict):
             raise RequestError("the body is no JSON object")
-        asked = dialect.read(found)
-        prefixes = digests(asked.tools, asked.messages)
+        asked = replace(dialect.read(found), trained=trained == "true")
+        asked.prefixes  # noqa: B018  computed here, where what cannot be is refused
     except RequestError:
         raise
     except RecursionError as error:
@@ -225,7 +224,7 @@ def _read(dialect: Dialect, request: Request, body: bytes) -> Pending:
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}") from error
     key = hashlib.blake2b(b"\0".join([request.url.path.encode(), trained.encode(), body])).digest()
-    return Pending(key, asked, prefixes, trained == "true")
+    return key, asked
 
 
 async def _has_answer(request: Request, call: Pending) -> bool:

@@ -6,7 +6,17 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from async_rlhf.actors.agents.asked import Asked, RequestError, conversation, function_tool, listed, most_tokens, refuse, stops
+from async_rlhf.actors.agents.asked import (
+    Asked,
+    RequestError,
+    conversation,
+    function_tool,
+    listed,
+    most_tokens,
+    part,
+    refuse,
+    stops,
+)
 from async_rlhf.actors.agents.written import MODEL, Written, event
 from async_rlhf.actors.environments.settings import Message
 from async_rlhf.actors.environments.tool_calls import Tool
@@ -92,8 +102,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
     given = listed(body, "tools")
     if others := [each.get("type") for each in given if each.get("type", "custom") != "custom"]:
         raise RequestError(f"tools: {others[0]!r:.60} is run by Anthropic; only tools that the client runs can be given")
-    choice = body.get("tool_choice") or {}
-    if isinstance(choice, Mapping) and choice.get("type") == "none":
+    if part(body, "tool_choice").get("type") == "none":
         return ()
     refuse(body, {"tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False})})
     return tuple(function_tool(each.get("name"), each.get("description"), each.get("input_schema")) for each in given)

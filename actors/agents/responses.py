@@ -11,16 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from async_rlhf.actors.agents import chat
-from async_rlhf.actors.agents.asked import Asked, RequestError, conversation, listed, most_tokens, refuse
+from async_rlhf.actors.agents.asked import Asked, RequestError, conversation, listed, most_tokens, part, refuse
 from async_rlhf.actors.agents.written import MODEL, Written, event
 from async_rlhf.actors.environments.settings import Message
 
 _KEPT: Mapping[str, Any] = {"previous_response_id": (), "conversation": (), "prompt": (), "background": (False,)}
-_PROMISES: Mapping[str, Any] = {
-    "top_logprobs": (0,),
-    "parallel_tool_calls": (True,),
-    "text": ({}, {"format": {"type": "text"}}),
-}
+_PROMISES: Mapping[str, Any] = {"top_logprobs": (0,), "parallel_tool_calls": (True,)}
 
 
 def read(body: Mapping[str, Any]) -> Asked:
@@ -28,8 +24,9 @@ def read(body: Mapping[str, Any]) -> Asked:
         if (value := body.get(name)) is not None and value not in nothing:
             raise RequestError(f"{name}: nothing is kept between requests here; send the whole input")
     refuse(body, _PROMISES)
+    refuse({"text.format": part(body, "text").get("format")}, {"text.format": ({"type": "text"},)})
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(body, "input")
+    items = listed({"input": [{"role": "user", "content": given}]} if isinstance(given, str) else body, "input")
     system: list[Message] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     return Asked(
         conversation([*system, *_messages(items)]),
@@ -84,18 +81,23 @@ def _messages(items: list[Mapping[str, Any]]) -> Iterator[Message]:
             yield turn
             turn = {}
         if kind == "reasoning":
-            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-            turn = {"role": "assistant", "reasoning_content": "".join(str(part.get("text") or "") for part in parts)}
+            texts = (each.get("text") or "" for each in [*listed(item, "content"), *listed(item, "summary")])
+            turn = {"reasoning_content": "".join(map(str, texts))}
         elif kind == "message" and item.get("role") == "assistant":
-            turn = {**turn, "role": "assistant", "content": item.get("content")}
-        elif kind == "message":
-            yield {"role": item.get("role"), "content": item.get("content")}
-        elif kind == "function_call_output":
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+            turn = {"role": "assistant", **turn, "content": item.get("content")}
         else:
-            raise RequestError(f"input: items of type {kind!r:.60} are not read; messages, reasoning and function calls are")
+            turn = {}
+            yield _other(kind, item)
     if turn.keys() & {"content", "tool_calls"}:
         yield turn
+
+
+def _other(kind: str, item: Mapping[str, Any]) -> Message:
+    if kind == "message":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    raise RequestError(f"input: items of type {kind!r:.60} are not read; messages, reasoning and function calls are")
 
 
 def _begun(written: Written) -> dict[str, Any]:

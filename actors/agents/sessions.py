@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -23,22 +23,22 @@ from async_rlhf.actors.agents.written import Written
 
 @dataclass(eq=False)
 class Pending:
-    """A call. key: equal for a request and its retries. prefixes: as of `conversations.digests`. trained: as of `Call`.
-    num_waiting: connections on which the answer is waited for; is_given: one had it."""
+    """What is kept of a call: not what it asks, which grows with the conversation. num_waiting: connections on which the answer
+    is waited for; is_given: one had it."""
 
-    key: bytes
-    asked: Asked
-    prefixes: Sequence[bytes]
-    trained: bool = True
     answer: Future[Written] = field(default_factory=Future)
     num_waiting: int = 0
     is_given: bool = False
 
 
+Arrived = tuple[Asked, Future[Written]]
+"""A call, and what takes the model's turn in answer to it."""
+
+
 class Session:
     """See the module docstring. secret: names it in a URL or as a key. num_joined: requests that were no call of their own."""
 
-    def __init__(self, arrived: Callable[[Pending], object]) -> None:
+    def __init__(self, arrived: Callable[[Arrived], object]) -> None:
         """arrived: takes each call once, in the server's thread."""
         self.secret = secrets.token_urlsafe(24)
         self.num_joined = 0
@@ -47,23 +47,22 @@ class Session:
         self._calls: dict[bytes, list[Pending]] = {}
         self._is_over = False
 
-    def ask(self, call: Pending, is_retry: bool) -> Pending:
-        """The call whose answer the request waits for, until `left` or `gave`: this one, or one that it is a retry of.
+    def ask(self, key: bytes, asked: Asked, is_retry: bool) -> Pending:
+        """The call whose answer a request waits for, until `left` or `gave`: its own, or one that it is a retry of.
 
-        Raises RequestError when the episode has ended.
+        key: equal for a request and its retries. Raises RequestError when the episode has ended.
         """
         with self._lock:
             if self._is_over:
                 raise _over()
-            known = self._calls.setdefault(call.key, [])
+            known = self._calls.setdefault(key, [])
             alone = [each for each in known if not each.num_waiting and not each.is_given]
-            joined = alone[0] if alone else known[-1] if known and is_retry else None
-            if joined is None:
-                known.append(call)
-                self._arrived(call)
+            call = alone[0] if alone else known[-1] if known and is_retry else None
+            if call is None:
+                known.append(call := Pending())
+                self._arrived((asked, call.answer))
             else:
                 self.num_joined += 1
-                call = joined
             call.num_waiting += 1
             return call
 

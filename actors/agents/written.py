@@ -78,7 +78,7 @@ def read_reply(reply: Reply, asked: Asked, template: Mapping[str, Any], number: 
         WrittenCall(f"call{number:03}{at:02}", call["function"]["name"], call["function"]["arguments"])
         for at, call in enumerate(turn.calls)
     )
-    whole = "tool_calls" if calls else "stop"
+    whole: Literal["stop", "tool_calls"] = "tool_calls" if calls else "stop"
     return Written(
         id=f"turn_{number}",
         text=turn.message["content"],

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from async_rlhf.actors.rewards.settings import declared, declares
+from async_rlhf.actors.rewards.settings import GIVEN, declared, declares
 from async_rlhf.buffers.errors import ConfigError
 
 EnvironmentFunction = Callable[..., Any]
@@ -117,12 +117,13 @@ class Declaration(EnvironmentSettings):
 
 @declares(Declaration)
 def environment(function: EnvironmentFunction | None = None, /, **settings: Any) -> None:
-    """Mark a generator function as an environment, as `@environment` or `@environment(max_turns=4)`.
+    """Mark a generator function, or an agent, as an environment, as `@environment` or `@environment(max_turns=4)`.
 
     It stays callable as it was. The settings are those of `Declaration`. Raises ConfigError.
     """
 
 
-def settings_of(function: EnvironmentFunction) -> Declaration:
-    """What `@environment` left on the function, else the defaults."""
-    return declared(function, Declaration)
+def settings_of(function: EnvironmentFunction, **defaults: Any) -> Declaration:
+    """What `@environment` left on the function, else the defaults. defaults: of a kind of functions, in place of the usual."""
+    given = getattr(function, GIVEN, {})
+    return replace(declared(function, Declaration), **{name: each for name, each in defaults.items() if name not in given})
