@@ -108,7 +108,8 @@ def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 def _turn(text: str, asked: Asked, template: Mapping[str, Any]) -> Turn:
-    """A call whose arguments a client could not be given as JSON cannot be read."""
+    """A call whose arguments a client could not be given as JSON cannot be read. What has neither calls nor reasoning stays as
+    it was written."""
     if not asked.tools:
         template = {**template, "fields": {name: each for name, each in template["fields"].items() if name != "tool_calls"}}
     turn = parsed(text, asked.tools, template)
@@ -119,4 +120,5 @@ def _turn(text: str, asked: Asked, template: Mapping[str, Any]) -> Turn:
                 raise ValueError("arguments have names")
     except ValueError:
         return Turn({"role": "assistant", "content": text}, is_unparsed=True)
-    return turn
+    is_plain = not turn.calls and not turn.message.get("reasoning_content")
+    return Turn({"role": "assistant", "content": text}, turn.is_unparsed) if is_plain else turn
