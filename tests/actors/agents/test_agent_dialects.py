@@ -66,7 +66,7 @@ REFUSED = [
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "is 'image_url', and text"),
     ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates not allowed"),
     ("chat", {"messages": [{"role": "stranger", "content": "x"}]}, "choose one of: system, user, assistant, tool"),
-    ("chat", {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "I"}]}, "begins its turns itself"),
+    ("chat", {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "I"}]}, "its turns itself"),
     ("chat", {"messages": []}, "at least one message"),
     ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
     ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice"),
