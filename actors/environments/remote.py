@@ -115,8 +115,7 @@ class RemoteEpisodes:
 
     def _reply(self, id: int, sent: str | Reply) -> None:
         if (episode := self._episodes.get(id)) is not None:
-            text, *fields = sent if isinstance(sent, Reply) else (sent,)
-            reply = ReplyFields(**dict(zip(ReplyFields.model_fields, fields, strict=True))) if fields else None
+            text, reply = (sent, None) if isinstance(sent, str) else (sent.text, _fields(sent))
             self._step(id, episode, Step(id=id, turn=episode.turn + 1, text=text, reply=reply))
 
     def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
@@ -161,6 +160,10 @@ class RemoteEpisodes:
         if came.kind == "late":
             return fails(*timed_out(self._spec.timeout_s, "timeout_s"))
         return fails("lost" if came.kind == "lost" else "died", came.reason)
+
+
+def _fields(reply: Reply) -> ReplyFields:
+    return ReplyFields(finish_reason=reply.finish_reason, num_prompt=reply.num_prompt, num_tokens=reply.num_tokens)
 
 
 def _ended(came: Stepped) -> End:

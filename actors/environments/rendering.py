@@ -18,6 +18,7 @@ tokenizers) and prompts are encoded as they are everywhere.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -33,6 +34,9 @@ from async_rlhf.buffers.errors import ConfigError, EpisodeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Sets of tools that calls brought; what a set's template makes of them is tried once.
+_MAX_TOOL_SETS = 64
 
 
 class Rendered(NamedTuple):
@@ -58,6 +62,7 @@ class Renderer:
         self._variables = dict(variables or {})
         self._tokenizer, self._chat, self._render = tokenizer, chat or bool(tools), render
         self._tools = list(tools) or None  # For some templates an empty list is not the same as none.
+        self._of_tools: dict[str, Renderer] = {}
         added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {**dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)), **added}
         longest_first = sorted(filter(None, self._special.values()), key=len, reverse=True)
@@ -67,6 +72,20 @@ class Renderer:
         """Before a run with `data.chat` or tools: raises ConfigError for a template that cannot take observations."""
         if self._chat:
             self._probed  # noqa: B018  it raises
+
+    def given(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+        """The one of a conversation whose template is given these tools; without any this one."""
+        if not tools:
+            return self
+        name = json.dumps(tools)
+        if name not in self._of_tools:
+            made = copy.copy(self)
+            made.__dict__.pop("_probed", None)
+            made._tools, made._chat, made._of_tools = [{**tool} for tool in tools], True, {}
+            if len(self._of_tools) == _MAX_TOOL_SETS:
+                self._of_tools.clear()
+            self._of_tools[name] = made
+        return self._of_tools[name]
 
     def splits(self, prompt: Content) -> bool:
         """Whether an episode with this first yield is rendered as a whole before each turn (`whole`)."""

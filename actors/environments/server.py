@@ -76,9 +76,9 @@ class EnvironmentServer(Service):
         if event.came is None:
             return None
         if isinstance(event.came, Read):
-            content, score, call = event.came.content, event.came.score, event.came.call
+            read, call = event.came, event.came.call
             fields = None if call is None else CallFields(**{name: getattr(call, name) for name in CallFields.model_fields})
-            return Stepped(id=id, turn=session.turn, content=content, score=score, call=fields)
+            return Stepped(id=id, turn=session.turn, content=read.content, score=read.score, call=fields)
         score = event.came.score
         answers = [] if score is None else [to_fields(Answer(score.value, score.failure, metrics=score.metrics))]
         return Stepped(id=id, turn=session.turn, answers=answers)

@@ -105,11 +105,10 @@ def _call(call: Any, turn: int) -> Call | End:
         return fails("not readable", f"yielded {shown(call)}; an agent yields Call(...), and Score(...) at its end")
     if (problem := _problem_of(call, turn)) is not None:
         return fails("not readable", f"yielded a Call {problem}")
-    messages = _content(call.messages)
-    tools = _json([*call.tools], "tools")
-    for found in (messages, tools):
-        if isinstance(found, End):
-            return found
+    messages, tools = _content(call.messages), _json([*call.tools], "tools")
+    if isinstance(messages, End) or isinstance(tools, End):
+        return messages if isinstance(messages, End) else tools
+    assert not isinstance(messages, str)
     most = call.max_tokens if call.max_tokens is not None and call.max_tokens < 1 << 31 else None  # what travels
     return replace(call, messages=messages, tools=tuple(tools), max_tokens=most, stop=tuple(call.stop))
 

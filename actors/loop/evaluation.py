@@ -80,7 +80,7 @@ def judge(
         for played in now_ended:
             completion, key = played.completion, played.completion.key
             ended[key] = played
-            fields = fields_of(begun[key.group][0], played.prompt_ids, completion, played.turns[-1], work.template)
+            fields = fields_of(begun[key.group][0], played.prompt_ids, completion, played.answer, work.template)
             scoring.submit(key, fields | played.fields, place(key))
         if scored := scoring.poll():
             for each in scored:

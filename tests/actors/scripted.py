@@ -138,6 +138,9 @@ class Characters:
             raise EpisodeError("the prompt has no tokens")
         return self._encode(content)
 
+    def given(self, tools: Any) -> Characters:
+        return self
+
     def is_chat(self, prompt: Content) -> bool:
         return False
 
