@@ -14,22 +14,19 @@ import asyncio
 import functools
 import queue
 import threading
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from async_rlhf.actors.agents.conversations import Conversations
 from async_rlhf.actors.agents.endpoint import endpoint
 from async_rlhf.actors.agents.sessions import Arrived
-from async_rlhf.actors.agents.written import read_reply
+from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
 from async_rlhf.actors.environments.from_trl import plain
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
 from async_rlhf.actors.environments.settings import Call, Declaration, EnvironmentFunction, Reply, settings_of
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
-from async_rlhf.actors.rewards.answer import read
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.actors.workers.watchdog import watched
 from async_rlhf.buffers.errors import ConfigError
@@ -37,7 +34,6 @@ from async_rlhf.buffers.score import Score
 
 STEP_S = 120.0
 """Of an agent that sets no `timeout_s` itself: between two calls it may run a program."""
-_TEMPLATE = "response_template"
 
 
 def from_function(target: str, function: EnvironmentFunction, signature: Signature, options: Mapping[str, Any]) -> Adapted:
@@ -48,9 +44,9 @@ def from_function(target: str, function: EnvironmentFunction, signature: Signatu
         raise ConfigError(
             f"environment {target!r}: an agent's tools are those of its requests; leave out @environment(tools=...)"
         )
-    template = checked(options[_TEMPLATE]) if _TEMPLATE in options else TEMPLATE
+    template = checked(options[RESPONSE_TEMPLATE]) if RESPONSE_TEMPLATE in options else TEMPLATE
     required = tuple(name for name in signature.required if name != "llm")
-    fields = None if signature.any_column else (*required, *signature.optional, _TEMPLATE)
+    fields = None if signature.any_column else (*required, *signature.optional, RESPONSE_TEMPLATE)
     runner: Callable[[], _Runner] = _Task if signature.is_async else _Thread
     play = functools.partial(played, runner, function, template)
     return Adapted(play if signature.is_async else plain(play), replace(declared, calls=True), required, fields=fields)
@@ -87,41 +83,20 @@ async def played(
     run: Callable[[], _Runner], function: Callable[..., Any], template: Mapping[str, Any], /, **fields: Any
 ) -> AsyncGenerator[Call | Score, Reply]:
     """run: `_Thread` or `_Task`. fields: of the episode."""
-    fields.pop(_TEMPLATE, None)
-    conversations, counts = Conversations(), Counter({"calls": 0, "unparsed_turns": 0})
-    runner, server = run(), endpoint()
+    fields.pop(RESPONSE_TEMPLATE, None)
+    turns, runner, server = Turns(template), run(), endpoint()
     session, llm = server.open(runner.arrived)
     try:
         runner.start(function, {**fields, "llm": llm})
-        while (call := await runner.next()) is not None:
-            asked, answer = call
-            counts["calls"] += 1
-            chain, known = conversations.place(asked.prefixes)
-            tools = () if known else asked.tools
-            reply = yield Call(chain, asked.messages[known:], tools, asked.max_tokens, asked.stop, asked.trained)
-            written = read_reply(reply, asked, template, counts["calls"])
-            counts["unparsed_turns"] += written.is_unparsed
-            conversations.wrote(chain, asked.prefixes, written.message)
-            answer.set_result(written)
-        score = score_of(runner.result(), {**counts, "chains": conversations.num_chains, "retries_joined": session.num_joined})
+        while (arrived := await runner.next()) is not None:
+            asked, answer = arrived
+            reply = yield turns.call(asked)
+            answer.set_result(turns.wrote(reply))
+        score = turns.score(runner.result(), session.num_joined)
     finally:
         server.end(session)
         await runner.end()
     yield score
-
-
-def score_of(result: Any, counts: Mapping[str, float]) -> Score:
-    """What an agent returned: a number, a `Score` or None (not scorable), or such by name, whose sum is the score and each of
-    which is a metric. Anything else is a failure. counts: further metrics."""
-    if not isinstance(result, Mapping):
-        answer = read(result)
-        return Score(answer.value, answer.failure, {**counts, **answer.metrics})
-    answers = {str(name): read(value) for name, value in result.items()}
-    if failed := [f"reward {name!r}: {answer.failure}" for name, answer in answers.items() if answer.failure is not None]:
-        return Score(failure=failed[0], metrics=counts)
-    values = {name: answer.value for name, answer in answers.items() if answer.value is not None}
-    total = read(sum(values.values()) if values else None)
-    return Score(total.value, total.failure, {**counts, **values})
 
 
 class _Thread:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import hmac
 import json
 import os
 import socket
@@ -85,13 +86,19 @@ class Llm:
         }
 
 
+Action = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""What a harness asks for by name, beside its agents: JSON data for JSON data; raises RequestError."""
+
+
 class Endpoint:
     """See the module docstring."""
 
-    def __init__(self) -> None:
-        """Raises OSError where no port can be had."""
+    def __init__(self, port: int = 0, key: str = "", actions: Mapping[str, Action] | None = None) -> None:
+        """actions: by name, served to whoever has the key, `POST /NAME`; they do not wait. Raises OSError where the port cannot
+        be had."""
         self._sessions: dict[str, Session] = {}
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=_MAX_CONNECTIONS)
+        self._key, self._actions = key.encode(), dict(actions or {})
+        self._socket = socket.create_server(("127.0.0.1", port), backlog=_MAX_CONNECTIONS)
         self.origin = "http://{}:{}".format(*self._socket.getsockname())
         config = uvicorn.Config(
             self._application(),
@@ -141,8 +148,11 @@ class Endpoint:
                   for path, dialect in _DIALECTS.items()]  # fmt: skip
         routes += [Route(path, _models, methods=["GET", "HEAD"]) for path in ("/v1/models", "/v1/models/{model:path}")]
         routes += [Route(path, _alive, methods=["GET", "HEAD"]) for path in ("/", "/health", "/version", "/v1")]
+        actions = [
+            Route(f"/{name}", functools.partial(self._act, action), methods=["POST"]) for name, action in self._actions.items()
+        ]
         return Starlette(
-            routes=[Mount("/sessions/{secret}", routes=routes), *routes],
+            routes=[Mount("/sessions/{secret}", routes=routes), *routes, *actions],
             exception_handlers={404: _no_route, 405: _no_route},
         )
 
@@ -164,11 +174,20 @@ class Endpoint:
             return Response(dialect.events(asked, written), media_type="text/event-stream")
         return _json(dialect.whole(written))
 
+    async def _act(self, action: Action, request: Request) -> Response:
+        dialect = _DIALECTS["/chat/completions"]
+        try:
+            if not hmac.compare_digest(_key_of(request).encode(), self._key):
+                raise RequestError("the harness' key was expected (Authorization: Bearer KEY)", 401)
+            return _json(action(_object(await _body(request) or b"{}")))
+        except RequestError as error:
+            return _failure(dialect, error.status, str(error))
+        except ClientDisconnect:
+            return Response(status_code=499)
+
     def _session(self, request: Request) -> Session:
         named = request.path_params.get("secret")
-        bearer = request.headers.get("authorization", "")
-        key = bearer[7:].strip() if bearer[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
-        session = self._sessions.get(named or key)
+        session = self._sessions.get(named or _key_of(request))
         if session is None:
             raise RequestError("there is no open session by this name: it has ended, or never was", 404 if named else 401)
         return session
@@ -211,20 +230,34 @@ def _read(dialect: Dialect, request: Request, body: bytes) -> tuple[bytes, Asked
     trained = request.headers.get(HEADER, "true").lower()
     if trained not in ("true", "false"):
         raise RequestError(f"header {HEADER}: {trained!r:.60}; choose true or false")
+    found = _object(body)
     try:
-        found = json.loads(body)
-        if not isinstance(found, dict):
-            raise RequestError("the body is no JSON object")
         asked = replace(dialect.read(found), trained=trained == "true")
         asked.prefixes  # noqa: B018  computed here, where what cannot be is refused
-    except RequestError:
-        raise
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}") from error
     key = hashlib.blake2b(b"\0".join([request.url.path.encode(), trained.encode(), body])).digest()
     return key, asked
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Raises RequestError for what is no JSON object."""
+    try:
+        found = json.loads(body)
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise RequestError("the body is no JSON object")
+    return found
+
+
+def _key_of(request: Request) -> str:
+    bearer = request.headers.get("authorization", "")
+    return bearer[7:].strip() if bearer[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
 
 
 async def _has_answer(request: Request, call: Pending) -> bool:

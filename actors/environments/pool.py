@@ -76,7 +76,7 @@ class EpisodePool(Generic[Key]):
         function: EnvironmentFunction | None = None,
     ) -> None:
         """function: where only this process has it; it then runs in threads."""
-        self._spec, self._wake, self._is_awake = spec, wake, False
+        self._spec, self.wake, self._is_awake = spec, wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _Pending[Key]] = {}
@@ -158,7 +158,7 @@ class EpisodePool(Generic[Key]):
         self._inbox.put((id, message))
         if not self._is_awake:  # else there has been no poll since
             self._is_awake = True
-            self._wake()
+            self.wake()
 
     def _event(self, id: int, message: Came | Failed | None) -> Event[Key]:
         pending = self._pending[id]

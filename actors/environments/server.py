@@ -7,11 +7,11 @@ bounds itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
@@ -26,6 +26,22 @@ from async_rlhf.buffers.errors import WireError
 _ANY_TURNS = 1 << 62
 
 
+class Episodes(Protocol):
+    """As of `EpisodePool`. wake: called from any thread when a poll may have something."""
+
+    wake: Callable[[], None]
+
+    def begin(self, key: int, fields: Mapping[str, Any]) -> None: ...
+
+    def reply(self, key: int, sent: str | Reply) -> None: ...
+
+    def poll(self) -> list[Event[int]]: ...
+
+    def discard(self, keys: Iterable[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class EnvironmentServer(Service):
     """See the module docstring."""
 
@@ -38,12 +54,17 @@ class EnvironmentServer(Service):
         address: str,
         key_dir: Path | None = None,
         function: EnvironmentFunction | None = None,
+        *,
+        pool: Episodes | None = None,
         **service: Any,
     ) -> None:
-        """function: where only this process has it. service: as of `Service`. Raises ConfigError."""
+        """function: where only this process has it. pool: what plays; None: processes of its own. service: as of
+        `Service`. Raises ConfigError."""
         super().__init__(address, key_dir, **service)
         self._spec = spec
-        self._pool = EpisodePool[int](replace(spec, max_turns=_ANY_TURNS), config, self._wake, function)
+        unbounded = replace(spec, max_turns=_ANY_TURNS)
+        self._pool = EpisodePool[int](unbounded, config, self._wake, function) if pool is None else pool
+        self._pool.wake = self._wake
 
     def _wake(self) -> None:
         self._do(lambda: None)
