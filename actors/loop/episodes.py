@@ -135,8 +135,8 @@ class Episodes:
         return [count + self._engine.abort([key]) for key, count in zip(keys, before, strict=True)]
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[tuple[Partial, tuple[int, ...]]]:
-        """As `Engine.partials`, of all behind the prompt, and the prompt; of the chain that is first in the record, while a turn
-        of it is written that is trained on."""
+        """As `Engine.partials`, of all behind the prompt, and the prompt; of the chain that is first in the record, while a
+        turn of it is written that is trained on."""
         of_turn = {key: max(0, count - self._episodes[key].transcript.behind) for key, count in known.items()}
         found = []
         for shown in self._engine.partials(of_turn):
