@@ -202,7 +202,7 @@ class Episodes:
             assert call is not None
             if number != (wanted := transcript.num_conversations):
                 raise EpisodeError(f"its call is of chain {number}, and the next one to begin is {wanted}")
-            ids = tuple(rendering.given(call.tools).prompt(read.content).ids)
+            ids = tuple(rendering.given(call.tools).prompt(read.content, is_foreign=True).ids)
             if transcript.first is None:
                 self._check_prompt(len(ids), "call")
             return Turn(number, anew, read.content, ids, call.tools, trained=trained)

@@ -11,7 +11,7 @@ events.jsonl     what may need a person (supervisor)
 restarts.json    how often each role was started again (supervisor)
 tracking.json    how far the tracker has come          tensorboard/, wandb/  what it wrote
 spans/<actor>.jsonl  idle stretches and adopted weights (actors)
-checkpoints/step_NNNNNN/{model/,optimizer.safetensors,state.json}, checkpoints/latest, checkpoints/best
+checkpoints/step_NNNNNN/{model/,optimizer-NNNNN.safetensors,state.json}, checkpoints/latest, checkpoints/best
 queue/, weights/ the hub's own memory                  lock            held while any process of the run lives
 keys/            of a run with actors elsewhere
 

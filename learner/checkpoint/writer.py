@@ -1,21 +1,22 @@
-"""Checkpoints in the background: the training state is copied during the next forward and backward passes, and written by a
-thread during the next steps.
+"""Checkpoints in the background: a thread writes the training state while training goes on.
 
-    owns        host memory for one copy, used again for the next; the thread that copies; the thread that writes
-    waits for   the end of the copy, for `_COPY_S`, before weights change; the attempt before, for `_WRITE_S`, when another
-                begins or the run ends
+    owns        the thread that writes; of a device's state one copy in host memory, used again for the next, and the thread
+                that makes it
+    waits for   the copy of a device's state, for `_COPY_S`, before weights change; the attempt before, for `_WRITE_S`, when
+                another begins or the run ends
     woken by    the end of the thread
     on close    nothing: who needs the last checkpoint durable calls `wait`
 
-So a checkpoint holds up training only as long as copying takes beyond the passes between two updates. What cannot be written (a
-full disk) is counted and logged; the checkpoints before it stay, and the next that is due is tried.
+What lies in host memory is written where it lies (`Lent`): only what is not written when weights are about to change is copied.
+What lies on a device is copied during the next forward and backward passes (`begin_copy`). What cannot be written (a full disk)
+is counted and logged; the checkpoints before it stay, and the next that is due is tried.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,25 @@ def _result(future: Future[T], within_s: float, what: str) -> T:
         return future.result(within_s)
     except TimeoutError as error:
         raise DeadlineError(f"{what} within {within_s:.0f} s") from error
+
+
+class Lent:
+    """Tensors in host memory that a thread writes while their owner goes on to read them.
+
+    `live` are those that will change, `held` what the thread has: others on the same memory.
+    """
+
+    def __init__(self, live: Iterable[Tensor], held: Iterable[Tensor]) -> None:
+        self._live, self._unwritten = list(live), {tensor.data_ptr() for tensor in held}
+
+    def is_written(self, tensors: Iterable[Tensor]) -> None:
+        self._unwritten.difference_update([tensor.data_ptr() for tensor in tensors])
+
+    def take_back(self) -> None:
+        """The live ones may change after this: those that are not written move to new memory, the old stays with the thread."""
+        for tensor in self._live:
+            if tensor.data_ptr() in self._unwritten:
+                tensor.data = tensor.data.clone()
 
 
 def begin_copy(tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> Callable[[], dict[str, Tensor]]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,18 @@ from async_rlhf.buffers.errors import DeadlineError, NonFiniteError
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
-from async_rlhf.learner.checkpoint.writer import begin_copy
+from async_rlhf.learner.checkpoint.writer import Lent, begin_copy
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model, saved_weights, write_model
 from async_rlhf.learner.model.policy import Policy, check_policy
-from async_rlhf.learner.step.ranks import Ranks, take_device
+from async_rlhf.learner.step.ranks import Ranks, buckets, take_device
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
 _PROBE_TOKENS = 128
 _READ_S = 600.0
+# In one file of a checkpoint's optimizer: 256 MiB of them, which are kept or copied together when weights change meanwhile.
+_FILE_NUMBERS = 2**26
 # Where torch has AdamW as one kernel for a whole list of parameters.
 _FUSED = ("cpu", "cuda", "mps", "xpu")
 # Of AdamW's running means. The second is shorter than its default of 0.999, as usual for language models: a stale, large
@@ -179,17 +183,20 @@ class Machine:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Callable[[Path], None]:
-        """See `Controller.snapshot`. The copy is made by a thread; `apply` waits for it."""
+        """See `Controller.snapshot`. On a CPU it is written from where it lies, and `apply` copies what is not written by then;
+        from a device a thread copies it, and `apply` waits for that."""
         model, critic = self.policy.model, self.policy.critic
-        parts = {
+        parts: dict[str, Mapping[str, Tensor]] = {
             "model": lora.merged_state(model),
             "adapter": {name: p.detach() for name, p in lora.adapters(model).items()},
-            "optimizer": {
-                f"{name}.{key}": value for name, p in self._named() for key, value in self._optimizer.state.get(p, {}).items()
-            },
+            "optimizer": {f"{name}.{key}": value.detach() for name, key, value in self._moments()},
             "critic": {} if critic is None else critic.state_dict(),
         }
         tensors = {f"{part} {name}": tensor for part, named in parts.items() for name, tensor in named.items()}
+        if self.device.type == "cpu":
+            lent = Lent([*self._learning(), *(value for _, _, value in self._moments())], tensors.values())
+            self._readers.append(lent.take_back)
+            return partial(self._write, parts=parts, written=lent.is_written)
         wait = begin_copy(tensors, self._memory)
         self._readers.append(wait)
 
@@ -199,14 +206,27 @@ class Machine:
 
         return write
 
-    def _write(self, directory: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """The files of a checkpoint: state dicts of the `model`, its `adapter`, the `optimizer` and the `critic`."""
-        write_model(directory / "model", self.policy.model, parts["model"], self._model_dir)
-        save_file(dict(parts["optimizer"]), directory / "optimizer.safetensors")
-        if self._lora is not None:
-            lora.write_adapter(directory / "adapter", parts["adapter"], self._lora)
-        if self.policy.critic is not None:
-            save_file(dict(parts["critic"]), directory / "critic.safetensors")
+    def _write(
+        self,
+        directory: Path,
+        parts: Mapping[str, Mapping[str, Tensor]],
+        written: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
+    ) -> None:
+        """The files of a checkpoint: state dicts of the `model`, its `adapter`, the `optimizer` and the `critic`. Tensors are
+        `written` as soon as a file has them, or when none will have them."""
+        try:
+            write_model(directory / "model", self.policy.model, parts["model"], self._model_dir)
+            written(parts["model"].values())
+            moments = iter(parts["optimizer"].items())
+            for number, bucket in enumerate(buckets(parts["optimizer"].values(), _FILE_NUMBERS), 1):
+                save_file(dict(islice(moments, len(bucket))), directory / f"optimizer-{number:05d}.safetensors")
+                written(bucket)
+            if self._lora is not None:
+                lora.write_adapter(directory / "adapter", parts["adapter"], self._lora)
+            if self.policy.critic is not None:
+                save_file(dict(parts["critic"]), directory / "critic.safetensors")
+        finally:
+            written(tensor for named in parts.values() for tensor in named.values())
 
     def load(self, directory: Path | str) -> None:
         """See `Controller.load`."""
@@ -238,7 +258,9 @@ class Machine:
 
         def read() -> dict[str, Tensor]:
             learned = saved_weights(directory, own) if self._lora is None else lora.read_adapter(directory / "adapter", own)
-            parts = {"model": learned, "optimizer": load_file(directory / "optimizer.safetensors")}
+            parts = {"model": learned, "optimizer": {}}
+            for path in sorted(directory.glob("optimizer*.safetensors")):
+                parts["optimizer"] |= load_file(path)
             if self.policy.critic is not None:
                 parts["critic"] = load_file(directory / "critic.safetensors")
             return {f"{part} {name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
@@ -248,6 +270,12 @@ class Machine:
             part, _, name = key.partition(" ")
             found[part][name] = tensor
         return found
+
+    def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What the optimizer holds: of which parameter, what, the values."""
+        for name, p in self._named():
+            for key, value in self._optimizer.state.get(p, {}).items():
+                yield name, key, value
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything that learns, under the names that the optimizer's file has."""

@@ -29,7 +29,7 @@ def saved(run: Path) -> list[int]:
 
 
 def damage(run: Path, step: int, *, as_long: bool) -> None:
-    path = run / "checkpoints" / f"step_{step:06d}" / "optimizer.safetensors"
+    path = run / "checkpoints" / f"step_{step:06d}" / "optimizer-00001.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if as_long else data[:-1])
 
@@ -89,7 +89,7 @@ def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
     before = RunDir(run).metrics.read_bytes()
     damage(run, newest, as_long=False)
     code, output = command(*stopped, "--resume").finish()
-    assert code == 8 and f"step_{newest:06d} is torn: optimizer.safetensors has" in output, output
+    assert code == 8 and f"step_{newest:06d} is torn: optimizer-00001.safetensors has" in output, output
     assert RunDir(run).metrics.read_bytes() == before, "nothing is cut off"
     advised = re.search(r"async-rlhf (train .* --resume --from-step (\d+))", output.replace("\n", " "))
     assert advised is not None and int(advised[2]) == older, output

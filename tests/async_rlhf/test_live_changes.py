@@ -131,7 +131,7 @@ SETTINGS = {"max_steps": NUM_STEPS, "checkpoint.save_every": 4, "queue.max_stale
 def bits(run: Path) -> list[bytes]:
     last = run / "checkpoints" / "latest"
     assert json.loads((last / "state.json").read_text())["step"] == NUM_STEPS
-    return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer.safetensors")]
+    return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer-00001.safetensors")]
 
 
 @pytest.mark.rest

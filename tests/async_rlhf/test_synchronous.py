@@ -118,7 +118,7 @@ def trained(run: Path) -> list[bytes]:
     """Weights, optimizer and counters of the last checkpoint, as they lie on disk."""
     last = run / "checkpoints" / "latest"
     assert json.loads((last / "state.json").read_text())["step"] == NUM_STEPS
-    return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer.safetensors", "state.json")]
+    return [(last / name).read_bytes() for name in ("model/model.safetensors", "optimizer-00001.safetensors", "state.json")]
 
 
 def measured(run: Path) -> list[dict[str, Any]]:

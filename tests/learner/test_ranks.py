@@ -181,7 +181,7 @@ def assert_same_state(one: Path, other: Path, odd: float = WEIGHTS) -> None:
         for each in (one, other)
     )
     assert ours.keys() == theirs.keys()
-    moments, expected = (load_file(each / "optimizer.safetensors") for each in (one, other))
+    moments, expected = (load_file(each / "optimizer-00001.safetensors") for each in (one, other))
     apart = np.abs(np.concatenate([ours[name] - theirs[name] for name in ours]))
     assert np.quantile(apart, 0.999) < WEIGHTS and apart.max() < odd
     assert moments.keys() == expected.keys()

@@ -25,7 +25,7 @@ from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.objective.estimation import estimate_advantages
-from async_rlhf.learner.step import controller
+from async_rlhf.learner.step import controller, torch_machine
 from async_rlhf.learner.step.controller import Controller
 from async_rlhf.learner.step.report import StepReport
 from async_rlhf.learner.step.torch_machine import learning_rate, set_learning_rate
@@ -158,6 +158,54 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(tmp_path: Path, name: str
         train(resumed, step)
     assert state(resumed) == state(straight)
     assert any("critic" in each for each in state(straight)) == ("critic" in settings)
+
+
+@pytest.mark.parametrize("stage", ["nothing", "the model", "all"])
+@pytest.mark.parametrize("settings", [{}, LORA, {"critic": {"kind": "model"}}], ids=["plain", "adapters", "critic"])
+def test_of_a_checkpoint_only_what_is_not_written_when_weights_change_is_copied(
+    model_dir: Path, tmp_path: Path, settings: dict[str, Any], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(backend: Controller, step: int) -> None:
+        backend.step([with_returns(backend, 1.0)] if "critic" in settings else make_updates(), step)
+
+    backend, twin = (make_backend(model_dir, **settings) for _ in range(2))
+    for each in (backend, twin):
+        train(each, 0)
+    expected, saved = save(twin, tmp_path / "expected"), tmp_path / "saved"
+    saved.mkdir()
+    reached, changed = threading.Event(), threading.Event()
+
+    def pause(*_: object) -> None:
+        reached.set()
+        assert changed.wait(60)
+
+    def paused(before: Any) -> Any:
+        return lambda *arguments: (pause(), before(*arguments))
+
+    name = {"nothing": "write_model", "the model": "save_file"}.get(stage)
+    if name is not None:
+        monkeypatch.setattr(torch_machine, name, paused(getattr(torch_machine, name)))
+    write = backend.snapshot()
+    writing = threading.Thread(target=lambda: (write(saved), stage == "all" and pause()))
+    writing.start()
+    assert reached.wait(60)
+    learning = {name: p for name, p in backend.machine.policy.model.named_parameters() if p.requires_grad}
+    live = {"model": learning, "optimizer": moments(backend)}
+    before = {part: {name: tensor.data_ptr() for name, tensor in named.items()} for part, named in live.items()}
+    for each in (backend, twin):
+        train(each, 1)
+    changed.set()
+    writing.join()
+    files = sorted(path.relative_to(expected) for path in expected.rglob("*") if path.is_file())
+    assert [(saved / file).read_bytes() for file in files] == [(expected / file).read_bytes() for file in files]
+    assert state(backend) == state(twin)
+    moved = {part: {tensor.data_ptr() != before[part][name] for name, tensor in named.items()} for part, named in live.items()}
+    after_adapters = "lora" in settings  # they are written last
+    assert moved == {"model": {stage == "nothing" or (after_adapters and stage != "all")}, "optimizer": {stage != "all"}}
+
+
+def moments(backend: Controller) -> dict[str, Tensor]:
+    return {f"{name}.{kind}": value for name, kind, value in backend.machine._moments()}
 
 
 def parameters(path: Path, **settings: Any) -> Mapping[str, bytes]:

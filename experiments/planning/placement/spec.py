@@ -161,7 +161,7 @@ class EfficiencyConfig(Section):
     """Of the links."""
     launch_s: float = Field(default=0.004, ge=0)
     """Seconds that a decode step takes besides."""
-    weights_bytes_per_s: float = Field(default=0.57e9, gt=0)
+    weights_bytes_per_s: float = Field(default=0.73e9, gt=0)
     """Of this system's weight channel, from the learner's memory until an actor can adopt: measured on two cores, over loopback
     (docs/weights.md). Other systems are taken to send by their devices' links."""
 
