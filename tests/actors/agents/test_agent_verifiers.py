@@ -61,8 +61,12 @@ class Loop(vf.Harness[vf.HarnessConfig]):
             return None
         if not self.STREAMS:
             return answer.json()["choices"][0]["message"]
-        (first, *_), message = answer.text.split("data: ")[1:], {}
-        return json.loads(first)["choices"][0]["delta"]
+        *chunks, done = answer.text.split("data: ")[1:]
+        deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+        calls = [{key: part for key, part in each.items() if key != "index"}
+                 for delta in deltas for each in delta.get("tool_calls") or ()]
+        content = "".join(delta.get("content") or "" for delta in deltas)
+        return {"role": "assistant", "content": content, "tool_calls": calls or None}
 
     def answer(self, called):
         arguments = json.loads(called["function"]["arguments"])
