@@ -21,7 +21,7 @@ class Bench:
     """Begins episodes and replies to them; a lost one is begun again."""
 
     def __init__(self, source: Path, name: str, own: Any = None, **settings: Any) -> None:
-        """source: its file, or the folder from where another target is given by name. own: a function to be played by threads."""
+        """source: its file, or the folder from where another target is given by name. own: to be played by threads."""
         target = f"{source}:{name}" if source.suffix else name
         config = EnvironmentConfig(**{"function": target, **settings})
         spec = config.spec(source.parent if source.suffix else source, COLUMNS)
