@@ -44,7 +44,9 @@ def from_function(target: str, function: EnvironmentFunction, signature: Signatu
         raise ConfigError(
             f"environment {target!r}: an agent's tools are those of its requests; leave out @environment(tools=...)"
         )
-    template = checked(options[RESPONSE_TEMPLATE]) if RESPONSE_TEMPLATE in options else TEMPLATE
+    template = checked(
+        options.get(RESPONSE_TEMPLATE, TEMPLATE)
+    )  # ours too: what reads it is imported here, not in a first step
     required = tuple(name for name in signature.required if name != "llm")
     fields = None if signature.any_column else (*required, *signature.optional, RESPONSE_TEMPLATE)
     runner: Callable[[], _Runner] = _Task if signature.is_async else _Thread
@@ -54,7 +56,7 @@ def from_function(target: str, function: EnvironmentFunction, signature: Signatu
 
 def agent_of(solve: Callable[..., Any], declared: Declaration, template: Mapping[str, Any]) -> Adapted:
     """An asynchronous agent of ours around a foreign object, which takes any column."""
-    return Adapted(functools.partial(played, _Task, solve, template), replace(declared, calls=True))
+    return Adapted(functools.partial(played, _Task, solve, checked(template)), replace(declared, calls=True))
 
 
 class _Runner(Protocol):

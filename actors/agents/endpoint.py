@@ -195,9 +195,14 @@ class Endpoint:
 
 @functools.cache
 def endpoint() -> Endpoint:
-    """That of this process; it ends with it. Clients in the process go past proxies to reach it."""
-    os.environ.update(_past_proxies())
+    """That of this process; it ends with it."""
+    go_past_proxies()
     return Endpoint()
+
+
+def go_past_proxies() -> None:
+    """Clients that this process makes from now on reach its loopback themselves."""
+    os.environ.update(_past_proxies())
 
 
 def _past_proxies() -> dict[str, str]:

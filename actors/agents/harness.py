@@ -235,7 +235,7 @@ def serve_harnesses(
     config = EnvironmentConfig.model_validate(settings)
     given = {"max_turns": MAX_TURNS, **config.given, "timeout_s": _WAITING_S}
     spec = EnvironmentSpec("sessions", "sessions", "async", calls=True, **given)
-    template = checked(config.options[RESPONSE_TEMPLATE]) if RESPONSE_TEMPLATE in config.options else TEMPLATE
+    template = checked(config.options.get(RESPONSE_TEMPLATE, TEMPLATE))
     try:
         harnesses = Harnesses(config.timeout_s or SILENT_S, template, port=port, harness_key=_key(key_file))
     except OSError as error:

@@ -45,7 +45,7 @@ ADAPTERS: Mapping[str, str] = {
 """By form the module of actors and its function, which makes of target and options what is `Adapted`: imported where it is
 used."""
 
-_AGENT = "agents.adapter:from_function"
+_AGENT, _PAST_PROXIES = "agents.adapter:from_function", "agents.endpoint:go_past_proxies"
 _FORM = (
     "an environment is a generator: it yields the prompt, and gets what the model wrote back ('text = yield question'); "
     "an agent has a parameter llm, and returns its reward"
@@ -163,6 +163,8 @@ def load(spec: EnvironmentSpec) -> EnvironmentFunction:
 
     Raises EpisodeError when it cannot be had.
     """
+    if spec.calls:
+        _named(_PAST_PROXIES)()  # before the user's file is imported, whose clients read then where they connect
     try:
         function = _found(spec.target, spec.options).function
     except ConfigError as error:
@@ -200,16 +202,16 @@ def _found(target: str, options: Mapping[str, Any]) -> Adapted:
 def _adapted(form: str, target: str, options: str) -> Adapted:
     """Made once in a process. Raises EpisodeError for what is not there, ConfigError for what is not of the form."""
     try:
-        adapter = _adapter(ADAPTERS[form])
+        adapter = _named(ADAPTERS[form])
     except ImportError as error:
         raise EpisodeError(f"environment {target!r} of {form} cannot be loaded here: {error}") from error
     found: Adapted = adapter(target, json.loads(options))
     return found
 
 
-def _adapter(named: str) -> Callable[..., Adapted]:
+def _named(named: str) -> Callable[..., Any]:
     module, _, name = named.partition(":")
-    found: Callable[..., Adapted] = getattr(importlib.import_module(f"async_rlhf.actors.{module}"), name)
+    found: Callable[..., Any] = getattr(importlib.import_module(f"async_rlhf.actors.{module}"), name)
     return found
 
 
@@ -223,7 +225,8 @@ def _ours(target: str, function: EnvironmentFunction, options: Mapping[str, Any]
     if not _is(inspect.isasyncgenfunction, function) and not _is(inspect.isgeneratorfunction, function):
         if "llm" not in (*signature.required, *signature.optional):
             raise ConfigError(f"environment {target!r} has no yield, and no parameter llm; {_FORM}")
-        return _adapter(_AGENT)(target, function, signature, options)
+        adapted: Adapted = _named(_AGENT)(target, function, signature, options)
+        return adapted
     declared, taken = settings_of(function), (*signature.required, *signature.optional)
     tools = tuple(map(schema_of, declared.tools))
     return Adapted(function, declared, signature.required, tools, fields=None if signature.any_column else taken)

@@ -11,9 +11,9 @@ read elsewhere. Where that text begins with the text of the row, the tokens of t
 template has rewritten what was said, the row begins anew with all of it.
 
 What an environment says may look like a special token (`<|im_end|>` on a page of the web). transformers, vLLM and SGLang let it
-become one by default; an observation of ours never does: such a content is encoded apart from the template's own text, split
-into ordinary tokens, and refused where that is impossible. Added tokens that are not marked special (`<think>` of some
-tokenizers) and prompts are encoded as they are everywhere.
+become one by default; an observation of ours never does, nor what an agent's call says: such a content is encoded apart from
+the template's own text, split into ordinary tokens, and refused where that is impossible. Added tokens that are not marked
+special (`<think>` of some tokenizers) and an environment's first yield are encoded as they are everywhere.
 """
 
 from __future__ import annotations
@@ -74,10 +74,12 @@ class Renderer:
             self._probed  # noqa: B018  it raises
 
     def given(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
-        """The one of a conversation whose template is given these tools; without any this one."""
+        """The one of a conversation whose template is given these tools; without any this one. Raises EpisodeError."""
         if not tools:
             return self
-        name = json.dumps(tools)
+        name = json.dumps(tools, ensure_ascii=False)
+        if self._has_special(name):
+            raise EpisodeError("the schema of a tool has the text of a special token; leave it out")
         if name not in self._of_tools:
             made = copy.copy(self)
             made.__dict__.pop("_probed", None)
@@ -95,8 +97,9 @@ class Renderer:
         """Whether an episode with this first yield goes through the chat template."""
         return self._chat or not isinstance(prompt, str)
 
-    def prompt(self, content: Content) -> Rendered:
-        """The first yield, with the model's turn begun.
+    def prompt(self, content: Content, is_foreign: bool = False) -> Rendered:
+        """The first yield, with the model's turn begun. is_foreign: what looks like a special token in it is none, as in an
+        observation.
 
         Raises ConfigError as `check` does, EpisodeError for messages that the template refuses and for a prompt without tokens.
         """
@@ -105,11 +108,13 @@ class Renderer:
             text, ids = content, self._encode(content, adds_special=True)
         else:
             self._probed  # noqa: B018  it raises
+            messages = as_messages(content)
+            said, marks = self._marked(messages) if is_foreign else (messages, {})
             try:
-                text = self._apply(as_messages(content), True)
+                pieces = _pieces(self._apply(said, True), marks)
             except Exception as error:  # the template is the model's own code
                 raise EpisodeError(f"the chat template refuses the prompt: {error}") from error
-            ids = self._encode(text)
+            text, ids = "".join(text for text, _ in pieces), self._encoded(pieces)
         if not ids:
             raise EpisodeError("the prompt has no tokens; yield what the model is to answer")
         return Rendered(text, ids)

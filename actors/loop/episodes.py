@@ -202,7 +202,7 @@ class Episodes:
             assert call is not None
             if number != (wanted := transcript.num_conversations):
                 raise EpisodeError(f"its call is of chain {number}, and the next one to begin is {wanted}")
-            ids = tuple(rendering.given(call.tools).prompt(read.content).ids)
+            ids = tuple(rendering.given(call.tools).prompt(read.content, is_foreign=True).ids)
             if transcript.first is None:
                 self._check_prompt(len(ids), "call")
             return Turn(number, anew, read.content, ids, call.tools, trained=trained)
@@ -325,15 +325,12 @@ class Episodes:
     def _begin_turns(self, group: _Group, keys: Sequence[RolloutKey]) -> None:
         for key in keys:
             episode, said = self._episodes[key], group.said[key]
-            if isinstance(said, Score):
-                self._without_prompt(key, episode, said)
-            elif said != group.prompt:
-                failure = "its first observation differs from that of its group: let the row decide it"
-                self._without_prompt(key, episode, Score(failure=failure))
-            elif group.failure:
-                self._without_prompt(key, episode, Score(failure=group.failure))
-            else:
-                self._begin_turn(key, episode, Turn(0, 0, said, group.prompt_ids))
+            if said == group.prompt and not group.failure:
+                self._begin_turn(key, episode, Turn(0, 0, group.prompt, group.prompt_ids))
+                continue
+            differs = "its first observation differs from that of its group: let the row decide it"
+            failure = Score(failure=group.failure if said == group.prompt else differs)
+            self._without_prompt(key, episode, said if isinstance(said, Score) else failure)
 
     def _without_prompt(self, key: RolloutKey, episode: _Episode, score: Score) -> None:
         """Nothing of this member is trained on: it is sampled behind a prompt of its group, once one has it or none will."""

@@ -165,7 +165,7 @@ class Characters:
         text = content if isinstance(content, str) else "".join(message["content"] for message in content)
         return Rendered(text, [ord(letter) % self._vocabulary for letter in text])
 
-    def prompt(self, content: Content) -> Rendered:
+    def prompt(self, content: Content, is_foreign: bool = False) -> Rendered:
         if not (found := self._encode(content)).ids:
             raise EpisodeError("the prompt has no tokens")
         return found

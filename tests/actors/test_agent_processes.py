@@ -40,16 +40,6 @@ def user(text): return [{"role": "user", "content": text}]
 def told(reply): return user(f"{reply.text!r} {reply.finish_reason} {reply.num_prompt} {reply.num_tokens}")
 
 @environment(calls=True)
-async def asynchronous(prompt, path):
-    first = yield Call(0, user(prompt))
-    sub = yield Call(1, user("sub"), max_tokens=3)
-    with open(path, "a") as file: file.write(f"{os.getpid()}\\n")
-    back = yield Call(0, told(sub))
-    yield Call(1, told(back), trained=False)
-    last = yield Call(1, told(first))
-    yield Score(float(last.num_tokens), metrics={"calls": 5})
-
-@environment(calls=True)
 def synchronous(prompt, path):
     first = yield Call(0, user(prompt))
     sub = yield Call(1, user("sub"), max_tokens=3)
@@ -59,6 +49,7 @@ def synchronous(prompt, path):
     last = yield Call(1, told(first))
     yield Score(float(last.num_tokens), metrics={"calls": 5})
 """
+AGENTS += AGENTS[AGENTS.index("@") :].replace("def synchronous", "async def asynchronous")
 SIZE, LENGTH, SAMPLING = 3, 6, Sampling(temperature=0.8)
 PROMPT = "a question"
 

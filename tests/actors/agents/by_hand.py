@@ -43,10 +43,10 @@ def generator_of(solve: Callable[..., Any], options: Mapping[str, Any] | None = 
 def play(solve: Callable[..., Any], model: Model = echo, options: Mapping[str, Any] | None = None, **fields: Any) -> Played:
     """One episode to its end."""
     generator = generator_of(solve, options, **fields)
-    return asyncio.run(_driven(generator, model))
+    return asyncio.run(driven(generator, model))
 
 
-async def _driven(generator: Any, model: Model) -> Played:
+async def driven(generator: Any, model: Model) -> Played:
     calls: list[Call] = []
     sent: Reply | None = None
     while True:

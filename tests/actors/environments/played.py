@@ -20,14 +20,14 @@ COLUMNS = frozenset({"question", "answer", "act", "path", "n"})
 class Bench:
     """Begins episodes and replies to them; a lost one is begun again."""
 
-    def __init__(self, source: Path, name: str, function: Any = None, **settings: Any) -> None:
-        """source: its file, or the folder from where another target is given by name. function: to be played by threads."""
+    def __init__(self, source: Path, name: str, own: Any = None, **settings: Any) -> None:
+        """source: its file, or the folder from where another target is given by name. own: to be played by threads."""
         target = f"{source}:{name}" if source.suffix else name
         config = EnvironmentConfig(**{"function": target, **settings})
         spec = config.spec(source.parent if source.suffix else source, COLUMNS)
         assert spec is not None
         self.woken = threading.Event()
-        self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set, function)
+        self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set, own)
         self.fields: dict[Any, Mapping[str, Any]] = {}
         self.events: dict[Any, list[Read | End | None]] = {}
         """Of each episode what came of it; None: it was lost."""

@@ -35,16 +35,8 @@ def synchronous(question):
     if question == "more":
         while True: yield Call(0, ASKED)
     yield Score(last.num_tokens)
-
-@environment(max_turns=4, calls=True)
-async def asynchronous(question):
-    first = yield Call(0, ASKED, (TOOL,), max_tokens=7, stop=("end",))
-    other = yield Call(1, shown(first), trained=False)
-    last = yield Call(0, shown(other))
-    if question == "more":
-        while True: yield Call(0, ASKED)
-    yield Score(last.num_tokens)
 """
+AGENTS += AGENTS[AGENTS.index("@") :].replace("def synchronous", "async def asynchronous")
 REPLIES = [Reply("a\ud800", "stop", 5, 2), Reply("", "length", 9, 1), Reply("c", "stop", 1, 3)]
 
 
