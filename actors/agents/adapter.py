@@ -44,9 +44,7 @@ def from_function(target: str, function: EnvironmentFunction, signature: Signatu
         raise ConfigError(
             f"environment {target!r}: an agent's tools are those of its requests; leave out @environment(tools=...)"
         )
-    template = checked(
-        options.get(RESPONSE_TEMPLATE, TEMPLATE)
-    )  # ours too: what reads it is imported here, not in a first step
+    template = checked(options.get(RESPONSE_TEMPLATE, TEMPLATE))  # ours too: what reads it is imported here
     required = tuple(name for name in signature.required if name != "llm")
     fields = None if signature.any_column else (*required, *signature.optional, RESPONSE_TEMPLATE)
     runner: Callable[[], _Runner] = _Task if signature.is_async else _Thread
