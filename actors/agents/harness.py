@@ -43,10 +43,8 @@ from async_rlhf.buffers.score import Score
 
 WAIT_S = 1.0
 """What a harness waits where no episode does."""
-SILENT_S = 600.0
-"""What a harness may take between two requests."""
-# An episode waits for a harness until the run gives it up; a step has some time-out.
-_WAITING_S = 1e9
+SILENT_S = 240.0
+"""What a harness may take between two requests; a group without progress has longer (`queue.progress_timeout_s`)."""
 _ANY_TURNS = 1 << 62
 
 
@@ -231,13 +229,13 @@ def serve_harnesses(
     address: str, port: int, key_file: Path, key_dir: Path | None, settings: Mapping[str, Any]
 ) -> tuple[EnvironmentServer, str]:
     """The server of a run's episodes at `address`, and the origin at which harnesses start them. key_dir: as of `Service`.
-    settings: of `[environment]`; `timeout_s` is the harness' (10 minutes by default). Raises ConfigError."""
+    settings: of `[environment]`; `timeout_s` is the harness'. Raises ConfigError."""
     config = EnvironmentConfig.model_validate(settings)
-    given = {"max_turns": MAX_TURNS, **config.given, "timeout_s": _WAITING_S}
+    given = {"max_turns": MAX_TURNS, **config.given, "timeout_s": config.timeout_s or SILENT_S}
     spec = EnvironmentSpec("sessions", "sessions", "async", calls=True, **given)
     template = checked(config.options.get(RESPONSE_TEMPLATE, TEMPLATE))
     try:
-        harnesses = Harnesses(config.timeout_s or SILENT_S, template, port=port, harness_key=_key(key_file))
+        harnesses = Harnesses(spec.timeout_s, template, port=port, harness_key=_key(key_file))
     except OSError as error:
         raise ConfigError(f"sessions cannot be served: {error}") from error
     try:

@@ -110,7 +110,9 @@ class RemoteEpisodes:
     def _step(self, id: int, episode: _Episode, step: Step) -> None:
         self._episodes[id] = episode
         episode.turn, episode.began = step.turn, time.time()
-        limit_s = min(self._spec.timeout_s + _TRAVEL_S, max(0.0, episode.ends_at - time.monotonic()))
+        # An agent's first call may wait for a harness that starts it; the server bounds what comes after that.
+        step_s = float("inf") if self._spec.calls and not step.turn else self._spec.timeout_s + _TRAVEL_S
+        limit_s = min(step_s, max(0.0, episode.ends_at - time.monotonic()))
         self._client.step(step, limit_s)
 
     def _reply(self, id: int, sent: str | Reply) -> None:
