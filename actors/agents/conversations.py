@@ -56,15 +56,13 @@ def digests(tools: Iterable[Tool], messages: Iterable[Message]) -> list[bytes]:
     return found
 
 
-def gist(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
-    """What of a message counts."""
-    functions = (call["function"] for call in message.get("tool_calls") or ())
-    calls = [(function["name"], _value(function["arguments"])) for function in functions]
-    return message["role"], message.get("content") or "", calls
-
-
 def _after(before: bytes, message: Message) -> bytes:
-    return hashlib.blake2b(before + _plain(gist(message)), digest_size=16).digest()
+    """Of what counts in a message: its role, its text with its length, and its calls."""
+    text = (message.get("content") or "").encode(errors="surrogatepass")
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = _plain([(each["name"], _value(each["arguments"])) for each in functions]) if functions else b""
+    gist = b"%s %b %d %b%b" % (before, message["role"].encode(), len(text), text, calls)
+    return hashlib.blake2b(gist, digest_size=16).digest()
 
 
 def _plain(value: Any) -> bytes:

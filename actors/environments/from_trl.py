@@ -219,7 +219,7 @@ def plain(play: Callable[..., AsyncGenerator[Any, Any]]) -> EnvironmentFunction:
         try:
             while True:
                 try:
-                    generator.asend(sent).send(None)  # type: ignore[arg-type]
+                    generator.asend(sent).send(None)
                 except StopIteration as step:
                     sent = yield step.value
         except StopAsyncIteration:

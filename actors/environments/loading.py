@@ -224,7 +224,7 @@ def _ours(target: str, function: EnvironmentFunction, options: Mapping[str, Any]
         raise ConfigError(f"environment {target!r}: {error}") from error
     if not _is(inspect.isasyncgenfunction, function) and not _is(inspect.isgeneratorfunction, function):
         if "llm" not in (*signature.required, *signature.optional):
-            raise ConfigError(f"environment {target!r} has no yield, and no parameter llm; {_FORM}")
+            raise ConfigError(f"environment {target!r} has no yield; {_FORM}")
         adapted: Adapted = _named(_AGENT)(target, function, signature, options)
         return adapted
     declared, taken = settings_of(function), (*signature.required, *signature.optional)

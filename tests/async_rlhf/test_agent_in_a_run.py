@@ -25,9 +25,7 @@ def test_the_shipped_agent_passes_the_check_before_a_run() -> None:
 
 
 @pytest.mark.rest
-def test_an_agent_over_http_is_trained_as_the_generator_that_does_the_same(
-    command: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_an_agent_over_http_is_trained_as_the_generator_that_does_the_same(command: Callable[..., Any], tmp_path: Path) -> None:
     """Without staleness bit for bit: the same tokens are read, sampled and trained on."""
     settings = {"output_dir": tmp_path, "max_steps": 3, "queue.max_staleness": 0, "data.held_out": 8}
     sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]

@@ -209,7 +209,7 @@ def test_what_is_an_agent_and_what_is_said_of_what_is_none(tmp_path: Path) -> No
         ("agent", {"levl": 1}, "did you mean 'level'"),
         ("agent", {"response_template": {"fields": 1}}, "environment.options.response_template"),
         ("with_tools", {}, "an agent's tools are those of its requests"),
-        ("neither", {}, "has no yield, and no parameter llm; .* an agent has a parameter llm, and returns its reward"),
+        ("neither", {}, "has no yield; .* an agent has a parameter llm, and returns its reward"),
     ]:
         with pytest.raises(ConfigError, match=reason):
             resolve(f"{path}:{name}", tmp_path, {"question"}, options)
