@@ -104,6 +104,12 @@ class LossConfig(Section):
     """Weight of the entropy bonus."""
     dpo_beta: float = Field(default=0.1, gt=0)
     """`online_dpo`: how strongly the policy is held to the reference."""
+    dppo_tv_delta: float = Field(default=0.2, gt=0, lt=1)
+    """`dppo_tv`: how far the probability of a token may move from the one it was sampled with."""
+    dppo_kl_delta: float = Field(default=0.05, gt=0)
+    """`dppo_kl`: the same as a divergence, in nats."""
+    ipo_epsilon: float = Field(default=0.3, gt=0, lt=1)
+    """`ipo`: tokens whose probability has moved further, up or down, are masked."""
 
     @property
     def kl_in_reward(self) -> bool:

@@ -6,6 +6,7 @@ loss is its formula alone, in one of the three tables. Called by tests only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,27 @@ def truncated_is(c: Completion, t: int, config: LossConfig) -> Tensor:
     return -ratio * c.advantage * c.current[t]
 
 
+def dppo_tv(c: Completion, t: int, config: LossConfig) -> Tensor:
+    p, mu = math.exp(float(c.now(t))), math.exp(c.behaviour[t])
+    return 0 * c.current[t] if leads_away(c, t) and abs(p - mu) > config.dppo_tv_delta else truncated_is(c, t, config)
+
+
+def dppo_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
+    p, mu = math.exp(float(c.now(t))), math.exp(c.behaviour[t])
+    divergence = mu * math.log(mu / p) + (1 - mu) * math.log((1 - mu) / (1 - p)) if p < 1 else math.inf
+    return 0 * c.current[t] if leads_away(c, t) and divergence > config.dppo_kl_delta else truncated_is(c, t, config)
+
+
+def leads_away(c: Completion, t: int) -> bool:
+    """Whether an ascent of A log p leads further from the policy that sampled."""
+    return c.advantage > 0 if c.now(t) > c.behaviour[t] else c.advantage < 0
+
+
+def ipo(c: Completion, t: int, config: LossConfig) -> Tensor:
+    far = abs(math.exp(float(c.now(t))) - math.exp(c.behaviour[t])) > config.ipo_epsilon
+    return 0 * c.current[t] if far else truncated_is(c, t, config)
+
+
 def topr(c: Completion, t: int, config: LossConfig) -> Tensor:
     whole = sum((c.now(i) - c.behaviour[i] for i in range(len(c))), torch.zeros((), dtype=torch.float64))
     return -(1.0 if c.advantage > 0 else exp(whole).clamp(max=1.0)) * c.advantage * c.current[t]
@@ -117,7 +139,7 @@ def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tenso
 
 
 OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
-    f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, topr, best_of_n)
+    f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, dppo_tv, dppo_kl, ipo, topr, best_of_n)
 }
 OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo)}
 OF_PAIRS: dict[str, Callable[[Completion, Completion, LossConfig], Tensor]] = {"online_dpo": online_dpo}

@@ -93,6 +93,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "rloo": 'loss.kind = "truncated_is", advantage.kind = "leave_one_out"',
         "reinforce": 'loss.kind = "truncated_is"',
         "ppo": 'loss.kind = "decoupled_ppo", or loss.kind = "ppo_clip", which clips around the policy that sampled',
+        "dppo": 'loss.kind = "dppo_tv" or loss.kind = "dppo_kl"',
         "dpo": 'loss.kind = "online_dpo"',
     },
 }

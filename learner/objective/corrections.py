@@ -145,6 +145,17 @@ def estimate(logp_N: Tensor, logp_reference_N: Tensor, estimator: Estimator) -> 
     return (-x_N).exp() - 1 + x_N
 
 
+def binary_kl(logp_N: Tensor, logp_reference_N: Tensor) -> Tensor:
+    """[N]: KL of p from the reference over two events, this token or another: p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
+
+    What DPPO measures a token by (arXiv 2602.04879, eq. 14): a lower bound of the divergence of the two distributions. Infinite
+    where q = 1 > p, or is above 1 by rounding. verl adds 1e-8 to both 1 - p and 1 - q, which shows where q is that near to 1.
+    """
+    other_N, other_reference_N = ((-torch.expm1(each)).clamp(min=0) for each in (logp_N, logp_reference_N))
+    others_N = torch.xlogy(other_N, other_N) - torch.xlogy(other_N, other_reference_N)
+    return logp_N.exp() * (logp_N - logp_reference_N) + others_N
+
+
 def kl_loss(
     logp_current_N: Tensor, logp_behaviour_N: Tensor, logp_reference_N: Tensor, estimator: Estimator, cap: float | None
 ) -> Tensor:

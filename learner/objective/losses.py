@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.corrections import ratio, sequence_log_ratio
+from async_rlhf.learner.objective.corrections import binary_kl, ratio, sequence_log_ratio
 from async_rlhf.learner.objective.objective import LossInputs
 from async_rlhf.learner.registry import loss
 
@@ -109,11 +110,54 @@ def truncated_is(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Te
     The loss of AIPO in LlamaRL (Wu et al. 2025, arXiv 2505.24034, section 4.2): truncated above only. Without `is_cap` the
     weight is 1 and it is plain REINFORCE.
     """
+    return _within(inputs, weight_N, config, outside_N=torch.zeros_like(inputs.advantage_N, dtype=torch.bool))
+
+
+def _within(inputs: LossInputs, weight_N: Tensor, config: LossConfig, *, outside_N: Tensor) -> Terms:
+    """Truncated REINFORCE of the tokens that lie in a region; the others count, and teach nothing."""
     r_N = ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N)
-    cap = config.is_cap
-    truncated_N = torch.ones_like(r_N) if cap is None else r_N.clamp(max=cap)
-    above_N = torch.zeros_like(r_N) if cap is None else r_N > cap
-    return -weight_N * truncated_N * inputs.advantage_N * inputs.logp_current_N, _region(above_N)
+    cap = math.inf if config.is_cap is None else config.is_cap
+    truncated_N = torch.ones_like(r_N) if config.is_cap is None else r_N.clamp(max=cap)
+    loss_N = -weight_N * ~outside_N * truncated_N * inputs.advantage_N * inputs.logp_current_N
+    return loss_N, _region(outside_N | (r_N > cap))
+
+
+@loss(corrects="masks", needs=("behaviour",), truncates=True)
+def dppo_tv(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - M_t m_t sg(min(r_t, cap)) A_t log p_current, r = p_current / p_behaviour. M_t = 0 where A_t leads further away from
+    behaviour and |p_current - p_behaviour| > `dppo_tv_delta`, and 1 elsewhere; m are the masks.
+
+    Qi et al. 2026 ("Rethinking the trust region in LLM reinforcement learning", arXiv 2602.04879, eq. 11 and 12): the total
+    variation of two policies that differ in "this token or another" (eq. 13) bounds how far a likely token may move, where PPO's
+    clip binds the unlikely ones. The gradient of M r A is this one; the paper does not truncate r, verl does at 20.
+    """
+    return _divergent(inputs, weight_N, config, _moved(inputs).abs() > config.dppo_tv_delta)
+
+
+@loss(corrects="masks", needs=("behaviour",), truncates=True)
+def dppo_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: `dppo_tv` with KL(behaviour | current) of "this token or another" above `dppo_kl_delta` (eq. 14)."""
+    divergence_N = binary_kl(inputs.logp_behaviour_N, inputs.logp_current_N.detach())
+    return _divergent(inputs, weight_N, config, divergence_N > config.dppo_kl_delta)
+
+
+def _divergent(inputs: LossInputs, weight_N: Tensor, config: LossConfig, far_N: Tensor) -> Terms:
+    return _within(inputs, weight_N, config, outside_N=far_N & (_moved(inputs) * inputs.advantage_N > 0))
+
+
+def _moved(inputs: LossInputs) -> Tensor:
+    """[N], no gradient: p_current - p_behaviour of the token that was sampled."""
+    return inputs.logp_current_N.detach().exp() - inputs.logp_behaviour_N.exp()
+
+
+@loss(corrects="masks", needs=("behaviour",), truncates=True)
+def ipo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: the terms of `truncated_is`, and 0 where |p_current - p_behaviour| > `ipo_epsilon`, whatever the advantage.
+
+    The loss of prime-rl ("importance policy optimization"; its `eps` is 0.3, its divergence term off), which does not truncate
+    the ratio. It shares a name with a preference loss (Azar et al. 2023) and nothing else.
+    """
+    return _within(inputs, weight_N, config, outside_N=_moved(inputs).abs() > config.ipo_epsilon)
 
 
 @loss(corrects="masks", needs=("behaviour",))
