@@ -13,6 +13,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import advantage_spec, check_kind, loss_spec
 
 Interval = tuple[float, float]
+PositivePair = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
 AdvantageKind = Annotated[str, AfterValidator(lambda kind: check_kind(kind, "advantage"))]
 LossKind = Annotated[str, AfterValidator(lambda kind: check_kind(kind, "loss"))]
 
@@ -110,6 +111,12 @@ class LossConfig(Section):
     """`dppo_kl`: the same as a divergence, in nats."""
     ipo_epsilon: float = Field(default=0.3, gt=0, lt=1)
     """`ipo`: tokens whose probability has moved further, up or down, are masked."""
+    sapo_tau: PositivePair = (1.0, 1.05)
+    """`sapo`: how fast tokens fade out as their ratio leaves 1, for positive advantages and for others."""
+    vespo_k: PositivePair = (2.0, 3.0)
+    """`vespo`: the power of a completion's ratio in its weight, for advantages of at least 0 and for negative ones."""
+    vespo_lambda: PositivePair = (3.0, 2.0)
+    """`vespo`: how fast the weight of a large ratio falls, for the same two."""
 
     @property
     def kl_in_reward(self) -> bool:

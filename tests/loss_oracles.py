@@ -112,6 +112,18 @@ def ipo(c: Completion, t: int, config: LossConfig) -> Tensor:
     return 0 * c.current[t] if far else truncated_is(c, t, config)
 
 
+def sapo(c: Completion, t: int, config: LossConfig) -> Tensor:
+    tau = config.sapo_tau[0] if c.advantage > 0 else config.sapo_tau[1]
+    return -4 / tau / (1 + torch.exp(-tau * (exp(c.current[t] - c.between(t, config)) - 1))) * c.advantage
+
+
+def vespo(c: Completion, t: int, config: LossConfig) -> Tensor:
+    which = 0 if c.advantage >= 0 else 1
+    k, lam = config.vespo_k[which], config.vespo_lambda[which]
+    w = float(exp(sum((c.now(i) - c.behaviour[i] for i in range(len(c))), torch.zeros((), dtype=torch.float64))))
+    return -(w**k) * math.exp(lam * (1 - w)) * c.advantage * c.current[t]
+
+
 def topr(c: Completion, t: int, config: LossConfig) -> Tensor:
     whole = sum((c.now(i) - c.behaviour[i] for i in range(len(c))), torch.zeros((), dtype=torch.float64))
     return -(1.0 if c.advantage > 0 else exp(whole).clamp(max=1.0)) * c.advantage * c.current[t]
@@ -139,7 +151,7 @@ def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tenso
 
 
 OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
-    f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, dppo_tv, dppo_kl, ipo, topr, best_of_n)
+    f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, dppo_tv, dppo_kl, ipo, sapo, vespo, topr, best_of_n)
 }
 OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo)}
 OF_PAIRS: dict[str, Callable[[Completion, Completion, LossConfig], Tensor]] = {"online_dpo": online_dpo}

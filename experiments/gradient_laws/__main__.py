@@ -48,6 +48,8 @@ CASES: Sequence[Case] = (
     Case("DPPO, total variation 0.2, truncated at 2", LossConfig(kind="dppo_tv")),
     Case("DPPO, binary KL 0.05, truncated at 2", LossConfig(kind="dppo_kl")),
     Case("IPO 0.3, truncated at 2", LossConfig(kind="ipo")),
+    Case("SAPO, token weight 2", LossConfig(kind="sapo")),
+    Case("VESPO", LossConfig(kind="vespo")),
     Case("TOPR", LossConfig(kind="topr")),
     Case("GSPO, weight 2", LossConfig(kind="gspo"), scale=1 / policy.T),
     Case("Proximal RLOO", LossConfig(kind="proximal_rloo")),

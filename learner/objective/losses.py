@@ -124,12 +124,11 @@ def _within(inputs: LossInputs, weight_N: Tensor, config: LossConfig, *, outside
 
 @loss(corrects="masks", needs=("behaviour",), truncates=True)
 def dppo_tv(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
-    """[N]: - M_t m_t sg(min(r_t, cap)) A_t log p_current, r = p_current / p_behaviour. M_t = 0 where A_t leads further away from
-    behaviour and |p_current - p_behaviour| > `dppo_tv_delta`, and 1 elsewhere; m are the masks.
+    """[N]: the terms of `truncated_is`, and 0 where |p_current - p_behaviour| > `dppo_tv_delta` and A_t leads further away.
 
-    Qi et al. 2026 ("Rethinking the trust region in LLM reinforcement learning", arXiv 2602.04879, eq. 11 and 12): the total
-    variation of two policies that differ in "this token or another" (eq. 13) bounds how far a likely token may move, where PPO's
-    clip binds the unlikely ones. The gradient of M r A is this one; the paper does not truncate r, verl does at 20.
+    Qi et al. 2026 ("Rethinking the trust region in LLM reinforcement learning", arXiv 2602.04879, eq. 11 and 12). The total
+    variation over two events, this token or another (eq. 13), bounds how far a likely token may move, where PPO's clip binds
+    the unlikely ones. The gradient of the paper's M r A is this one; it does not truncate r, verl does at 20.
     """
     return _divergent(inputs, weight_N, config, _moved(inputs).abs() > config.dppo_tv_delta)
 
@@ -158,6 +157,38 @@ def ipo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     the ratio. It shares a name with a preference loss (Azar et al. 2023) and nothing else.
     """
     return _within(inputs, weight_N, config, outside_N=_moved(inputs).abs() > config.ipo_epsilon)
+
+
+@loss()
+def sapo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - w_t (4 / tau) sigmoid(tau (r_t - 1)) A_t with r = p_current / p_proximal, w the correction of proximal against
+    behaviour, and tau = `sapo_tau`, for A > 0 and for others.
+
+    Gao et al. 2025 ("Soft adaptive policy optimization", arXiv 2511.20347), as in TRL and verl. In place of a clip a gate,
+    whose slope is 1 at r = 1 and falls on both sides, the faster the larger tau: tokens fade out instead of being dropped.
+    """
+    r_N = ratio(inputs.logp_current_N, inputs.logp_proximal_N)
+    good, bad = (r_N.new_tensor(tau) for tau in config.sapo_tau)
+    tau_N = torch.where(inputs.advantage_N > 0, good, bad)
+    return -weight_N * 4 / tau_N * torch.sigmoid(tau_N * (r_N - 1)) * inputs.advantage_N, {}
+
+
+@loss(corrects="masks", needs=("behaviour",))
+def vespo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t phi(W) A_t log p_current, phi(W) = sg(W^k exp(lam (1 - W))), W the completion's ratio p_current / p_behaviour.
+
+    k and lam are `vespo_k` and `vespo_lambda`, for A >= 0 and for A < 0 (VESPO, arXiv 2602.10693, as in TRL; its clamp of W at
+    1e-8 is at 2e-9 here). phi is 1 on the policy's own data, has its peak at W = k / lam and vanishes on both sides: a
+    completion's ratio needs no cut. Its slope at W = 1 is k - lam, by default -1 and 1, where an importance weight has 1: for
+    good completions it is no such weight, and its bias begins with the first step.
+    """
+    log_W_S = sequence_log_ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N, mean=False)
+    log_W_N, good_N = log_W_S[inputs.sequence_N], inputs.advantage_N >= 0
+    k_N, lam_N = (
+        torch.where(good_N, *(log_W_N.new_tensor(each) for each in pair)) for pair in (config.vespo_k, config.vespo_lambda)
+    )
+    phi_N = (k_N * log_W_N + lam_N * (1 - log_W_N.exp())).exp()
+    return -weight_N * phi_N * inputs.advantage_N * inputs.logp_current_N, {}
 
 
 @loss(corrects="masks", needs=("behaviour",))

@@ -6,8 +6,11 @@ from __future__ import annotations
 import math
 import random
 import re
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import loss_oracles
 import numpy as np
@@ -131,6 +134,48 @@ def test_value_and_gradient_are_the_twins(kind: str, correction: str) -> None:
         assert value == pytest.approx(float(loss.detach()), rel=1e-9, abs=1e-12)
         expected = torch.stack([torch.zeros(()) if logp.grad is None else logp.grad for c in batch for logp in c.current])
         torch.testing.assert_close(gradient, expected.double(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["sapo", "vespo", "cispo"])
+def test_value_and_gradient_are_those_of_trl(kind: str) -> None:
+    """Its `_compute_loss` on the same log-probabilities, with the ratio to the sampler as its vLLM correction has it."""
+    with warnings.catch_warnings(action="ignore"):  # of versions of vLLM, which is not used here
+        trainer_module = pytest.importorskip("trl.trainer.grpo_trainer")
+    batch = completions(5, spread=0.8)
+    longest = max(map(len, batch))
+    mask = torch.tensor([[t < len(c) for t in range(longest)] for c in batch]).double()
+    now, old, sampled = torch.zeros(3, *mask.shape, dtype=torch.float64)
+    for i, c in enumerate(batch):
+        now[i, : len(c)] = torch.stack([logp.detach() for logp in c.current])
+        old[i, : len(c)], sampled[i, : len(c)] = torch.tensor(c.proximal).double(), torch.tensor(c.behaviour).double()
+    now.requires_grad_()
+    config = LossConfig(kind=kind, is_cap=1.5, reduction="sequence" if kind == "sapo" else "token")
+    weight = (old - sampled).exp().clamp(max=math.inf if kind == "vespo" else 1.5)
+    settings = {f"sapo_temperature_{sign}": tau for sign, tau in zip(("pos", "neg"), config.sapo_tau, strict=True)}
+    settings |= {f"vespo_k_{sign}": k for sign, k in zip(("pos", "neg"), config.vespo_k, strict=True)}
+    settings |= {f"vespo_lambda_{sign}": lam for sign, lam in zip(("pos", "neg"), config.vespo_lambda, strict=True)}
+    found = trainer_module.GRPOTrainer._compute_loss(
+        SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros_like(now), None),
+            get_gamma_weights=trainer_module.GRPOTrainer.get_gamma_weights,
+            accelerator=SimpleNamespace(num_processes=1, reduce=lambda each, reduction: each),
+            model=SimpleNamespace(training=False), args=SimpleNamespace(**settings), _metrics={"eval": defaultdict(list)},
+            top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0,
+            loss_type=kind, use_vllm=True, vllm_importance_sampling_correction=True, aux_loss_enabled=False,
+            _entropy_bonus_enabled=False, epsilon_high=1 + config.clip_high,
+        ),
+        None,
+        {
+            "prompt_ids": torch.zeros(len(batch), 1), "prompt_mask": torch.ones(len(batch), 1), "completion_ids": mask,
+            "completion_mask": mask, "advantages": torch.tensor([c.advantage for c in batch]).double(),
+            "old_per_token_logps": old, "importance_sampling_ratio": weight, "num_items_in_batch": mask.sum(),
+        },
+    )  # fmt: skip
+    found.backward()
+    value, gradient = value_and_gradient(batch, config)
+    assert now.grad is not None and value == pytest.approx(float(found.detach()), rel=1e-6)
+    torch.testing.assert_close(gradient, now.grad[mask > 0], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -42,6 +42,14 @@ def test_an_unlikely_token_may_move_by_a_ratio_that_a_likely_one_may_not(kind: s
     assert pulls(kind, [likely, back, fallen, regained, unlikely, near]) == pytest.approx(expected)
 
 
+def test_a_soft_weight_is_1_on_the_policys_own_data_and_vanishes_on_both_sides() -> None:
+    ratios = (1.0, 2 / 3, 1.5, 0.01, 20.0)
+    rows = [(0.04 * r, 0.04, sign) for sign in (1.0, -1.0) for r in ratios]
+    weights = pulls("vespo", rows)
+    assert weights[0] == weights[5] == 1.0 and max(weights[:5]) == weights[1] and max(weights[5:]) == weights[7]
+    assert max(*weights[3:5], *weights[8:]) < 3e-3
+
+
 def test_two_events_diverge_as_bernoullis_do_at_any_probability() -> None:
     p, q = torch.rand(2, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = torch.distributions.kl_divergence(torch.distributions.Bernoulli(p), torch.distributions.Bernoulli(q))
@@ -52,9 +60,18 @@ def test_two_events_diverge_as_bernoullis_do_at_any_probability() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("dppo_tv_delta", 0.0), ("dppo_tv_delta", 1.0), ("dppo_kl_delta", -1.0), ("ipo_epsilon", 1.0)]
+    ("setting", "value"),
+    [
+        ("dppo_tv_delta", 0.0),
+        ("dppo_tv_delta", 1.0),
+        ("dppo_kl_delta", -1.0),
+        ("ipo_epsilon", 1.0),
+        ("sapo_tau", [1.0, 0.0]),
+        ("vespo_k", [0.0, 3.0]),
+        ("vespo_lambda", [3.0]),
+    ],
 )
-def test_a_region_that_holds_all_or_nothing_is_refused_by_name(setting: str, value: float) -> None:
+def test_a_region_that_holds_all_or_nothing_is_refused_by_name(setting: str, value: object) -> None:
     with pytest.raises(ValidationError, match=setting):
         LossConfig.model_validate({setting: value})
 
