@@ -22,8 +22,8 @@ class AdvantageConfig(Section):
     """What a completion, or each of its tokens, is worth."""
 
     kind: AdvantageKind = "group_relative"
-    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `reinforce_pp` (normalised over the batch). With a critic:
-    `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
+    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `reinforce_pp` (normalised over the batch), `oapl`. With a
+    critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
     level: Literal["completion", "turn"] = "completion"
     """`turn`: each turn of an episode has an advantage (`group_relative`, `leave_one_out`): its return, the reward and what the
     environment gave from this turn on, compared with its siblings' same turn."""
@@ -49,6 +49,8 @@ class AdvantageConfig(Section):
     bootstrap: Literal["mixed", "target"] = "mixed"
     """`v_trace`: behind a token stand the V-trace target and the critic's value, mixed by `lam` (rlax), or the target alone
     (IMPALA)."""
+    oapl_beta: float = Field(default=1.0, gt=0)
+    """`oapl`: what a nat of divergence from the policy that sampled costs; as a rule `loss.oapl_beta`."""
     normalise: bool = True
     """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
 
@@ -105,6 +107,8 @@ class LossConfig(Section):
     """Weight of the entropy bonus."""
     dpo_beta: float = Field(default=0.1, gt=0)
     """`online_dpo`: how strongly the policy is held to the reference."""
+    oapl_beta: float = Field(default=1.0, gt=0)
+    """`oapl`: how much a nat of a completion's log-ratio to the policy that sampled it counts, in units of reward."""
     dppo_tv_delta: float = Field(default=0.2, gt=0, lt=1)
     """`dppo_tv`: how far the probability of a token may move from the one it was sampled with."""
     dppo_kl_delta: float = Field(default=0.05, gt=0)

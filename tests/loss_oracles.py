@@ -143,6 +143,10 @@ def proximal_rloo(c: Completion, config: LossConfig) -> Tensor:
     return -surrogate(exp(logs.sum()), c.advantage, config)
 
 
+def oapl(c: Completion, config: LossConfig) -> Tensor:
+    return (config.oapl_beta * sum(p - q for p, q in zip(c.current, c.behaviour, strict=True)) - c.advantage) ** 2
+
+
 def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tensor:
     h_best, h_worst = (
         sum((p - q for p, q in zip(c.current, c.reference, strict=True)), torch.zeros(())) for c in (best, worst)
@@ -153,7 +157,7 @@ def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tenso
 OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
     f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, dppo_tv, dppo_kl, ipo, sapo, vespo, topr, best_of_n)
 }
-OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo)}
+OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo, oapl)}
 OF_PAIRS: dict[str, Callable[[Completion, Completion, LossConfig], Tensor]] = {"online_dpo": online_dpo}
 
 

@@ -50,6 +50,7 @@ CASES: Sequence[Case] = (
     Case("IPO 0.3, truncated at 2", LossConfig(kind="ipo")),
     Case("SAPO, token weight 2", LossConfig(kind="sapo")),
     Case("VESPO", LossConfig(kind="vespo")),
+    Case("OAPL, beta 1", LossConfig(kind="oapl"), scale=2.0),
     Case("TOPR", LossConfig(kind="topr")),
     Case("GSPO, weight 2", LossConfig(kind="gspo"), scale=1 / policy.T),
     Case("Proximal RLOO", LossConfig(kind="proximal_rloo")),

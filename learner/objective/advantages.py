@@ -61,6 +61,21 @@ def leave_one_out(rewards: Rewards) -> list[float | None]:
     return [None if reward is None else scale * (reward - mean) for reward in rewards]
 
 
+@advantage()
+def oapl(rewards: Rewards, *, oapl_beta: float) -> list[float | None]:
+    """A_i = r_i - V with V = beta log mean exp(r / beta), over the members that count.
+
+    For the loss of this name (Ritter et al. 2026, arXiv 2602.19362). V estimates the value of the policy that is best when its
+    divergence from the one that sampled costs beta a nat; it lies between the group's mean, for large beta, and its best
+    reward. The mean of exp(A / beta) is 1. None stays None; a group that is constant has advantage 0.
+    """
+    counting = [reward for reward in rewards if reward is not None]
+    highest = max(counting, default=0.0)  # beyond it nothing overflows
+    shares = [math.exp((reward - highest) / oapl_beta) for reward in counting]
+    value = highest + oapl_beta * math.log(math.fsum(shares) / len(counting)) if counting else 0.0
+    return [None if reward is None else reward - value for reward in rewards]
+
+
 @advantage(level="token_rewards")
 def reinforce_pp(reward_N: Float32Array, end_N: BoolArray, *, gamma: float) -> Float32Array:
     """[N]: A_t = (G_t - mean(G)) / std(G) with G_t = r_t + gamma G_{t+1}, the return from token t on.

@@ -91,6 +91,11 @@ def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return lengths_S, lengths_S.cumsum(0) - lengths_S
 
 
+def _summed(inputs: LossInputs, each_N: Tensor) -> Tensor:
+    """[S]: over each completion's tokens; what is not exponentiated needs no clamp."""
+    return each_N.new_zeros(len(inputs.group_S)).index_add(0, inputs.sequence_N, each_N)
+
+
 @loss()
 def cispo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     """[N]: - w_t sg(min(r_t, 1 + high)) A_t log p_current, with r = p_current / p_proximal.
@@ -206,6 +211,19 @@ def topr(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     return loss_N, _region(bad_N & (log_ratio_S > 0)[inputs.sequence_N])
 
 
+@loss(level="sequence", corrects="masks", needs=("behaviour",))
+def oapl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[S]: m (beta log(p_current(y) / p_behaviour(y)) - A)^2 with A = r - V of `advantage.kind = "oapl"`, m the masks.
+
+    Ritter et al. 2026 ("LLMs can learn to reason via off-policy RL", arXiv 2602.19362): of all policies the one that maximises
+    r - beta KL(p | p_behaviour) is p_behaviour exp((r - V) / beta), and this is 0 there. Whatever policy sampled is the one to
+    stay near, so there is nothing to correct. On the policy's own data its gradient is that of - 2 beta A log p_current(y).
+    """
+    _, first_S = _sequences(inputs)
+    log_ratio_S = _summed(inputs, inputs.logp_current_N - inputs.logp_behaviour_N)
+    return weight_N[first_S] * (config.oapl_beta * log_ratio_S - inputs.advantage_N[first_S]).square(), {}
+
+
 @loss(level="pair", corrects="nothing", learns_from="pair", needs=("reference",))
 def online_dpo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     """[P]: - log sigmoid(beta (h(best) - h(worst))), h(y) = log p_current(y) - log p_reference(y), for P groups.
@@ -217,8 +235,7 @@ def online_dpo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Term
     if inputs.logp_reference_N is None:
         raise ValueError("online_dpo needs log-probabilities under the reference")
     lengths_S, first_S = _sequences(inputs)
-    h_S = torch.zeros(len(lengths_S), dtype=inputs.logp_current_N.dtype, device=inputs.logp_current_N.device)
-    h_S = h_S.index_add(0, inputs.sequence_N, inputs.logp_current_N - inputs.logp_reference_N)
+    h_S = _summed(inputs, inputs.logp_current_N - inputs.logp_reference_N)
     worth_S = inputs.advantage_N[first_S]
     members = [(inputs.group_S == group).nonzero().squeeze(-1) for group in sorted(set(inputs.group_S.tolist()))]
     best_P = torch.stack([each[worth_S[each].argmax()] for each in members])

@@ -26,6 +26,7 @@ from async_rlhf.learner.objective.advantages import (
     group_relative,
     leave_one_out,
     normalised,
+    oapl,
     pair,
     reinforce_pp,
     traced,
@@ -60,6 +61,24 @@ def test_what_a_group_is_compared_by_is_the_twin(values: list[float | None]) -> 
     for scale in (True, False):
         assert group_relative(values, scale_by_std=scale) == near(oracles.group_relative(values, scale_by_std=scale))
     assert leave_one_out(values) == near(oracles.leave_one_out(values))
+
+
+@given(groups, st.floats(0.2, 50))
+@example([None, None], 1.0)
+def test_against_the_value_of_the_best_policy_nearby_is_the_twin_and_between_mean_and_best(
+    values: list[float | None], beta: float
+) -> None:
+    found = oapl(values, oapl_beta=beta)
+    assert found == near(oracles.oapl(values, beta))
+    counting = [each for each in found if each is not None]
+    if counting:
+        assert math.fsum(math.exp(each / beta) for each in counting) / len(counting) == pytest.approx(1)
+        assert max(counting) >= -1e-9 and math.fsum(counting) / len(counting) <= 1e-9
+        assert oapl(values, oapl_beta=1e9) == [v if v is None else pytest.approx(v, abs=1e-4) for v in centred(values)]
+
+
+def centred(values: list[float | None]) -> list[float | None]:
+    return group_relative(values, scale_by_std=False)
 
 
 @given(groups)

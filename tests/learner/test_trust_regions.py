@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.objective import enumerable
 from async_rlhf.learner.objective.corrections import binary_kl
 from async_rlhf.learner.objective.objective import LossInputs, objective
-from async_rlhf.learner.registry import loss_spec, losses
+from async_rlhf.learner.registry import load_loss, loss_spec, losses
 
 
 def of_tokens(rows: list[tuple[float, float, float]]) -> LossInputs:
@@ -50,6 +51,27 @@ def test_a_soft_weight_is_1_on_the_policys_own_data_and_vanishes_on_both_sides()
     assert max(*weights[3:5], *weights[8:]) < 3e-3
 
 
+def test_what_oapl_is_least_at_is_the_best_policy_near_the_one_that_sampled_however_far_the_learner_is() -> None:
+    beta, reward, behaviour = 0.7, enumerable.rewards(), enumerable.initial()
+    p = enumerable.probabilities(behaviour)
+    value = beta * (p * (reward / beta).exp()).sum().log()
+    logits = enumerable.later(behaviour, reward, 16).requires_grad_()
+    config = LossConfig(kind="oapl", oapl_beta=beta)
+    inputs = enumerable.inputs_for(behaviour, behaviour, reward - value, 16)
+    descent = torch.optim.LBFGS([logits], max_iter=400, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe")
+
+    def expected() -> torch.Tensor:
+        descent.zero_grad()
+        now = replace(inputs, logp_current_N=enumerable.logprobs(logits).flatten())
+        terms, _ = load_loss("oapl")(now, torch.ones_like(now.advantage_N), config)
+        loss: torch.Tensor = (p * terms).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    descent.step(expected)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(enumerable.probabilities(logits), p * ((reward - value) / beta).exp(), rtol=1e-5, atol=1e-8)
+
+
 def test_two_events_diverge_as_bernoullis_do_at_any_probability() -> None:
     p, q = torch.rand(2, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = torch.distributions.kl_divergence(torch.distributions.Bernoulli(p), torch.distributions.Bernoulli(q))
@@ -66,6 +88,7 @@ def test_two_events_diverge_as_bernoullis_do_at_any_probability() -> None:
         ("dppo_tv_delta", 1.0),
         ("dppo_kl_delta", -1.0),
         ("ipo_epsilon", 1.0),
+        ("oapl_beta", 0.0),
         ("sapo_tau", [1.0, 0.0]),
         ("vespo_k", [0.0, 3.0]),
         ("vespo_lambda", [3.0]),
