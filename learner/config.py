@@ -88,6 +88,12 @@ class LossConfig(Section):
     """The most off-policy tokens are masked until the mean squared log-ratio of the batch is this (M2PO: 0.04)."""
     off_policy_delta: float | None = Field(default=None, gt=0)
     """A completion with a negative advantage is masked when its mean log-ratio behaviour / proximal is above this."""
+    divergence_mean: float | None = Field(default=None, gt=0)
+    """Completions whose tokens have diverged from behaviour to proximal by more than this on average, in nats, are masked."""
+    divergence_max: float | None = Field(default=None, gt=0)
+    """Completions with a token beyond this are masked."""
+    divergence_estimator: Literal["k2", "k3"] = "k3"
+    """Of these two, with r = proximal / behaviour: (log r)^2 / 2, or r - 1 - log r, whose mean is the divergence."""
     allow_uncorrected: bool = False
     """Permit staleness above 0, or an engine that samples from a part of its cache, without an importance weight."""
     mask_truncated: bool = False

@@ -216,5 +216,12 @@ def kept(c: Completion, t: int, config: LossConfig) -> float:
         return 0.0
     if config.sequence_mask is not None and not config.sequence_mask[0] <= sequence_ratio(c, config) <= config.sequence_mask[1]:
         return 0.0
+    ratios = [float(exp(torch.tensor(each, dtype=torch.float64))) for each in logs]
+    k3 = [r - 1 - math.log(r) for r in ratios]
+    k = [math.log(r) ** 2 / 2 for r in ratios] if config.divergence_estimator == "k2" else k3
+    if config.divergence_mean is not None and sum(k) / len(k) > config.divergence_mean:
+        return 0.0
+    if config.divergence_max is not None and max(k) > config.divergence_max:
+        return 0.0
     too_far = config.off_policy_delta is not None and -sum(logs) / len(logs) > config.off_policy_delta
     return 0.0 if too_far and c.advantage < 0 else 1.0

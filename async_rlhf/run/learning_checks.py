@@ -87,8 +87,8 @@ def _groups(config: Config) -> Iterator[str]:
 
 def _corrections(loss: LossConfig) -> Iterator[str]:
     kind, spec = f"loss.kind = {loss.kind!r}", loss_spec(loss.kind)
-    masks = {name: getattr(loss, name) for name in ("token_mask", "sequence_mask", "second_moment", "off_policy_delta")}
-    for name, value in masks.items():
+    of_completions = ("sequence_mask", "off_policy_delta", "divergence_mean", "divergence_max")
+    for name, value in ((name, getattr(loss, name)) for name in ("token_mask", "second_moment", *of_completions)):
         if value is not None and spec.corrects == "nothing":
             yield f"loss.{name}: in {kind} it does not matter which policy sampled; set loss.{name} = 'none'"
         if value is not None and spec.level == "sequence" and name in ("token_mask", "second_moment"):

@@ -41,6 +41,8 @@ CASES: Sequence[Case] = (
     Case("sequence weight, geometric, truncated at 2", LossConfig(is_cap=2.0, is_level="sequence")),
     Case("token weight 2, sequence mask, geometric 0.8 to 1.25", LossConfig(sequence_mask=(0.8, 1.25))),
     Case("token weight 2, off-policy sequence mask 0.1", LossConfig(off_policy_delta=0.1)),
+    Case("token weight 2, mask of mean divergence 0.02", LossConfig(divergence_mean=0.02)),
+    Case("token weight 2, mask of largest divergence 0.1", LossConfig(divergence_max=0.1)),
     Case("decoupled PPO, proximal interpolated", LossConfig(proximal="interpolate")),
     Case("PPO clip around behaviour", LossConfig(kind="ppo_clip")),
     Case("CISPO, token weight 2", LossConfig(kind="cispo")),

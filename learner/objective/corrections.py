@@ -23,6 +23,7 @@ from async_rlhf.buffers.record import Float32Array
 
 # e^20 is far beyond any useful weight and far below float32 overflow; 20 is also the clamp of verl.
 MAX_LOG_RATIO = 20.0
+Estimator = Literal["k1", "k2", "k3"]
 
 
 def log_ratio(logp_a_N: Tensor, logp_b_N: Tensor) -> Tensor:
@@ -100,6 +101,23 @@ def off_policy_mask(
     return ~((advantage_N < 0) & (mean_S > delta)[sequence_N])
 
 
+def divergence_mask(
+    logp_proximal_N: Tensor, logp_behaviour_N: Tensor, sequence_N: Tensor, estimator: Estimator, limits: tuple[float, float]
+) -> Tensor:
+    """bool [N], equal along a completion: mean and maximum over its tokens of an estimate of KL(behaviour | proximal) are at
+    most the two limits.
+
+    With r = p_proximal / p_behaviour, k3 is r - 1 - log r, of which the mean over behaviour's tokens is the divergence, and k2
+    is (log r)^2 / 2: verl's `seq_mean_k2`, `seq_mean_k3`, `seq_max_k2` and `seq_max_k3`. A single token decides the maximum.
+    """
+    k_N = estimate(logp_behaviour_N, logp_proximal_N.detach(), estimator)
+    lengths_S = torch.bincount(sequence_N)
+    zero_S = k_N.new_zeros(len(lengths_S))
+    mean_S = zero_S.index_add(0, sequence_N, k_N) / lengths_S
+    num_beyond_S = zero_S.index_add(0, sequence_N, (k_N > limits[1]).to(k_N.dtype))
+    return ~((mean_S > limits[0]) | (num_beyond_S > 0))[sequence_N]
+
+
 def second_moment_mask(log_ratio_N: Float32Array, limit: float) -> npt.NDArray[np.bool_]:
     """bool [N]: the largest set of tokens, smallest |log-ratio| first, whose mean squared log-ratio is at most `limit`.
 
@@ -126,9 +144,6 @@ def interpolated(logp_current_N: Tensor, logp_behaviour_N: Tensor, staleness_N: 
     """
     age_N = staleness_N.abs().clamp(min=1).to(logp_current_N.dtype)
     return logp_behaviour_N + (age_N - 1) / age_N * (logp_current_N.detach() - logp_behaviour_N)
-
-
-Estimator = Literal["k1", "k2", "k3"]
 
 
 def estimate(logp_N: Tensor, logp_reference_N: Tensor, estimator: Estimator) -> Tensor:

@@ -18,6 +18,7 @@ called only when `needs_evaluation` is true; otherwise the backend finds log p_p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.corrections import (
     MAX_LOG_RATIO,
+    divergence_mask,
     interpolated,
     kl_loss,
     off_policy_mask,
@@ -140,6 +142,9 @@ def _correction(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Mapping
         kept_N = kept_N & sequence_mask(proximal_N, behaviour_N, sequence_N, *config.sequence_mask, geometric=geometric)
     if config.off_policy_delta is not None:
         kept_N = kept_N & off_policy_mask(proximal_N, behaviour_N, inputs.advantage_N, sequence_N, config.off_policy_delta)
+    if config.divergence_mean is not None or config.divergence_max is not None:
+        limits = config.divergence_mean or math.inf, config.divergence_max or math.inf
+        kept_N = kept_N & divergence_mask(proximal_N, behaviour_N, sequence_N, config.divergence_estimator, limits)
     beyond_N = (proximal_N - behaviour_N).abs() > MAX_LOG_RATIO
     sums = {
         "is/masked_ratio": (~kept_N).float().sum(),

@@ -49,6 +49,7 @@ CASES = [
     ("advantage.constant_groups='refill'; rewards.normalise=['reasoning_gym']",
      r"rewards.normalise = \['reasoning_gym'\].*'drop', or rewards.normalise = \[\]", "advantage.constant_groups='drop'"),
     ("loss.kind='best_of_n'; loss.sequence_mask=[0.9, 1.1]", "which policy sampled.*'none'", "loss.sequence_mask='none'"),
+    ("loss.kind='best_of_n'; loss.divergence_max=0.5", "divergence_max: .*sampled.*'none'", "loss.divergence_max='none'"),
     ("loss.kind='gspo'; loss.token_mask=[0.5, 2.0]", "masks single tokens.*'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
     ("loss.kind='ppo_clip'; loss.is_level='sequence'", "ratio to .*behaviour.* in itself.*= 'token'", "loss.is_level='token'"),
     ("loss.token_mask=[1.1, 2.0]", r"token_mask = \[1.1, 2.0\] would mask.*\[0.5, 2.0\]", "loss.token_mask=[0.5, 2.0]"),

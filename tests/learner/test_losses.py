@@ -53,6 +53,8 @@ CORRECTIONS: dict[str, dict[str, object]] = {
     "icepop": {"token_mask": (0.6, 1.6)},
     "sequence mask": {"sequence_mask": (0.8, 1.2)},
     "off-policy mask": {"off_policy_delta": 0.1},
+    "mean divergence": {"divergence_mean": 0.06},
+    "largest divergence": {"divergence_max": 0.2, "divergence_estimator": "k2"},
     "interpolated": {"proximal": "interpolate"},
     "k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
     "k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
