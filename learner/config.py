@@ -76,6 +76,8 @@ class LossConfig(Section):
     which spares a forward pass for later updates."""
     is_cap: float | None = Field(default=2.0, gt=0)
     """Upper truncation of the importance weight of a token; `"none"`: no weight, as if data were on-policy."""
+    is_normalised: bool = False
+    """Whether importance weights are divided by their mean over the batch; needs a forward pass before the first update."""
     token_mask: Interval | None = None
     """Tokens whose ratio proximal / behaviour lies outside are masked (IcePop)."""
     is_level: Literal["token", "sequence"] = "token"
@@ -140,7 +142,7 @@ class LossConfig(Section):
 
     def needs_evaluation(self, advantage: AdvantageConfig) -> bool:
         """Whether the whole batch must be looked at before the first update."""
-        return advantage.needs_critic or self.kl_in_reward or self.second_moment is not None
+        return advantage.needs_critic or self.kl_in_reward or self.second_moment is not None or self.is_normalised
 
 
 class GuardConfig(Section):

@@ -97,6 +97,10 @@ def _corrections(loss: LossConfig) -> Iterator[str]:
             yield f"loss.{name} = {list(value)} would mask what the policy itself samples: 1 must be inside, as in [0.5, 2.0]"
     if loss.is_level == "sequence" and spec.corrects != "weights and masks":
         yield f"loss.is_level = 'sequence': {kind} has the ratio to behaviour in itself; set loss.is_level = 'token'"
+    if loss.is_normalised and (spec.corrects != "weights and masks" or loss.is_cap is None):
+        yield f"loss.is_normalised = true: {kind} has no importance weight here; set loss.is_normalised = false"
+    if loss.is_normalised and loss.proximal == "interpolate":
+        yield "loss.is_normalised = true needs all weights before the first update; set loss.proximal = 'recompute'"
     if spec.level != "token" and loss.reduction != "token":
         yield f"loss.reduction = {loss.reduction!r}: a term of {kind} is no single token; leave loss.reduction at 'token'"
     if loss.reduction == "fixed" and loss.fixed_length is None:

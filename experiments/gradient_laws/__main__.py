@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.corrections import second_moment_mask
-from async_rlhf.learner.objective.objective import LossInputs
+from async_rlhf.learner.objective.objective import LossInputs, importance_weight
 
 STALENESS = (0, 1, 4, 8, 16, 32)
 # A cap that nothing reaches: the untruncated estimator.
@@ -34,6 +34,7 @@ CASES: Sequence[Case] = (
     Case("none (decoupled PPO without weight)", LossConfig(is_cap=None)),
     Case("token weight, not truncated", LossConfig(is_cap=_OPEN)),
     Case("token weight, truncated at 2", LossConfig(is_cap=2.0)),
+    Case("token weight, truncated at 2, mean 1", LossConfig(is_cap=2.0, is_normalised=True)),
     Case("token weight 2, mask 0.5 to 2 (IcePop)", LossConfig(is_cap=2.0, token_mask=(0.5, 2.0))),
     Case("second-moment mask 0.04 (M2PO), token weight", LossConfig(is_cap=_OPEN, second_moment=0.04)),
     Case("sequence weight, not truncated", LossConfig(is_cap=_OPEN, is_level="sequence", sequence_ratio="product")),
@@ -74,6 +75,8 @@ def measure(case: Case, current: Tensor, behaviour: Tensor, reward: Tensor, stal
     inputs = policy.inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
     if case.config.second_moment is not None:
         inputs = _with_second_moment(inputs, case.config.second_moment)
+    if case.config.is_normalised:
+        inputs = _normalised(inputs, case.config, weights)
     found = policy.gradients(inputs, case.config, current) / case.scale
     mean = (weights[:, None] * found).sum(0)
     exact = policy.exact_gradient(current, reward)
@@ -109,6 +112,13 @@ def _with_second_moment(inputs: LossInputs, limit: float) -> LossInputs:
     """The batch is every completion once, which is not how often they come; as a mask of a fixed batch it serves."""
     log_ratios = (inputs.logp_proximal_N - inputs.logp_behaviour_N).float().numpy()
     return replace(inputs, mask_N=torch.from_numpy(second_moment_mask(log_ratios, limit)).double())
+
+
+def _normalised(inputs: LossInputs, config: LossConfig, weights: Tensor) -> LossInputs:
+    """By the mean of a batch so large that it is the expectation."""
+    weight_N = importance_weight(inputs.logp_proximal_N, inputs.logp_behaviour_N, inputs.sequence_N, config)
+    mean = (weights * weight_N.reshape(policy.Y, policy.T).mean(1)).sum()
+    return replace(inputs, mask_N=torch.full_like(weight_N, 1 / float(mean)))
 
 
 def _divergence(current: Tensor, behaviour: Tensor) -> float:

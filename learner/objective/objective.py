@@ -49,7 +49,8 @@ class LossInputs:
 
     logp_current_N, logp_proximal_N, logp_behaviour_N: log-probabilities of the chosen tokens at the sampling temperature,
     now, at the start of the step, and when sampled. logp_reference_N: under the frozen reference (`needs_reference`).
-    advantage_N. mask_N: 0 or 1, from corrections that look at the whole batch; None is all ones.
+    advantage_N. mask_N: what a token's weight is multiplied by, 0 where it is masked, from corrections that look at the whole
+    batch; None is all ones.
     sequence_N: int64, ascending from 0 to S - 1. group_S: int64, equal for siblings. staleness_N: int64, in steps.
     entropy_N: of the current policy at each token, needed with its gradient only when `entropy_coef` is not 0.
     """
@@ -123,19 +124,25 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     return LossOutputs(total=total, sums={**sums, **own_sums})
 
 
+def importance_weight(proximal_N: Tensor, behaviour_N: Tensor, sequence_N: Tensor, config: LossConfig) -> Tensor:
+    """[N], no gradient: the truncated weight of proximal against behaviour, 1 where the loss takes none."""
+    kind = loss_spec(config.kind)
+    if kind.corrects != "weights and masks" or config.is_cap is None:
+        return torch.ones_like(behaviour_N)
+    if kind.level == "sequence" or config.is_level == "sequence":  # a term that is a completion has one weight
+        geometric = config.sequence_ratio == "geometric"
+        return sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
+    return truncated_weight(proximal_N, behaviour_N, config.is_cap)
+
+
 def _correction(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[N], no gradient: the correction of proximal against behaviour that the loss multiplies its terms by, masks multiplied
     in; and sums over tokens."""
-    kind = loss_spec(config.kind)
     proximal_N, behaviour_N, sequence_N = inputs.logp_proximal_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N
     geometric = config.sequence_ratio == "geometric"
-    weight_N = torch.ones_like(inputs.advantage_N)
-    if kind.corrects == "weights and masks" and config.is_cap is not None:
-        if kind.level == "sequence" or config.is_level == "sequence":  # a term that is a completion has one weight
-            weight_N = sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
-        else:
-            weight_N = truncated_weight(proximal_N, behaviour_N, config.is_cap)
-    kept_N = torch.ones_like(inputs.advantage_N, dtype=torch.bool) if inputs.mask_N is None else inputs.mask_N > 0
+    weight_N = importance_weight(proximal_N, behaviour_N, sequence_N, config)
+    scale_N = torch.ones_like(inputs.advantage_N) if inputs.mask_N is None else inputs.mask_N
+    kept_N = scale_N > 0
     if config.token_mask is not None:
         kept_N = kept_N & token_mask(proximal_N, behaviour_N, *config.token_mask)
     if config.sequence_mask is not None:
@@ -151,7 +158,7 @@ def _correction(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Mapping
         "is/clamped_ratio": beyond_N.float().sum(),
         "is/weight_mean": weight_N.sum(),
     }
-    return weight_N * kept_N, sums
+    return weight_N * kept_N * scale_N, sums
 
 
 def _per_token(inputs: LossInputs, config: LossConfig, sums: dict[str, Tensor]) -> Tensor:

@@ -52,6 +52,8 @@ CASES = [
     ("loss.kind='best_of_n'; loss.divergence_max=0.5", "divergence_max: .*sampled.*'none'", "loss.divergence_max='none'"),
     ("loss.kind='gspo'; loss.token_mask=[0.5, 2.0]", "masks single tokens.*'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
     ("loss.kind='ppo_clip'; loss.is_level='sequence'", "ratio to .*behaviour.* in itself.*= 'token'", "loss.is_level='token'"),
+    ("loss.kind='ipo'; loss.is_normalised=true", "has no importance weight.*= false", "loss.is_normalised=false"),
+    ("loss.proximal='interpolate'; loss.is_normalised=true", "all weights before.*'recompute'", "loss.proximal='recompute'"),
     ("loss.token_mask=[1.1, 2.0]", r"token_mask = \[1.1, 2.0\] would mask.*\[0.5, 2.0\]", "loss.token_mask=[0.5, 2.0]"),
     ("loss.kind='online_dpo'; loss.reduction='sequence'", "is no single token.*at 'token'", "loss.reduction='token'"),
     ("loss.reduction='fixed'", "needs loss.fixed_length", "loss.fixed_length=16"),

@@ -301,6 +301,20 @@ def test_the_second_moment_mask_sees_the_whole_batch() -> None:
     assert found.targets[3].mask is None
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalised_weights_have_a_mean_of_1_over_the_batch_whatever_is_masked(level: str) -> None:
+    cap = 1.1
+    found = estimates({}, {"is_normalised": True, "is_level": level, "is_cap": cap, "second_moment": 0.05}, SEEN)
+    means = [np.full(len(LOG_RATIOS[i]), LOG_RATIOS[i].mean()) for i in COUNTING]
+    of_tokens_or_one = [LOG_RATIOS[i] for i in COUNTING] if level == "token" else [each[:1] for each in means]
+    weights = np.minimum(np.exp(np.concatenate(of_tokens_or_one)), cap)
+    kept = second_moment_mask(np.concatenate([LOG_RATIOS[i] for i in COUNTING]), 0.05)
+    mask = np.concatenate([of_tokens(found, i, "mask") for i in COUNTING])
+    np.testing.assert_allclose(mask, kept / weights.mean(), rtol=1e-6)
+    broken = {**SEEN, 2: replace(SEEN[2], logp_proximal=SEEN[2].logp_proximal * np.nan)}
+    assert np.isfinite(of_tokens(estimates({}, {"is_normalised": True, "is_level": level}, broken), 0, "mask")).all()
+
+
 @pytest.mark.parametrize("kind", ["leave_one_out", "reinforce_pp"])
 def test_a_cut_completion_leaves_the_loss_where_asked_and_its_reward_stays_in_the_baseline(kind: str) -> None:
     groups = [make_group(0, [3, 1, 4], truncated=[1]), make_group(1, [2, 2, 5], truncated=[0, 1, 2])]

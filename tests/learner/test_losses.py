@@ -192,6 +192,18 @@ def test_it_obeys_the_laws_and_reports_what_is_promised(kind: str) -> None:
     assert float(sums["is/masked_ratio"]) == (int(masked_N.sum()) if kind in CORRECTED else 0)
 
 
+@pytest.mark.parametrize("kind", CORRECTED)
+def test_what_is_known_of_the_whole_batch_multiplies_the_weights_of_its_tokens(kind: str) -> None:
+    inputs = inputs_of(completions(11))
+    whole, doubled = (
+        float(
+            objective(replace(inputs, mask_N=torch.full_like(inputs.advantage_N, scale)), LossConfig(kind=kind)).total.detach()
+        )
+        for scale in (1.0, 2.0)
+    )
+    assert doubled == pytest.approx(2 * whole) and abs(whole) > 0.1
+
+
 def test_every_loss_has_a_row_in_the_guide_and_one_of_all_completions_is_in_the_table_of_gradients() -> None:
     guide = (REPOSITORY / "docs" / "learner.md").read_text()
     rows = re.findall(r"(?m)^\| (`\w+`[^|]*)\| (?:token|completion|pair) \|", guide)
