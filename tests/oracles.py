@@ -34,6 +34,12 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     return found
 
 
+def max_rl(rewards: Sequence[float]) -> list[float | None]:
+    """Twin of `async_rlhf.learner.objective.advantages.max_rl`."""
+    mean = statistics.mean(rewards)
+    return [reward / mean - 1 if mean > 0 else 0.0 for reward in rewards]
+
+
 def oapl(rewards: Sequence[float | None], beta: float) -> list[float | None]:
     """Twin of `async_rlhf.learner.objective.advantages.oapl`."""
     counting = [reward for reward in rewards if reward is not None]

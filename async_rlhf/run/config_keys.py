@@ -83,6 +83,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "dr_grpo": 'advantage.kind = "group_relative", advantage.scale_by_std = false',
         "dapo": 'advantage.kind = "group_relative", advantage.constant_groups = "refill"',
         "rloo": 'advantage.kind = "leave_one_out"',
+        "maxrl": 'advantage.kind = "max_rl"',
         "reinforce_plus_plus": 'advantage.kind = "reinforce_pp"',
         "ppo": 'advantage.kind = "gae"',
     },

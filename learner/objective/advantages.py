@@ -62,6 +62,20 @@ def leave_one_out(rewards: Rewards) -> list[float | None]:
 
 
 @advantage()
+def max_rl(rewards: Rewards) -> list[float | None]:
+    """A_i = (r_i - mean) / mean, over the members that count: a prompt counts the more the less often it is solved.
+
+    Maximum likelihood RL (Tajwar et al. 2026, arXiv 2602.02710), as in prime-rl. With rewards 0 and 1, a probability p
+    of success and n members, the expected gradient is that of p times the sum over k < n of (1 - p)^(k - 1), which goes to
+    1 / p: that of log p. (Up to n - 1, where prime-rl says n: in a group without success the baseline is left out too.) None
+    stays None; a group with a mean of 0 or below has advantage 0.
+    """
+    counting = [reward for reward in rewards if reward is not None]
+    mean = math.fsum(counting) / max(1, len(counting))
+    return [None if reward is None else (reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]
+
+
+@advantage()
 def oapl(rewards: Rewards, *, oapl_beta: float) -> list[float | None]:
     """A_i = r_i - V with V = beta log mean exp(r / beta), over the members that count.
 

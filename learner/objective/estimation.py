@@ -301,8 +301,8 @@ def _masked(
 
 def _mean_weight(proximal_N: Float32Array, behaviour_N: Float32Array, lengths: Sequence[int], loss: LossConfig) -> np.float32:
     """Of tokens, or of completions where each has one; left out is what is no number, which refuses the step by itself."""
-    sequence_N = np.repeat(np.arange(len(lengths)), lengths)
-    weight_N = importance_weight(*map(torch.from_numpy, (proximal_N, behaviour_N, sequence_N)), loss).numpy()
+    sequence_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    weight_N = importance_weight(torch.from_numpy(proximal_N), torch.from_numpy(behaviour_N), sequence_N, loss).numpy()
     of_completions = loss.is_level == "sequence" or loss_spec(loss.kind).level == "sequence"
     weights = weight_N[np.cumsum(lengths) - 1] if of_completions else weight_N
     return np.float32(np.nanmean(weights, dtype=np.float64))

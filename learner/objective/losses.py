@@ -173,9 +173,13 @@ def sapo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     whose slope is 1 at r = 1 and falls on both sides, the faster the larger tau: tokens fade out instead of being dropped.
     """
     r_N = ratio(inputs.logp_current_N, inputs.logp_proximal_N)
-    good, bad = (r_N.new_tensor(tau) for tau in config.sapo_tau)
-    tau_N = torch.where(inputs.advantage_N > 0, good, bad)
+    tau_N = _by_sign(inputs.advantage_N > 0, config.sapo_tau, r_N)
     return -weight_N * 4 / tau_N * torch.sigmoid(tau_N * (r_N - 1)) * inputs.advantage_N, {}
+
+
+def _by_sign(good_N: Tensor, values: tuple[float, float], like_N: Tensor) -> Tensor:
+    """[N], with the type of `like_N`: the first value where `good_N`, the second elsewhere."""
+    return torch.where(good_N, like_N.new_tensor(values[0]), like_N.new_tensor(values[1]))
 
 
 @loss(corrects="masks", needs=("behaviour",))
@@ -188,10 +192,9 @@ def vespo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     good completions it is no such weight, and its bias begins with the first step.
     """
     log_W_S = sequence_log_ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N, mean=False)
-    log_W_N, good_N = log_W_S[inputs.sequence_N], inputs.advantage_N >= 0
-    k_N, lam_N = (
-        torch.where(good_N, *(log_W_N.new_tensor(each) for each in pair)) for pair in (config.vespo_k, config.vespo_lambda)
-    )
+    log_W_N = log_W_S[inputs.sequence_N]
+    k_N = _by_sign(inputs.advantage_N >= 0, config.vespo_k, log_W_N)
+    lam_N = _by_sign(inputs.advantage_N >= 0, config.vespo_lambda, log_W_N)
     phi_N = (k_N * log_W_N + lam_N * (1 - log_W_N.exp())).exp()
     return -weight_N * phi_N * inputs.advantage_N * inputs.logp_current_N, {}
 

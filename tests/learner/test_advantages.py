@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from async_rlhf.learner.objective.advantages import (
     gae,
     group_relative,
     leave_one_out,
+    max_rl,
     normalised,
     oapl,
     pair,
@@ -61,6 +63,21 @@ def test_what_a_group_is_compared_by_is_the_twin(values: list[float | None]) -> 
     for scale in (True, False):
         assert group_relative(values, scale_by_std=scale) == near(oracles.group_relative(values, scale_by_std=scale))
     assert leave_one_out(values) == near(oracles.leave_one_out(values))
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("p", [0.02, 0.4])
+def test_over_the_mean_the_expected_gradient_is_that_of_the_likelihood_up_to_an_order(n: int, p: float) -> None:
+    """Of a policy that succeeds with probability p = sigmoid(theta), over all outcomes of n completions."""
+    found = 0.0
+    for outcomes in itertools.product((0.0, 1.0), repeat=n):
+        score = [outcome - p for outcome in outcomes]  # d log p(outcome) / d theta
+        advantages = max_rl(outcomes)
+        assert advantages == near(oracles.max_rl(outcomes))
+        probability = math.prod(p if outcome else 1 - p for outcome in outcomes)
+        found += probability * sum(a * s for a, s in zip(advantages, score, strict=True) if a is not None) / n
+    assert found == pytest.approx(sum((1 - p) ** (k - 1) * p * (1 - p) for k in range(1, n)))
+    assert max_rl([None, -1.0, 0.5]) == [None, 0.0, 0.0], "a mean below 0 turns nothing round"
 
 
 @given(groups, st.floats(0.2, 50))
