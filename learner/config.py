@@ -22,8 +22,8 @@ class AdvantageConfig(Section):
     """What a completion, or each of its tokens, is worth."""
 
     kind: AdvantageKind = "group_relative"
-    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `max_rl`, `oapl`, `reinforce_pp` (normalised over the
-    batch). With a critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
+    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `max_rl`, `oapl`, `reinforce_pp` (over the batch). With
+    a critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
     level: Literal["completion", "turn"] = "completion"
     """`turn`: each turn of an episode has an advantage (`group_relative`, `leave_one_out`): its return, the reward and what the
     environment gave from this turn on, compared with its siblings' same turn."""
