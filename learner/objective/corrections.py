@@ -107,8 +107,9 @@ def divergence_mask(
     """bool [N], equal along a completion: mean and maximum over its tokens of an estimate of KL(behaviour | proximal) are at
     most the two limits.
 
-    With r = p_proximal / p_behaviour, k3 is r - 1 - log r, of which the mean over behaviour's tokens is the divergence, and k2
-    is (log r)^2 / 2: verl's `seq_mean_k2`, `seq_mean_k3`, `seq_max_k2` and `seq_max_k3`. A single token decides the maximum.
+    Trust region masking (Li et al. 2025, arXiv 2512.23075) as in verl's `seq_mean_k2`, `seq_mean_k3`, `seq_max_k2` and
+    `seq_max_k3`. With r = p_proximal / p_behaviour, k3 is r - 1 - log r, of which the mean over behaviour's tokens is the
+    divergence, and k2 is (log r)^2 / 2. A single token decides the maximum.
     """
     k_N = estimate(logp_behaviour_N, logp_proximal_N.detach(), estimator)
     lengths_S = torch.bincount(sequence_N)
