@@ -123,7 +123,6 @@ class Machine:
         self._await_readers()
         set_learning_rate(self._optimizer, self.config, step, rate)
         self._optimizer.step()
-        self.begin()  # its memory is free for the set that is published next
         return float(norm), True
 
     def _await_readers(self) -> None:
