@@ -62,6 +62,8 @@ def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterat
     if of_tokens and (spec.level != "token" or spec.learns_from != "all"):
         several = "advantage.level = 'turn'" if turns else named
         yield f"{named_loss} has one advantage for a completion, {several} has several: set loss.kind = 'decoupled_ppo'"
+    if advantage.kind == "max_rl" and loss.kl_in_reward:
+        yield f"loss.kl_in = 'reward' takes rewards below 0, and {named} divides by their mean: set loss.kl_in = 'loss'"
     if loss.kind == "oapl" and advantage.kind in advantages() and advantage.kind != "oapl":
         yield f"{named_loss} fits log-ratios to r - V, and {named} gives another number: set advantage.kind = 'oapl'"
 

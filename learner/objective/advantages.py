@@ -68,9 +68,15 @@ def max_rl(rewards: Rewards) -> list[float | None]:
     Maximum likelihood RL (Tajwar et al. 2026, arXiv 2602.02710), as in prime-rl. With rewards 0 and 1, a probability p
     of success and n members, the expected gradient is that of p times the sum over k < n of (1 - p)^(k - 1), which goes to
     1 / p: that of log p. (Up to n - 1, where prime-rl says n: in a group without success the baseline is left out too.) None
-    stays None; a group with a mean of 0 or below has advantage 0.
+    stays None; a group whose rewards are all 0 has advantage 0. Raises ValueError for a reward below 0: a mean near 0 between
+    two signs would make advantages of any size.
     """
     counting = [reward for reward in rewards if reward is not None]
+    if any(reward < 0 for reward in counting):
+        raise ValueError(
+            f"advantage.kind = 'max_rl' divides by a group's mean reward, and one of {counting} is below 0: give rewards of 0 "
+            "or more (best 0 and 1), or set advantage.kind = 'group_relative'"
+        )
     mean = math.fsum(counting) / max(1, len(counting))
     return [None if reward is None else (reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]
 

@@ -1,4 +1,5 @@
-"""The losses: PPO's clipped surrogate, REINFORCE with a bounded weight in place of the clip, and rankings within a group."""
+"""The losses: PPO's clipped surrogate, REINFORCE with a bounded weight in place of the clip, a regression
+of log-ratios, and rankings within a group."""
 
 from __future__ import annotations
 
@@ -188,8 +189,8 @@ def vespo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
 
     k and lam are `vespo_k` and `vespo_lambda`, for A >= 0 and for A < 0 (VESPO, arXiv 2602.10693, as in TRL; its clamp of W at
     1e-8 is at 2e-9 here). phi is 1 on the policy's own data, has its peak at W = k / lam and vanishes on both sides: a
-    completion's ratio needs no cut. Its slope at W = 1 is k - lam, by default -1 and 1, where an importance weight has 1: for
-    good completions it is no such weight, and its bias begins with the first step.
+    completion's ratio needs no cut. Its slope at W = 1 is k - lam, by default -1 and 1, where an importance weight has 1: of
+    good completions those that have become likelier count less, and the bias begins at the first step.
     """
     log_W_S = sequence_log_ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N, mean=False)
     log_W_N = log_W_S[inputs.sequence_N]

@@ -40,6 +40,7 @@ CASES = [
     ("advantage.level='turn'; advantage.kind='reinforce_pp'", "turns within a group.*'leave_one_out'",
      "advantage.kind='leave_one_out'"),
     ("advantage.level='turn'; loss.kind='gspo'", "'turn' has several.*'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
+    ("advantage.kind='max_rl'; loss.kl_coef=0.1; loss.kl_in='reward'", "below 0.*'max_rl' divides", "loss.kl_in='loss'"),
     ("loss.kind='oapl'", "'oapl' fits log-ratios.*'group_relative' gives", "advantage.kind='oapl'"),
     ("advantage.level='turn'; advantage.constant_groups='drop'", "turns can differ", "advantage.constant_groups='keep'"),
     ("loss.kind='online_dpo'; generation.group_size=1", "group_size = 1; lowest: 2", "generation.group_size=2"),

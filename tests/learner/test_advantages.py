@@ -77,7 +77,9 @@ def test_over_the_mean_the_expected_gradient_is_that_of_the_likelihood_up_to_an_
         probability = math.prod(p if outcome else 1 - p for outcome in outcomes)
         found += probability * sum(a * s for a, s in zip(advantages, score, strict=True) if a is not None) / n
     assert found == pytest.approx(sum((1 - p) ** (k - 1) * p * (1 - p) for k in range(1, n)))
-    assert max_rl([None, -1.0, 0.5]) == [None, 0.0, 0.0], "a mean below 0 turns nothing round"
+    assert max_rl([None, 0.0]) == [None, 0.0] and max_rl([None]) == [None]
+    with pytest.raises(ValueError, match=r"'max_rl' divides .* one of \[-1.0, 1.001\] is below 0.*'group_relative'"):
+        max_rl([None, -1.0, 1.001])
 
 
 @given(groups, st.floats(0.2, 50))
