@@ -13,6 +13,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import advantage_spec, check_kind, loss_spec
 
 Interval = tuple[float, float]
+PositivePair = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
 AdvantageKind = Annotated[str, AfterValidator(lambda kind: check_kind(kind, "advantage"))]
 LossKind = Annotated[str, AfterValidator(lambda kind: check_kind(kind, "loss"))]
 
@@ -21,8 +22,8 @@ class AdvantageConfig(Section):
     """What a completion, or each of its tokens, is worth."""
 
     kind: AdvantageKind = "group_relative"
-    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `reinforce_pp` (normalised over the batch). With a critic:
-    `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
+    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `max_rl`, `oapl`, `reinforce_pp` (over the batch). With
+    a critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
     level: Literal["completion", "turn"] = "completion"
     """`turn`: each turn of an episode has an advantage (`group_relative`, `leave_one_out`): its return, the reward and what the
     environment gave from this turn on, compared with its siblings' same turn."""
@@ -48,6 +49,8 @@ class AdvantageConfig(Section):
     bootstrap: Literal["mixed", "target"] = "mixed"
     """`v_trace`: behind a token stand the V-trace target and the critic's value, mixed by `lam` (rlax), or the target alone
     (IMPALA)."""
+    oapl_beta: float = Field(default=1.0, gt=0)
+    """`oapl`: what a nat of divergence from the policy that sampled costs; as a rule `loss.oapl_beta`."""
     normalise: bool = True
     """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
 
@@ -73,6 +76,8 @@ class LossConfig(Section):
     which spares a forward pass for later updates."""
     is_cap: float | None = Field(default=2.0, gt=0)
     """Upper truncation of the importance weight of a token; `"none"`: no weight, as if data were on-policy."""
+    is_normalised: bool = False
+    """Whether importance weights are divided by their mean over the batch; needs a forward pass before the first update."""
     token_mask: Interval | None = None
     """Tokens whose ratio proximal / behaviour lies outside are masked (IcePop)."""
     is_level: Literal["token", "sequence"] = "token"
@@ -85,6 +90,12 @@ class LossConfig(Section):
     """The most off-policy tokens are masked until the mean squared log-ratio of the batch is this (M2PO: 0.04)."""
     off_policy_delta: float | None = Field(default=None, gt=0)
     """A completion with a negative advantage is masked when its mean log-ratio behaviour / proximal is above this."""
+    divergence_mean: float | None = Field(default=None, gt=0)
+    """Completions whose tokens have diverged from behaviour to proximal by more than this on average, in nats, are masked."""
+    divergence_max: float | None = Field(default=None, gt=0)
+    """Completions with a token beyond this are masked."""
+    divergence_estimator: Literal["k2", "k3"] = "k3"
+    """Of these two, with r = proximal / behaviour: (log r)^2 / 2, or r - 1 - log r, whose mean is the divergence."""
     allow_uncorrected: bool = False
     """Permit staleness above 0, or an engine that samples from a part of its cache, without an importance weight."""
     mask_truncated: bool = False
@@ -104,6 +115,20 @@ class LossConfig(Section):
     """Weight of the entropy bonus."""
     dpo_beta: float = Field(default=0.1, gt=0)
     """`online_dpo`: how strongly the policy is held to the reference."""
+    oapl_beta: float = Field(default=1.0, gt=0)
+    """`oapl`: how much a nat of a completion's log-ratio to the policy that sampled it counts, in units of reward."""
+    dppo_tv_delta: float = Field(default=0.2, gt=0, lt=1)
+    """`dppo_tv`: how far the probability of a token may move from the one it was sampled with."""
+    dppo_kl_delta: float = Field(default=0.05, gt=0)
+    """`dppo_kl`: the same as a divergence, in nats."""
+    ipo_epsilon: float = Field(default=0.3, gt=0, lt=1)
+    """`ipo`: tokens whose probability has moved further, up or down, are masked."""
+    sapo_tau: PositivePair = (1.0, 1.05)
+    """`sapo`: how fast tokens fade out as their ratio leaves 1, for positive advantages and for others."""
+    vespo_k: PositivePair = (2.0, 3.0)
+    """`vespo`: the power of a completion's ratio in its weight, for advantages of at least 0 and for negative ones."""
+    vespo_lambda: PositivePair = (3.0, 2.0)
+    """`vespo`: how fast the weight of a large ratio falls, for the same two."""
 
     @property
     def kl_in_reward(self) -> bool:
@@ -117,7 +142,7 @@ class LossConfig(Section):
 
     def needs_evaluation(self, advantage: AdvantageConfig) -> bool:
         """Whether the whole batch must be looked at before the first update."""
-        return advantage.needs_critic or self.kl_in_reward or self.second_moment is not None
+        return advantage.needs_critic or self.kl_in_reward or self.second_moment is not None or self.is_normalised
 
 
 class GuardConfig(Section):

@@ -6,6 +6,7 @@ loss is its formula alone, in one of the three tables. Called by tests only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,39 @@ def truncated_is(c: Completion, t: int, config: LossConfig) -> Tensor:
     return -ratio * c.advantage * c.current[t]
 
 
+def dppo_tv(c: Completion, t: int, config: LossConfig) -> Tensor:
+    p, mu = math.exp(float(c.now(t))), math.exp(c.behaviour[t])
+    return 0 * c.current[t] if leads_away(c, t) and abs(p - mu) > config.dppo_tv_delta else truncated_is(c, t, config)
+
+
+def dppo_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
+    p, mu = math.exp(float(c.now(t))), math.exp(c.behaviour[t])
+    divergence = mu * math.log(mu / p) + (1 - mu) * math.log((1 - mu) / (1 - p)) if p < 1 else math.inf
+    return 0 * c.current[t] if leads_away(c, t) and divergence > config.dppo_kl_delta else truncated_is(c, t, config)
+
+
+def leads_away(c: Completion, t: int) -> bool:
+    """Whether an ascent of A log p leads further from the policy that sampled."""
+    return c.advantage > 0 if c.now(t) > c.behaviour[t] else c.advantage < 0
+
+
+def ipo(c: Completion, t: int, config: LossConfig) -> Tensor:
+    far = abs(math.exp(float(c.now(t))) - math.exp(c.behaviour[t])) > config.ipo_epsilon
+    return 0 * c.current[t] if far else truncated_is(c, t, config)
+
+
+def sapo(c: Completion, t: int, config: LossConfig) -> Tensor:
+    tau = config.sapo_tau[0] if c.advantage > 0 else config.sapo_tau[1]
+    return -4 / tau / (1 + torch.exp(-tau * (exp(c.current[t] - c.between(t, config)) - 1))) * c.advantage
+
+
+def vespo(c: Completion, t: int, config: LossConfig) -> Tensor:
+    which = 0 if c.advantage >= 0 else 1
+    k, lam = config.vespo_k[which], config.vespo_lambda[which]
+    w = float(exp(sum((c.now(i) - c.behaviour[i] for i in range(len(c))), torch.zeros((), dtype=torch.float64))))
+    return -(w**k) * math.exp(lam * (1 - w)) * c.advantage * c.current[t]
+
+
 def topr(c: Completion, t: int, config: LossConfig) -> Tensor:
     whole = sum((c.now(i) - c.behaviour[i] for i in range(len(c))), torch.zeros((), dtype=torch.float64))
     return -(1.0 if c.advantage > 0 else exp(whole).clamp(max=1.0)) * c.advantage * c.current[t]
@@ -109,6 +143,10 @@ def proximal_rloo(c: Completion, config: LossConfig) -> Tensor:
     return -surrogate(exp(logs.sum()), c.advantage, config)
 
 
+def oapl(c: Completion, config: LossConfig) -> Tensor:
+    return (config.oapl_beta * sum(p - q for p, q in zip(c.current, c.behaviour, strict=True)) - c.advantage) ** 2
+
+
 def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tensor:
     h_best, h_worst = (
         sum((p - q for p, q in zip(c.current, c.reference, strict=True)), torch.zeros(())) for c in (best, worst)
@@ -117,9 +155,9 @@ def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tenso
 
 
 OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
-    f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, topr, best_of_n)
+    f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, dppo_tv, dppo_kl, ipo, sapo, vespo, topr, best_of_n)
 }
-OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo)}
+OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo, oapl)}
 OF_PAIRS: dict[str, Callable[[Completion, Completion, LossConfig], Tensor]] = {"online_dpo": online_dpo}
 
 
@@ -177,6 +215,13 @@ def kept(c: Completion, t: int, config: LossConfig) -> float:
     if config.token_mask is not None and not config.token_mask[0] <= token <= config.token_mask[1]:
         return 0.0
     if config.sequence_mask is not None and not config.sequence_mask[0] <= sequence_ratio(c, config) <= config.sequence_mask[1]:
+        return 0.0
+    ratios = [float(exp(torch.tensor(each, dtype=torch.float64))) for each in logs]
+    k3 = [r - 1 - math.log(r) for r in ratios]
+    k = [math.log(r) ** 2 / 2 for r in ratios] if config.divergence_estimator == "k2" else k3
+    if config.divergence_mean is not None and sum(k) / len(k) > config.divergence_mean:
+        return 0.0
+    if config.divergence_max is not None and max(k) > config.divergence_max:
         return 0.0
     too_far = config.off_policy_delta is not None and -sum(logs) / len(logs) > config.off_policy_delta
     return 0.0 if too_far and c.advantage < 0 else 1.0

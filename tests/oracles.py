@@ -34,6 +34,19 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     return found
 
 
+def max_rl(rewards: Sequence[float]) -> list[float | None]:
+    """Twin of `async_rlhf.learner.objective.advantages.max_rl`."""
+    mean = statistics.mean(rewards)
+    return [reward / mean - 1 if mean > 0 else 0.0 for reward in rewards]
+
+
+def oapl(rewards: Sequence[float | None], beta: float) -> list[float | None]:
+    """Twin of `async_rlhf.learner.objective.advantages.oapl`."""
+    counting = [reward for reward in rewards if reward is not None]
+    value = beta * math.log(statistics.mean(math.exp(reward / beta) for reward in counting)) if counting else 0.0
+    return [None if reward is None else reward - value for reward in rewards]
+
+
 def reinforce_pp(completions: Sequence[Sequence[float]], gamma: float) -> list[list[float]]:
     """Twin of `async_rlhf.learner.objective.advantages.reinforce_pp`: of each completion's rewards by token the returns, as
     written-out sums, and these over the batch."""

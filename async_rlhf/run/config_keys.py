@@ -83,6 +83,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "dr_grpo": 'advantage.kind = "group_relative", advantage.scale_by_std = false',
         "dapo": 'advantage.kind = "group_relative", advantage.constant_groups = "refill"',
         "rloo": 'advantage.kind = "leave_one_out"',
+        "maxrl": 'advantage.kind = "max_rl"',
         "reinforce_plus_plus": 'advantage.kind = "reinforce_pp"',
         "ppo": 'advantage.kind = "gae"',
     },
@@ -93,6 +94,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "rloo": 'loss.kind = "truncated_is", advantage.kind = "leave_one_out"',
         "reinforce": 'loss.kind = "truncated_is"',
         "ppo": 'loss.kind = "decoupled_ppo", or loss.kind = "ppo_clip", which clips around the policy that sampled',
+        "dppo": 'loss.kind = "dppo_tv" or loss.kind = "dppo_kl"',
         "dpo": 'loss.kind = "online_dpo"',
     },
 }

@@ -62,6 +62,10 @@ def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterat
     if of_tokens and (spec.level != "token" or spec.learns_from != "all"):
         several = "advantage.level = 'turn'" if turns else named
         yield f"{named_loss} has one advantage for a completion, {several} has several: set loss.kind = 'decoupled_ppo'"
+    if advantage.kind == "max_rl" and loss.kl_in_reward:
+        yield f"loss.kl_in = 'reward' takes rewards below 0, and {named} divides by their mean: set loss.kl_in = 'loss'"
+    if loss.kind == "oapl" and advantage.kind in advantages() and advantage.kind != "oapl":
+        yield f"{named_loss} fits log-ratios to r - V, and {named} gives another number: set advantage.kind = 'oapl'"
 
 
 def _groups(config: Config) -> Iterator[str]:
@@ -85,8 +89,8 @@ def _groups(config: Config) -> Iterator[str]:
 
 def _corrections(loss: LossConfig) -> Iterator[str]:
     kind, spec = f"loss.kind = {loss.kind!r}", loss_spec(loss.kind)
-    masks = {name: getattr(loss, name) for name in ("token_mask", "sequence_mask", "second_moment", "off_policy_delta")}
-    for name, value in masks.items():
+    of_completions = ("sequence_mask", "off_policy_delta", "divergence_mean", "divergence_max")
+    for name, value in ((name, getattr(loss, name)) for name in ("token_mask", "second_moment", *of_completions)):
         if value is not None and spec.corrects == "nothing":
             yield f"loss.{name}: in {kind} it does not matter which policy sampled; set loss.{name} = 'none'"
         if value is not None and spec.level == "sequence" and name in ("token_mask", "second_moment"):
@@ -95,6 +99,10 @@ def _corrections(loss: LossConfig) -> Iterator[str]:
             yield f"loss.{name} = {list(value)} would mask what the policy itself samples: 1 must be inside, as in [0.5, 2.0]"
     if loss.is_level == "sequence" and spec.corrects != "weights and masks":
         yield f"loss.is_level = 'sequence': {kind} has the ratio to behaviour in itself; set loss.is_level = 'token'"
+    if loss.is_normalised and (spec.corrects != "weights and masks" or loss.is_cap is None):
+        yield f"loss.is_normalised = true: {kind} has no importance weight here; set loss.is_normalised = false"
+    if loss.is_normalised and loss.proximal == "interpolate":
+        yield "loss.is_normalised = true needs all weights before the first update; set loss.proximal = 'recompute'"
     if spec.level != "token" and loss.reduction != "token":
         yield f"loss.reduction = {loss.reduction!r}: a term of {kind} is no single token; leave loss.reduction at 'token'"
     if loss.reduction == "fixed" and loss.fixed_length is None:

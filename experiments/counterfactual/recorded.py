@@ -26,7 +26,7 @@ from async_rlhf.run.run_dir import RunDir
 
 SHIPPED = Path(__file__).resolve().parent / "corrections.toml"
 # What is optimised, not how it is corrected: the same in the reference and in every correction.
-_OBJECTIVE = ("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "mask_truncated", "dpo_beta")
+_OBJECTIVE = ("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "mask_truncated", "dpo_beta", "oapl_beta")
 _REDUCTION = ("reduction", "fixed_length")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.corrections import second_moment_mask
-from async_rlhf.learner.objective.objective import LossInputs
+from async_rlhf.learner.objective.objective import LossInputs, importance_weight
 
 STALENESS = (0, 1, 4, 8, 16, 32)
 # A cap that nothing reaches: the untruncated estimator.
@@ -34,6 +34,7 @@ CASES: Sequence[Case] = (
     Case("none (decoupled PPO without weight)", LossConfig(is_cap=None)),
     Case("token weight, not truncated", LossConfig(is_cap=_OPEN)),
     Case("token weight, truncated at 2", LossConfig(is_cap=2.0)),
+    Case("token weight, truncated at 2, mean 1", LossConfig(is_cap=2.0, is_normalised=True)),
     Case("token weight 2, mask 0.5 to 2 (IcePop)", LossConfig(is_cap=2.0, token_mask=(0.5, 2.0))),
     Case("second-moment mask 0.04 (M2PO), token weight", LossConfig(is_cap=_OPEN, second_moment=0.04)),
     Case("sequence weight, not truncated", LossConfig(is_cap=_OPEN, is_level="sequence", sequence_ratio="product")),
@@ -41,10 +42,18 @@ CASES: Sequence[Case] = (
     Case("sequence weight, geometric, truncated at 2", LossConfig(is_cap=2.0, is_level="sequence")),
     Case("token weight 2, sequence mask, geometric 0.8 to 1.25", LossConfig(sequence_mask=(0.8, 1.25))),
     Case("token weight 2, off-policy sequence mask 0.1", LossConfig(off_policy_delta=0.1)),
+    Case("token weight 2, mask of mean divergence 0.02", LossConfig(divergence_mean=0.02)),
+    Case("token weight 2, mask of largest divergence 0.1", LossConfig(divergence_max=0.1)),
     Case("decoupled PPO, proximal interpolated", LossConfig(proximal="interpolate")),
     Case("PPO clip around behaviour", LossConfig(kind="ppo_clip")),
     Case("CISPO, token weight 2", LossConfig(kind="cispo")),
     Case("truncated-IS REINFORCE, 2", LossConfig(kind="truncated_is")),
+    Case("DPPO, total variation 0.2, truncated at 2", LossConfig(kind="dppo_tv")),
+    Case("DPPO, binary KL 0.05, truncated at 2", LossConfig(kind="dppo_kl")),
+    Case("IPO 0.3, truncated at 2", LossConfig(kind="ipo")),
+    Case("SAPO, token weight 2", LossConfig(kind="sapo")),
+    Case("VESPO", LossConfig(kind="vespo")),
+    Case("OAPL, beta 1", LossConfig(kind="oapl"), scale=2.0),
     Case("TOPR", LossConfig(kind="topr")),
     Case("GSPO, weight 2", LossConfig(kind="gspo"), scale=1 / policy.T),
     Case("Proximal RLOO", LossConfig(kind="proximal_rloo")),
@@ -66,6 +75,8 @@ def measure(case: Case, current: Tensor, behaviour: Tensor, reward: Tensor, stal
     inputs = policy.inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
     if case.config.second_moment is not None:
         inputs = _with_second_moment(inputs, case.config.second_moment)
+    if case.config.is_normalised:
+        inputs = _normalised(inputs, case.config, weights)
     found = policy.gradients(inputs, case.config, current) / case.scale
     mean = (weights[:, None] * found).sum(0)
     exact = policy.exact_gradient(current, reward)
@@ -101,6 +112,13 @@ def _with_second_moment(inputs: LossInputs, limit: float) -> LossInputs:
     """The batch is every completion once, which is not how often they come; as a mask of a fixed batch it serves."""
     log_ratios = (inputs.logp_proximal_N - inputs.logp_behaviour_N).float().numpy()
     return replace(inputs, mask_N=torch.from_numpy(second_moment_mask(log_ratios, limit)).double())
+
+
+def _normalised(inputs: LossInputs, config: LossConfig, weights: Tensor) -> LossInputs:
+    """By the mean of a batch so large that it is the expectation."""
+    weight_N = importance_weight(inputs.logp_proximal_N, inputs.logp_behaviour_N, inputs.sequence_N, config)
+    mean = (weights * weight_N.reshape(policy.Y, policy.T).mean(1)).sum()
+    return replace(inputs, mask_N=torch.full_like(weight_N, 1 / float(mean)))
 
 
 def _divergence(current: Tensor, behaviour: Tensor) -> float:

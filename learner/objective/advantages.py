@@ -61,6 +61,41 @@ def leave_one_out(rewards: Rewards) -> list[float | None]:
     return [None if reward is None else scale * (reward - mean) for reward in rewards]
 
 
+@advantage()
+def max_rl(rewards: Rewards) -> list[float | None]:
+    """A_i = (r_i - mean) / mean, over the members that count: a prompt counts the more the less often it is solved.
+
+    Maximum likelihood RL (Tajwar et al. 2026, arXiv 2602.02710), as in prime-rl. With rewards 0 and 1, a probability p
+    of success and n members, the expected gradient is that of p times the sum over k < n of (1 - p)^(k - 1), which goes to
+    1 / p: that of log p. (Up to n - 1, where prime-rl says n: in a group without success the baseline is left out too.) None
+    stays None; a group whose rewards are all 0 has advantage 0. Raises ValueError for a reward below 0: a mean near 0 between
+    two signs would make advantages of any size.
+    """
+    counting = [reward for reward in rewards if reward is not None]
+    if any(reward < 0 for reward in counting):
+        raise ValueError(
+            f"advantage.kind = 'max_rl' divides by a group's mean reward, and one of {counting} is below 0: give rewards of 0 "
+            "or more (best 0 and 1), or set advantage.kind = 'group_relative'"
+        )
+    mean = math.fsum(counting) / max(1, len(counting))
+    return [None if reward is None else (reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]
+
+
+@advantage()
+def oapl(rewards: Rewards, *, oapl_beta: float) -> list[float | None]:
+    """A_i = r_i - V with V = beta log mean exp(r / beta), over the members that count.
+
+    For the loss of this name (Ritter et al. 2026, arXiv 2602.19362). V estimates the value of the policy that is best when its
+    divergence from the one that sampled costs beta a nat; it lies between the group's mean, for large beta, and its best
+    reward. The mean of exp(A / beta) is 1. None stays None; a group that is constant has advantage 0.
+    """
+    counting = [reward for reward in rewards if reward is not None]
+    highest = max(counting, default=0.0)  # beyond it nothing overflows
+    shares = [math.exp((reward - highest) / oapl_beta) for reward in counting]
+    value = highest + oapl_beta * math.log(math.fsum(shares) / len(counting)) if counting else 0.0
+    return [None if reward is None else reward - value for reward in rewards]
+
+
 @advantage(level="token_rewards")
 def reinforce_pp(reward_N: Float32Array, end_N: BoolArray, *, gamma: float) -> Float32Array:
     """[N]: A_t = (G_t - mean(G)) / std(G) with G_t = r_t + gamma G_{t+1}, the return from token t on.

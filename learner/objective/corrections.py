@@ -23,6 +23,7 @@ from async_rlhf.buffers.record import Float32Array
 
 # e^20 is far beyond any useful weight and far below float32 overflow; 20 is also the clamp of verl.
 MAX_LOG_RATIO = 20.0
+Estimator = Literal["k1", "k2", "k3"]
 
 
 def log_ratio(logp_a_N: Tensor, logp_b_N: Tensor) -> Tensor:
@@ -100,6 +101,24 @@ def off_policy_mask(
     return ~((advantage_N < 0) & (mean_S > delta)[sequence_N])
 
 
+def divergence_mask(
+    logp_proximal_N: Tensor, logp_behaviour_N: Tensor, sequence_N: Tensor, estimator: Estimator, limits: tuple[float, float]
+) -> Tensor:
+    """bool [N], equal along a completion: mean and maximum over its tokens of an estimate of KL(behaviour | proximal) are at
+    most the two limits.
+
+    Trust region masking (Li et al. 2025, arXiv 2512.23075) as in verl's `seq_mean_k2`, `seq_mean_k3`, `seq_max_k2` and
+    `seq_max_k3`. With r = p_proximal / p_behaviour, k3 is r - 1 - log r, of which the mean over behaviour's tokens is the
+    divergence, and k2 is (log r)^2 / 2. A single token decides the maximum.
+    """
+    k_N = estimate(logp_behaviour_N, logp_proximal_N.detach(), estimator)
+    lengths_S = torch.bincount(sequence_N)
+    zero_S = k_N.new_zeros(len(lengths_S))
+    mean_S = zero_S.index_add(0, sequence_N, k_N) / lengths_S
+    num_beyond_S = zero_S.index_add(0, sequence_N, (k_N > limits[1]).to(k_N.dtype))
+    return ~((mean_S > limits[0]) | (num_beyond_S > 0))[sequence_N]
+
+
 def second_moment_mask(log_ratio_N: Float32Array, limit: float) -> npt.NDArray[np.bool_]:
     """bool [N]: the largest set of tokens, smallest |log-ratio| first, whose mean squared log-ratio is at most `limit`.
 
@@ -128,9 +147,6 @@ def interpolated(logp_current_N: Tensor, logp_behaviour_N: Tensor, staleness_N: 
     return logp_behaviour_N + (age_N - 1) / age_N * (logp_current_N.detach() - logp_behaviour_N)
 
 
-Estimator = Literal["k1", "k2", "k3"]
-
-
 def estimate(logp_N: Tensor, logp_reference_N: Tensor, estimator: Estimator) -> Tensor:
     """[N]: the estimator of the divergence of current from reference, of each token.
 
@@ -143,6 +159,17 @@ def estimate(logp_N: Tensor, logp_reference_N: Tensor, estimator: Estimator) -> 
     if estimator == "k2":
         return x_N.square() / 2
     return (-x_N).exp() - 1 + x_N
+
+
+def binary_kl(logp_N: Tensor, logp_reference_N: Tensor) -> Tensor:
+    """[N]: KL of p from the reference over two events, this token or another: p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
+
+    What DPPO measures a token by (arXiv 2602.04879, eq. 14): a lower bound of the divergence of the two distributions. Infinite
+    where q = 1 > p, or is above 1 by rounding. verl adds 1e-8 to both 1 - p and 1 - q, which shows where q is that near to 1.
+    """
+    other_N, other_reference_N = ((-torch.expm1(each)).clamp(min=0) for each in (logp_N, logp_reference_N))
+    others_N = torch.xlogy(other_N, other_N) - torch.xlogy(other_N, other_reference_N)
+    return logp_N.exp() * (logp_N - logp_reference_N) + others_N
 
 
 def kl_loss(

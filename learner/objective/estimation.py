@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 
 from async_rlhf.buffers.composition import EPSILON
 from async_rlhf.buffers.errors import ConfigError
@@ -19,6 +20,7 @@ from async_rlhf.buffers.record import Float32Array, Group, Rollout
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.objective.advantages import best, drop_constant, normalised, pair
 from async_rlhf.learner.objective.corrections import kl_penalty, second_moment_mask
+from async_rlhf.learner.objective.objective import importance_weight
 from async_rlhf.learner.registry import advantage_settings, advantage_spec, load_advantage, loss_spec
 
 Rewards = Sequence[Sequence[float | None]]
@@ -41,8 +43,9 @@ class PolicyEvaluation:
 class TokenTargets:
     """What one completion's tokens are worth, where a number per completion is not enough; float32 [T].
 
-    observed: None where the step asked for no evaluation. advantage replaces the completion's own. mask (0 or 1) leaves tokens
-    out of numerators only: it comes from corrections that look at the whole batch. returns are what the critic is fitted to.
+    observed: None where the step asked for no evaluation. advantage replaces the completion's own. mask multiplies weights, and
+    leaves tokens of 0 out of numerators only: it comes from corrections that look at the whole batch. returns are what the
+    critic is fitted to.
     """
 
     observed: PolicyEvaluation | None = None
@@ -148,7 +151,8 @@ def estimate_advantages(
         # a completion's own advantage, for the record, is the mean of its tokens'
         means = {index: float(each.advantage.mean()) for index, each in targets.items() if each.advantage is not None}
         estimates = AdvantageEstimates(_nested(means, chosen), targets)
-    return estimates if loss.second_moment is None else _masked(rollouts, estimates, evaluated, loss.second_moment)
+    whole_batch = loss.second_moment is not None or loss.is_normalised
+    return _masked(rollouts, estimates, evaluated, loss) if whole_batch else estimates
 
 
 def check_estimator(config: AdvantageConfig) -> None:
@@ -282,14 +286,29 @@ def token_estimates(
 
 
 def _masked(
-    rollouts: Sequence[Rollout], estimates: AdvantageEstimates, evaluated: Evaluated, limit: float
+    rollouts: Sequence[Rollout], estimates: AdvantageEstimates, evaluated: Evaluated, loss: LossConfig
 ) -> AdvantageEstimates:
-    """The second-moment mask, over all tokens of the batch."""
+    """The second-moment mask, and one over the mean of the importance weights, over all tokens of the batch."""
     counted = sorted(evaluated.keys() & _counting(estimates.advantages).keys())
     if not counted:
         return estimates
-    log_ratios = [evaluated[index].logp_proximal - rollouts[index].logprobs for index in counted]
-    kept_N = second_moment_mask(np.concatenate(log_ratios), limit).astype(np.float32)
-    parts = np.split(kept_N, np.cumsum([len(each) for each in log_ratios])[:-1])
+    lengths = [len(evaluated[index].logp_proximal) for index in counted]
+    proximal_N = np.concatenate([evaluated[index].logp_proximal for index in counted])
+    behaviour_N = np.concatenate([rollouts[index].logprobs for index in counted])
+    mask_N = np.ones(len(proximal_N), np.float32)
+    if loss.second_moment is not None:
+        mask_N = second_moment_mask(proximal_N - behaviour_N, loss.second_moment).astype(np.float32)
+    if loss.is_normalised:
+        mask_N /= _mean_weight(proximal_N, behaviour_N, lengths, loss)
+    parts = np.split(mask_N, np.cumsum(lengths)[:-1])
     masked = {index: replace(estimates.targets[index], mask=part) for index, part in zip(counted, parts, strict=True)}
     return AdvantageEstimates(estimates.advantages, {**estimates.targets, **masked})
+
+
+def _mean_weight(proximal_N: Float32Array, behaviour_N: Float32Array, lengths: Sequence[int], loss: LossConfig) -> np.float32:
+    """Of tokens, or of completions where each has one; left out is what is no number, which refuses the step by itself."""
+    sequence_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    weight_N = importance_weight(torch.from_numpy(proximal_N), torch.from_numpy(behaviour_N), sequence_N, loss).numpy()
+    of_completions = loss.is_level == "sequence" or loss_spec(loss.kind).level == "sequence"
+    weights = weight_N[np.cumsum(lengths) - 1] if of_completions else weight_N
+    return np.float32(np.nanmean(weights, dtype=np.float64))

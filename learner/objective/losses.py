@@ -1,7 +1,9 @@
-"""The losses: PPO's clipped surrogate, REINFORCE with a bounded weight in place of the clip, and rankings within a group."""
+"""The losses: PPO's clipped surrogate, REINFORCE with a bounded weight in place of the clip, a regression
+of log-ratios, and rankings within a group."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.corrections import ratio, sequence_log_ratio
+from async_rlhf.learner.objective.corrections import binary_kl, ratio, sequence_log_ratio
 from async_rlhf.learner.objective.objective import LossInputs
 from async_rlhf.learner.registry import loss
 
@@ -90,6 +92,11 @@ def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return lengths_S, lengths_S.cumsum(0) - lengths_S
 
 
+def _summed(inputs: LossInputs, each_N: Tensor) -> Tensor:
+    """[S]: over each completion's tokens; what is not exponentiated needs no clamp."""
+    return each_N.new_zeros(len(inputs.group_S)).index_add(0, inputs.sequence_N, each_N)
+
+
 @loss()
 def cispo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     """[N]: - w_t sg(min(r_t, 1 + high)) A_t log p_current, with r = p_current / p_proximal.
@@ -109,11 +116,88 @@ def truncated_is(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Te
     The loss of AIPO in LlamaRL (Wu et al. 2025, arXiv 2505.24034, section 4.2): truncated above only. Without `is_cap` the
     weight is 1 and it is plain REINFORCE.
     """
+    return _within(inputs, weight_N, config, outside_N=torch.zeros_like(inputs.advantage_N, dtype=torch.bool))
+
+
+def _within(inputs: LossInputs, weight_N: Tensor, config: LossConfig, *, outside_N: Tensor) -> Terms:
+    """Truncated REINFORCE of the tokens that lie in a region; the others count, and teach nothing."""
     r_N = ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N)
-    cap = config.is_cap
-    truncated_N = torch.ones_like(r_N) if cap is None else r_N.clamp(max=cap)
-    above_N = torch.zeros_like(r_N) if cap is None else r_N > cap
-    return -weight_N * truncated_N * inputs.advantage_N * inputs.logp_current_N, _region(above_N)
+    cap = math.inf if config.is_cap is None else config.is_cap
+    truncated_N = torch.ones_like(r_N) if config.is_cap is None else r_N.clamp(max=cap)
+    loss_N = -weight_N * ~outside_N * truncated_N * inputs.advantage_N * inputs.logp_current_N
+    return loss_N, _region(outside_N | (r_N > cap))
+
+
+@loss(corrects="masks", needs=("behaviour",), truncates=True)
+def dppo_tv(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: the terms of `truncated_is`, and 0 where |p_current - p_behaviour| > `dppo_tv_delta` and A_t leads further away.
+
+    Qi et al. 2026 ("Rethinking the trust region in LLM reinforcement learning", arXiv 2602.04879, eq. 11 and 12). The total
+    variation over two events, this token or another (eq. 13), bounds how far a likely token may move, where PPO's clip binds
+    the unlikely ones. The gradient of the paper's M r A is this one; it does not truncate r, verl does at 20.
+    """
+    return _divergent(inputs, weight_N, config, _moved(inputs).abs() > config.dppo_tv_delta)
+
+
+@loss(corrects="masks", needs=("behaviour",), truncates=True)
+def dppo_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: `dppo_tv` with KL(behaviour | current) of "this token or another" above `dppo_kl_delta` (eq. 14)."""
+    divergence_N = binary_kl(inputs.logp_behaviour_N, inputs.logp_current_N.detach())
+    return _divergent(inputs, weight_N, config, divergence_N > config.dppo_kl_delta)
+
+
+def _divergent(inputs: LossInputs, weight_N: Tensor, config: LossConfig, far_N: Tensor) -> Terms:
+    return _within(inputs, weight_N, config, outside_N=far_N & (_moved(inputs) * inputs.advantage_N > 0))
+
+
+def _moved(inputs: LossInputs) -> Tensor:
+    """[N], no gradient: p_current - p_behaviour of the token that was sampled."""
+    return inputs.logp_current_N.detach().exp() - inputs.logp_behaviour_N.exp()
+
+
+@loss(corrects="masks", needs=("behaviour",), truncates=True)
+def ipo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: the terms of `truncated_is`, and 0 where |p_current - p_behaviour| > `ipo_epsilon`, whatever the advantage.
+
+    The loss of prime-rl ("importance policy optimization"; its `eps` is 0.3, its divergence term off), which does not truncate
+    the ratio. It shares a name with a preference loss (Azar et al. 2023) and nothing else.
+    """
+    return _within(inputs, weight_N, config, outside_N=_moved(inputs).abs() > config.ipo_epsilon)
+
+
+@loss()
+def sapo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - w_t (4 / tau) sigmoid(tau (r_t - 1)) A_t with r = p_current / p_proximal, w the correction of proximal against
+    behaviour, and tau = `sapo_tau`, for A > 0 and for others.
+
+    Gao et al. 2025 ("Soft adaptive policy optimization", arXiv 2511.20347), as in TRL and verl. In place of a clip a gate,
+    whose slope is 1 at r = 1 and falls on both sides, the faster the larger tau: tokens fade out instead of being dropped.
+    """
+    r_N = ratio(inputs.logp_current_N, inputs.logp_proximal_N)
+    tau_N = _by_sign(inputs.advantage_N > 0, config.sapo_tau, r_N)
+    return -weight_N * 4 / tau_N * torch.sigmoid(tau_N * (r_N - 1)) * inputs.advantage_N, {}
+
+
+def _by_sign(good_N: Tensor, values: tuple[float, float], like_N: Tensor) -> Tensor:
+    """[N], with the type of `like_N`: the first value where `good_N`, the second elsewhere."""
+    return torch.where(good_N, like_N.new_tensor(values[0]), like_N.new_tensor(values[1]))
+
+
+@loss(corrects="masks", needs=("behaviour",))
+def vespo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t phi(W) A_t log p_current, phi(W) = sg(W^k exp(lam (1 - W))), W the completion's ratio p_current / p_behaviour.
+
+    k and lam are `vespo_k` and `vespo_lambda`, for A >= 0 and for A < 0 (VESPO, arXiv 2602.10693, as in TRL; its clamp of W at
+    1e-8 is at 2e-9 here). phi is 1 on the policy's own data, has its peak at W = k / lam and vanishes on both sides: a
+    completion's ratio needs no cut. Its slope at W = 1 is k - lam, by default -1 and 1, where an importance weight has 1: of
+    good completions those that have become likelier count less, and the bias begins at the first step.
+    """
+    log_W_S = sequence_log_ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N, mean=False)
+    log_W_N = log_W_S[inputs.sequence_N]
+    k_N = _by_sign(inputs.advantage_N >= 0, config.vespo_k, log_W_N)
+    lam_N = _by_sign(inputs.advantage_N >= 0, config.vespo_lambda, log_W_N)
+    phi_N = (k_N * log_W_N + lam_N * (1 - log_W_N.exp())).exp()
+    return -weight_N * phi_N * inputs.advantage_N * inputs.logp_current_N, {}
 
 
 @loss(corrects="masks", needs=("behaviour",))
@@ -131,6 +215,19 @@ def topr(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     return loss_N, _region(bad_N & (log_ratio_S > 0)[inputs.sequence_N])
 
 
+@loss(level="sequence", corrects="masks", needs=("behaviour",))
+def oapl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[S]: m (beta log(p_current(y) / p_behaviour(y)) - A)^2 with A = r - V of `advantage.kind = "oapl"`, m the masks.
+
+    Ritter et al. 2026 ("LLMs can learn to reason via off-policy RL", arXiv 2602.19362): of all policies the one that maximises
+    r - beta KL(p | p_behaviour) is p_behaviour exp((r - V) / beta), and this is 0 there. Whatever policy sampled is the one to
+    stay near, so there is nothing to correct. On the policy's own data its gradient is that of - 2 beta A log p_current(y).
+    """
+    _, first_S = _sequences(inputs)
+    log_ratio_S = _summed(inputs, inputs.logp_current_N - inputs.logp_behaviour_N)
+    return weight_N[first_S] * (config.oapl_beta * log_ratio_S - inputs.advantage_N[first_S]).square(), {}
+
+
 @loss(level="pair", corrects="nothing", learns_from="pair", needs=("reference",))
 def online_dpo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     """[P]: - log sigmoid(beta (h(best) - h(worst))), h(y) = log p_current(y) - log p_reference(y), for P groups.
@@ -142,8 +239,7 @@ def online_dpo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Term
     if inputs.logp_reference_N is None:
         raise ValueError("online_dpo needs log-probabilities under the reference")
     lengths_S, first_S = _sequences(inputs)
-    h_S = torch.zeros(len(lengths_S), dtype=inputs.logp_current_N.dtype, device=inputs.logp_current_N.device)
-    h_S = h_S.index_add(0, inputs.sequence_N, inputs.logp_current_N - inputs.logp_reference_N)
+    h_S = _summed(inputs, inputs.logp_current_N - inputs.logp_reference_N)
     worth_S = inputs.advantage_N[first_S]
     members = [(inputs.group_S == group).nonzero().squeeze(-1) for group in sorted(set(inputs.group_S.tolist()))]
     best_P = torch.stack([each[worth_S[each].argmax()] for each in members])

@@ -18,6 +18,7 @@ called only when `needs_evaluation` is true; otherwise the backend finds log p_p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.corrections import (
     MAX_LOG_RATIO,
+    divergence_mask,
     interpolated,
     kl_loss,
     off_policy_mask,
@@ -47,7 +49,8 @@ class LossInputs:
 
     logp_current_N, logp_proximal_N, logp_behaviour_N: log-probabilities of the chosen tokens at the sampling temperature,
     now, at the start of the step, and when sampled. logp_reference_N: under the frozen reference (`needs_reference`).
-    advantage_N. mask_N: 0 or 1, from corrections that look at the whole batch; None is all ones.
+    advantage_N. mask_N: what a token's weight is multiplied by, 0 where it is masked, from corrections that look at the whole
+    batch; None is all ones.
     sequence_N: int64, ascending from 0 to S - 1. group_S: int64, equal for siblings. staleness_N: int64, in steps.
     entropy_N: of the current policy at each token, needed with its gradient only when `entropy_coef` is not 0.
     """
@@ -121,32 +124,41 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     return LossOutputs(total=total, sums={**sums, **own_sums})
 
 
+def importance_weight(proximal_N: Tensor, behaviour_N: Tensor, sequence_N: Tensor, config: LossConfig) -> Tensor:
+    """[N], no gradient: the truncated weight of proximal against behaviour, 1 where the loss takes none."""
+    kind = loss_spec(config.kind)
+    if kind.corrects != "weights and masks" or config.is_cap is None:
+        return torch.ones_like(behaviour_N)
+    if kind.level == "sequence" or config.is_level == "sequence":  # a term that is a completion has one weight
+        geometric = config.sequence_ratio == "geometric"
+        return sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
+    return truncated_weight(proximal_N, behaviour_N, config.is_cap)
+
+
 def _correction(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
     """[N], no gradient: the correction of proximal against behaviour that the loss multiplies its terms by, masks multiplied
     in; and sums over tokens."""
-    kind = loss_spec(config.kind)
     proximal_N, behaviour_N, sequence_N = inputs.logp_proximal_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N
     geometric = config.sequence_ratio == "geometric"
-    weight_N = torch.ones_like(inputs.advantage_N)
-    if kind.corrects == "weights and masks" and config.is_cap is not None:
-        if kind.level == "sequence" or config.is_level == "sequence":  # a term that is a completion has one weight
-            weight_N = sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
-        else:
-            weight_N = truncated_weight(proximal_N, behaviour_N, config.is_cap)
-    kept_N = torch.ones_like(inputs.advantage_N, dtype=torch.bool) if inputs.mask_N is None else inputs.mask_N > 0
+    weight_N = importance_weight(proximal_N, behaviour_N, sequence_N, config)
+    scale_N = torch.ones_like(inputs.advantage_N) if inputs.mask_N is None else inputs.mask_N
+    kept_N = scale_N > 0
     if config.token_mask is not None:
         kept_N = kept_N & token_mask(proximal_N, behaviour_N, *config.token_mask)
     if config.sequence_mask is not None:
         kept_N = kept_N & sequence_mask(proximal_N, behaviour_N, sequence_N, *config.sequence_mask, geometric=geometric)
     if config.off_policy_delta is not None:
         kept_N = kept_N & off_policy_mask(proximal_N, behaviour_N, inputs.advantage_N, sequence_N, config.off_policy_delta)
+    if config.divergence_mean is not None or config.divergence_max is not None:
+        limits = config.divergence_mean or math.inf, config.divergence_max or math.inf
+        kept_N = kept_N & divergence_mask(proximal_N, behaviour_N, sequence_N, config.divergence_estimator, limits)
     beyond_N = (proximal_N - behaviour_N).abs() > MAX_LOG_RATIO
     sums = {
         "is/masked_ratio": (~kept_N).float().sum(),
         "is/clamped_ratio": beyond_N.float().sum(),
         "is/weight_mean": weight_N.sum(),
     }
-    return weight_N * kept_N, sums
+    return weight_N * kept_N * scale_N, sums
 
 
 def _per_token(inputs: LossInputs, config: LossConfig, sums: dict[str, Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,9 @@ from async_rlhf.learner.objective.advantages import (
     gae,
     group_relative,
     leave_one_out,
+    max_rl,
     normalised,
+    oapl,
     pair,
     reinforce_pp,
     traced,
@@ -60,6 +63,41 @@ def test_what_a_group_is_compared_by_is_the_twin(values: list[float | None]) -> 
     for scale in (True, False):
         assert group_relative(values, scale_by_std=scale) == near(oracles.group_relative(values, scale_by_std=scale))
     assert leave_one_out(values) == near(oracles.leave_one_out(values))
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("p", [0.02, 0.4])
+def test_over_the_mean_the_expected_gradient_is_that_of_the_likelihood_up_to_an_order(n: int, p: float) -> None:
+    """Of a policy that succeeds with probability p = sigmoid(theta), over all outcomes of n completions."""
+    found = 0.0
+    for outcomes in itertools.product((0.0, 1.0), repeat=n):
+        score = [outcome - p for outcome in outcomes]  # d log p(outcome) / d theta
+        advantages = max_rl(outcomes)
+        assert advantages == near(oracles.max_rl(outcomes))
+        probability = math.prod(p if outcome else 1 - p for outcome in outcomes)
+        found += probability * sum(a * s for a, s in zip(advantages, score, strict=True) if a is not None) / n
+    assert found == pytest.approx(sum((1 - p) ** (k - 1) * p * (1 - p) for k in range(1, n)))
+    assert max_rl([None, 0.0]) == [None, 0.0] and max_rl([None]) == [None]
+    with pytest.raises(ValueError, match=r"'max_rl' divides .* one of \[-1.0, 1.001\] is below 0.*'group_relative'"):
+        max_rl([None, -1.0, 1.001])
+
+
+@given(groups, st.floats(0.2, 50))
+@example([None, None], 1.0)
+def test_against_the_value_of_the_best_policy_nearby_is_the_twin_and_between_mean_and_best(
+    values: list[float | None], beta: float
+) -> None:
+    found = oapl(values, oapl_beta=beta)
+    assert found == near(oracles.oapl(values, beta))
+    counting = [each for each in found if each is not None]
+    if counting:
+        assert math.fsum(math.exp(each / beta) for each in counting) / len(counting) == pytest.approx(1)
+        assert max(counting) >= -1e-9 and math.fsum(counting) / len(counting) <= 1e-9
+        assert oapl(values, oapl_beta=1e9) == [v if v is None else pytest.approx(v, abs=1e-4) for v in centred(values)]
+
+
+def centred(values: list[float | None]) -> list[float | None]:
+    return group_relative(values, scale_by_std=False)
 
 
 @given(groups)
@@ -280,6 +318,20 @@ def test_the_second_moment_mask_sees_the_whole_batch() -> None:
     assert mask.tolist() == second_moment_mask(logs, 0.05).astype(float).tolist()
     assert 0 < mask.sum() < len(mask)  # of the farther completions tokens are masked, of the nearer none
     assert found.targets[3].mask is None
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalised_weights_have_a_mean_of_1_over_the_batch_whatever_is_masked(level: str) -> None:
+    cap = 1.1
+    found = estimates({}, {"is_normalised": True, "is_level": level, "is_cap": cap, "second_moment": 0.05}, SEEN)
+    means = [np.full(len(LOG_RATIOS[i]), LOG_RATIOS[i].mean()) for i in COUNTING]
+    of_tokens_or_one = [LOG_RATIOS[i] for i in COUNTING] if level == "token" else [each[:1] for each in means]
+    weights = np.minimum(np.exp(np.concatenate(of_tokens_or_one)), cap)
+    kept = second_moment_mask(np.concatenate([LOG_RATIOS[i] for i in COUNTING]), 0.05)
+    mask = np.concatenate([of_tokens(found, i, "mask") for i in COUNTING])
+    np.testing.assert_allclose(mask, kept / weights.mean(), rtol=1e-6)
+    broken = {**SEEN, 2: replace(SEEN[2], logp_proximal=SEEN[2].logp_proximal * np.nan)}
+    assert np.isfinite(of_tokens(estimates({}, {"is_normalised": True, "is_level": level}, broken), 0, "mask")).all()
 
 
 @pytest.mark.parametrize("kind", ["leave_one_out", "reinforce_pp"])

@@ -6,8 +6,11 @@ from __future__ import annotations
 import math
 import random
 import re
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import loss_oracles
 import numpy as np
@@ -50,6 +53,8 @@ CORRECTIONS: dict[str, dict[str, object]] = {
     "icepop": {"token_mask": (0.6, 1.6)},
     "sequence mask": {"sequence_mask": (0.8, 1.2)},
     "off-policy mask": {"off_policy_delta": 0.1},
+    "mean divergence": {"divergence_mean": 0.06},
+    "largest divergence": {"divergence_max": 0.2, "divergence_estimator": "k2"},
     "interpolated": {"proximal": "interpolate"},
     "k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
     "k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
@@ -133,6 +138,48 @@ def test_value_and_gradient_are_the_twins(kind: str, correction: str) -> None:
         torch.testing.assert_close(gradient, expected.double(), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["sapo", "vespo", "cispo"])
+def test_value_and_gradient_are_those_of_trl(kind: str) -> None:
+    """Its `_compute_loss` on the same log-probabilities, with the ratio to the sampler as its vLLM correction has it."""
+    with warnings.catch_warnings(action="ignore"):  # of versions of vLLM, which is not used here
+        trainer_module = pytest.importorskip("trl.trainer.grpo_trainer")
+    batch = completions(5, spread=0.8)
+    longest = max(map(len, batch))
+    mask = torch.tensor([[t < len(c) for t in range(longest)] for c in batch]).double()
+    now, old, sampled = torch.zeros(3, *mask.shape, dtype=torch.float64)
+    for i, c in enumerate(batch):
+        now[i, : len(c)] = torch.stack([logp.detach() for logp in c.current])
+        old[i, : len(c)], sampled[i, : len(c)] = torch.tensor(c.proximal).double(), torch.tensor(c.behaviour).double()
+    now.requires_grad_()
+    config = LossConfig(kind=kind, is_cap=1.5, reduction="sequence" if kind == "sapo" else "token")
+    weight = (old - sampled).exp().clamp(max=math.inf if kind == "vespo" else 1.5)
+    settings = {f"sapo_temperature_{sign}": tau for sign, tau in zip(("pos", "neg"), config.sapo_tau, strict=True)}
+    settings |= {f"vespo_k_{sign}": k for sign, k in zip(("pos", "neg"), config.vespo_k, strict=True)}
+    settings |= {f"vespo_lambda_{sign}": lam for sign, lam in zip(("pos", "neg"), config.vespo_lambda, strict=True)}
+    found = trainer_module.GRPOTrainer._compute_loss(
+        SimpleNamespace(
+            _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros_like(now), None),
+            get_gamma_weights=trainer_module.GRPOTrainer.get_gamma_weights,
+            accelerator=SimpleNamespace(num_processes=1, reduce=lambda each, reduction: each),
+            model=SimpleNamespace(training=False), args=SimpleNamespace(**settings), _metrics={"eval": defaultdict(list)},
+            top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=0.0,
+            loss_type=kind, use_vllm=True, vllm_importance_sampling_correction=True, aux_loss_enabled=False,
+            _entropy_bonus_enabled=False, epsilon_high=1 + config.clip_high,
+        ),
+        None,
+        {
+            "prompt_ids": torch.zeros(len(batch), 1), "prompt_mask": torch.ones(len(batch), 1), "completion_ids": mask,
+            "completion_mask": mask, "advantages": torch.tensor([c.advantage for c in batch]).double(),
+            "old_per_token_logps": old, "importance_sampling_ratio": weight, "num_items_in_batch": mask.sum(),
+        },
+    )  # fmt: skip
+    found.backward()
+    value, gradient = value_and_gradient(batch, config)
+    assert now.grad is not None and value == pytest.approx(float(found.detach()), rel=1e-6)
+    torch.testing.assert_close(gradient, now.grad[mask > 0], rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_it_obeys_the_laws_and_reports_what_is_promised(kind: str) -> None:
     config = LossConfig.model_validate({"kind": kind, "kl_coef": 0.1})
@@ -145,9 +192,22 @@ def test_it_obeys_the_laws_and_reports_what_is_promised(kind: str) -> None:
     assert float(sums["is/masked_ratio"]) == (int(masked_N.sum()) if kind in CORRECTED else 0)
 
 
+@pytest.mark.parametrize("kind", CORRECTED)
+def test_what_is_known_of_the_whole_batch_multiplies_the_weights_of_its_tokens(kind: str) -> None:
+    inputs = inputs_of(completions(11))
+    whole, doubled = (
+        float(
+            objective(replace(inputs, mask_N=torch.full_like(inputs.advantage_N, scale)), LossConfig(kind=kind)).total.detach()
+        )
+        for scale in (1.0, 2.0)
+    )
+    assert doubled == pytest.approx(2 * whole) and abs(whole) > 0.1
+
+
 def test_every_loss_has_a_row_in_the_guide_and_one_of_all_completions_is_in_the_table_of_gradients() -> None:
     guide = (REPOSITORY / "docs" / "learner.md").read_text()
-    assert set(re.findall(r"(?m)^\| `(\w+)`[^|]*\| (?:token|completion|pair) \|", guide)) == set(ALL)
+    rows = re.findall(r"(?m)^\| (`\w+`[^|]*)\| (?:token|completion|pair) \|", guide)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(ALL)
     assert {case.config.kind for case in CASES} == {kind for kind in ALL if loss_spec(kind).learns_from == "all"}
     assert markdown() in guide, "python -m async_rlhf.experiments.gradient_laws makes it"
 
@@ -189,7 +249,8 @@ def test_with_a_negative_advantage_nothing_grows_without_limit_in_the_ratio(kind
         now = torch.tensor(-0.5, dtype=torch.float64, requires_grad=True)
         batch = [Completion([now], [-0.5], [-0.5 - ratio_log], [-0.5], [1], -1.0, 0)]
         _, gradient = value_and_gradient(batch, config)
-        assert float(gradient.abs().max()) <= 3.0  # the dual clip, the cap of 2, or 1 where nothing weighs
+        # the dual clip, the cap of 2, or 1 where nothing weighs; a square draws back by the logarithm
+        assert float(gradient.abs().max()) <= (2 * (1 + ratio_log) if kind == "oapl" else 3.0)
         assert float(objective(inputs_of(batch), config).sums["is/clamped_ratio"]) == (ratio_log > 20)
 
 

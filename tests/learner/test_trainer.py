@@ -273,6 +273,8 @@ TRIED: dict[str, dict[str, Any]] = {
     "the best alone": {"loss": LossConfig(kind="best_of_n")},
     "whole completions": {"loss": LossConfig(kind="gspo", kl_coef=0.1)},
     "a mask over the batch": {"loss": LossConfig(second_moment=1.0, proximal="interpolate")},
+    "weights of a mean of 1": {"loss": LossConfig(is_normalised=True, is_level="sequence", second_moment=1.0)},
+    "the best policy nearby": {"loss": LossConfig(kind="oapl"), "advantage": advantage("oapl")},
     "a reference in the reward": {"loss": LossConfig(kl_coef=0.1, kl_in="reward", entropy_coef=0.01)},
     **{kind: {"critic": HEAD, "advantage": advantage(kind)} for kind in ("gae", "v_trace", "traced")},
     "running statistics": {"composition": Composition(normalise=("judge",))},
