@@ -173,6 +173,10 @@ DEFECTS = (
            "takewhile(lambda column: len({*column}) == 1, zip(*prompts, strict=False))",
            "zip(*prompts, strict=False)",
            ("actors/test_chains.py",)),
+    Defect("retry-sampled-again", "a retry of an agent's call never makes a second turn", "actors/agents/sessions.py",
+           "alone[0] if alone else known[-1] if known and is_retry else None",
+           "None",
+           ("actors/agents/test_agent_endpoint.py::test_what_was_answered_is_given_again_to_a_retry_and_asked_again_by_another_request",)),
     # -- learner
     Defect("ratio-upside-down", "importance weights are proximal over behaviour", "learner/objective/corrections.py",
            "return ratio(logp_proximal_N.detach(), logp_behaviour_N).clamp(max=cap)",
