@@ -80,11 +80,11 @@ class Rollout:
 
     Of an episode with an environment the completion is all turns, and between them what the environment answered: observations,
     which the model read and did not choose. Of its T tokens N were sampled; they alone have log-probabilities, versions and
-    losses. An episode whose chat template rewrites earlier messages consists of several pieces: between two of its turns
-    the whole conversation stands once more, as the prompt of what follows. Axes: T tokens behind the prompt, N sampled ones.
+    losses. An episode of several conversations, or whose chat template rewrites earlier messages, consists of several pieces:
+    between two of its turns stands the whole prompt of what follows. One whose first prompt differs from those of its group
+    begins with an observation: what of it stands behind the group's. Axes: T tokens behind the prompt, N sampled ones.
 
-    completion_ids: int32 [T] as the engine saw them, each turn with its end token where that was
-        sampled; the first and the last token were sampled.
+    completion_ids: int32 [T] as the engine saw them, each turn with its end token where that was sampled; the last token was.
     logprobs: float32 [N], log-probability of each sampled token under the distribution it was really sampled from.
     spans: of the tokens in order; their lengths sum to T.
     reference: float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over
@@ -113,8 +113,8 @@ class Rollout:
             raise RecordError(f"spans must be non-empty, got {self.spans}")
         if sum(span.num_tokens for span in self.spans) != len(ids):
             raise RecordError(f"spans must cover all {len(ids)} tokens, got {self.spans}")
-        if self.spans[0].version is None or self.spans[-1].version is None:
-            raise RecordError(f"the first and the last token must be sampled ones, got {self.spans}")
+        if self.spans[-1].version is None:
+            raise RecordError(f"the last token must be a sampled one, got {self.spans}")
         _check_restarts(self.spans)
         _check_logprobs("logprobs", self.logprobs, self.num_tokens)
         if self.reference is not None:
@@ -148,12 +148,12 @@ class Rollout:
 
     @property
     def turn_lengths(self) -> list[int]:
-        """Sampled tokens of each turn; observations stand between turns."""
+        """Sampled tokens of each turn; observations stand between turns, and perhaps before the first."""
         lengths = [0]
         for span, following in zip(self.spans, (*self.spans[1:], None), strict=True):
             if span.version is not None:
                 lengths[-1] += span.num_tokens
-            elif following is not None and following.version is not None:
+            elif lengths[-1] and following is not None and following.version is not None:
                 lengths.append(0)
         return lengths
 
@@ -176,6 +176,12 @@ class Rollout:
     def pieces(self) -> list[Piece]:
         """What plain passes read, in order; one without restarts."""
         return pieces(self.spans)
+
+    @property
+    def piece_lengths(self) -> list[int]:
+        """Sampled tokens of each piece; at least 1."""
+        was_sampled = self.sampled
+        return [int(was_sampled[piece.start : piece.stop].sum()) for piece in self.pieces]
 
     @property
     def num_read(self) -> int:
@@ -207,7 +213,8 @@ def pieces(spans: Sequence[Span]) -> list[Piece]:
 
 def _check_restarts(spans: Sequence[Span]) -> None:
     for at, span in enumerate(spans):
-        if span.restarts and (span.version is not None or None in (spans[at - 1].version, spans[at + 1].version)):
+        is_read = span.version is None and at > 0
+        if span.restarts and (not is_read or None in (spans[at - 1].version, spans[at + 1].version)):
             near = spans[max(0, at - 1) : at + 2]
             raise RecordError(f"a span that restarts must be read, between two that were sampled, got {near}")
 

@@ -48,8 +48,7 @@ ROOMS = {
     "deepspeed": ("learner/step/deepspeed_machine.py",),
     "ray": ("async_rlhf/launch/ray.py", "experiments/staleness/on_ray.py"),
     "reasoning_gym": ("actors/gym_tasks.py",),
-    "verifiers": ("actors/environments/from_verifiers.py",),
-    "aiohttp": ("actors/environments/from_verifiers.py",),
+    "verifiers": ("actors/agents/from_verifiers.py",),
     "zstandard": ("buffers/weights/delta.py",),
     "pyarrow": ("actors/data/files.py",),
     "datasets": ("actors/data/files.py", "experiments/throughput/"),
@@ -58,8 +57,16 @@ ROOMS = {
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/processes/tracking.py",),
     "wandb": ("async_rlhf/run/processes/tracking.py",),
-    "starlette": ("async_rlhf/watch/http.py", "async_rlhf/watch/server.py", "async_rlhf/watch/intake.py"),
-    "uvicorn": ("async_rlhf/watch/http.py",),
+    "starlette": (
+        "actors/agents/endpoint.py",
+        "async_rlhf/watch/http.py",
+        "async_rlhf/watch/server.py",
+        "async_rlhf/watch/intake.py",
+    ),
+    "uvicorn": (
+        "actors/agents/endpoint.py",
+        "async_rlhf/watch/http.py",
+    ),
     "prometheus_client": ("async_rlhf/watch/prometheus.py",),
     "tokenizers": ("actors/data/tokens.py", "async_rlhf/watch/completions.py", "experiments/warm_start/"),
     "subprocess": (

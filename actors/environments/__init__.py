@@ -17,11 +17,13 @@ Its state is local variables, its cleanup `finally`. Successive steps of a plain
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import ADAPTERS, FIELDS, EnvironmentSpec, load, resolve
 from async_rlhf.actors.environments.settings import (
+    Call,
     Content,
     EnvironmentFunction,
     EnvironmentSettings,
     Feedback,
     Message,
+    Reply,
     environment,
     settings_of,
 )
@@ -30,6 +32,7 @@ from async_rlhf.actors.rewards import spec_of
 __all__ = [
     "ADAPTERS",
     "FIELDS",
+    "Call",
     "Content",
     "EnvironmentConfig",
     "EnvironmentFunction",
@@ -37,6 +40,7 @@ __all__ = [
     "EnvironmentSpec",
     "Feedback",
     "Message",
+    "Reply",
     "environment",
     "load",
     "resolve",

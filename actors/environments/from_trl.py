@@ -210,16 +210,16 @@ async def _value(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def plain(play: Callable[..., AsyncGenerator[Any, str]]) -> EnvironmentFunction:
+def plain(play: Callable[..., AsyncGenerator[Any, Any]]) -> EnvironmentFunction:
     """An asynchronous generator that never waits, as a plain one: its tools may then block, each step in a thread."""
 
     @functools.wraps(play)
-    def stepped(**fields: Any) -> Generator[Any, str, None]:
+    def stepped(**fields: Any) -> Generator[Any, Any, None]:
         generator, sent = play(**fields), None
         try:
             while True:
                 try:
-                    generator.asend(sent).send(None)  # type: ignore[arg-type]
+                    generator.asend(sent).send(None)
                 except StopIteration as step:
                     sent = yield step.value
         except StopAsyncIteration:

@@ -7,9 +7,10 @@ system is named with its form before the target, `trl:file.py:MyEnvironment`, an
     trl         what `GRPOTrainer` takes as `environment_factory`, or as `tools`: a list     options.rewards, .response_template
     verifiers   a `Taskset`                                                              options are its `[env]` block
     remote      the address of a server that plays one (`server`)                            options.keys
+    (none)      an agent: a function of ours with a parameter `llm` and without a yield      options.response_template
 
 Each adapter makes a generator of ours from the foreign object, which stays unchanged. The tools that the model is shown are
-known before the run, and travel with the spec.
+known before the run, and travel with the spec; those of an agent come with its calls.
 """
 
 from __future__ import annotations
@@ -37,13 +38,18 @@ FIELDS = frozenset({"prompt", "seed"})
 MAX_TURNS = 64
 """Of an adapted environment that sets no limit itself; the length of an episode bounds it as well."""
 ADAPTERS: Mapping[str, str] = {
-    "trl": "from_trl:from_trl",
-    "verifiers": "from_verifiers:from_verifiers",
-    "remote": "remote:from_server",
+    "trl": "environments.from_trl:from_trl",
+    "verifiers": "agents.from_verifiers:from_verifiers",
+    "remote": "environments.remote:from_server",
 }
-"""By form the module here and its function, which makes of target and options what is `Adapted`: imported where it is used."""
+"""By form the module of actors and its function, which makes of target and options what is `Adapted`: imported where it is
+used."""
 
-_FORM = "an environment is a generator: it yields the prompt, and gets what the model wrote back ('text = yield question')"
+_AGENT, _PAST_PROXIES = "agents.adapter:from_function", "agents.endpoint:go_past_proxies"
+_FORM = (
+    "an environment is a generator: it yields the prompt, and gets what the model wrote back ('text = yield question'); "
+    "an agent has a parameter llm, and returns its reward"
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def spec_in_process(
     columns: AbstractSet[str] | None,
 ) -> EnvironmentSpec:
     """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
-    return _spec(name, name, _ours(name, function), options, settings, columns)
+    return _spec(name, name, _ours(name, function, options), options, settings, columns)
 
 
 def _spec(
@@ -157,6 +163,8 @@ def load(spec: EnvironmentSpec) -> EnvironmentFunction:
 
     Raises EpisodeError when it cannot be had.
     """
+    if spec.calls:
+        _named(_PAST_PROXIES)()  # before the user's file is imported, whose clients read then where they connect
     try:
         function = _found(spec.target, spec.options).function
     except ConfigError as error:
@@ -187,30 +195,38 @@ def _found(target: str, options: Mapping[str, Any]) -> Adapted:
     form, rest = form_of(target)
     if form:
         return _adapted(form, rest, json.dumps(dict(options), sort_keys=True))
-    return _ours(target, located(target)[2])
+    return _ours(target, located(target)[2], options)
 
 
 @functools.lru_cache(maxsize=16)
 def _adapted(form: str, target: str, options: str) -> Adapted:
     """Made once in a process. Raises EpisodeError for what is not there, ConfigError for what is not of the form."""
-    module, _, name = ADAPTERS[form].partition(":")
     try:
-        adapter = importlib.import_module(f"{__package__}.{module}")
+        adapter = _named(ADAPTERS[form])
     except ImportError as error:
         raise EpisodeError(f"environment {target!r} of {form} cannot be loaded here: {error}") from error
-    found: Adapted = getattr(adapter, name)(target, json.loads(options))
+    found: Adapted = adapter(target, json.loads(options))
     return found
 
 
-def _ours(target: str, function: EnvironmentFunction) -> Adapted:
+def _named(named: str) -> Callable[..., Any]:
+    module, _, name = named.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"async_rlhf.actors.{module}"), name)
+    return found
+
+
+def _ours(target: str, function: EnvironmentFunction, options: Mapping[str, Any]) -> Adapted:
     if not callable(function):
         raise ConfigError(f"environment {target!r} is {type(function).__name__}, no function; {_FORM}")
-    if not _is(inspect.isasyncgenfunction, function) and not _is(inspect.isgeneratorfunction, function):
-        raise ConfigError(f"environment {target!r} has no yield; {_FORM}")
     try:
         signature = Signature.of(function)
     except RewardError as error:
         raise ConfigError(f"environment {target!r}: {error}") from error
+    if not _is(inspect.isasyncgenfunction, function) and not _is(inspect.isgeneratorfunction, function):
+        if "llm" not in (*signature.required, *signature.optional):
+            raise ConfigError(f"environment {target!r} has no yield; {_FORM}")
+        adapted: Adapted = _named(_AGENT)(target, function, signature, options)
+        return adapted
     declared, taken = settings_of(function), (*signature.required, *signature.optional)
     tools = tuple(map(schema_of, declared.tools))
     return Adapted(function, declared, signature.required, tools, fields=None if signature.any_column else taken)

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec, form_of
 from async_rlhf.actors.environments.remote import RemoteEpisodes
-from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import End, Read, fails
 from async_rlhf.actors.workers.book import Failed
@@ -76,7 +76,7 @@ class EpisodePool(Generic[Key]):
         function: EnvironmentFunction | None = None,
     ) -> None:
         """function: where only this process has it; it then runs in threads."""
-        self._spec, self._wake, self._is_awake = spec, wake, False
+        self._spec, self.wake, self._is_awake = spec, wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _Pending[Key]] = {}
@@ -113,13 +113,13 @@ class EpisodePool(Generic[Key]):
         self._pending[id] = _Pending(key)
         self._sessions.begin(id, key, self._spec.usable(fields), self._spec.timeout_s)
 
-    def reply(self, key: Key, text: str) -> None:
-        """What the model wrote in its turn. Raises EpisodeError where it is not the model's turn."""
+    def reply(self, key: Key, sent: str | Reply) -> None:
+        """What the model wrote in its turn, a Reply to a call. Raises EpisodeError where it is not the model's turn."""
         id = self._id_of.get(key, -1)
         if id not in self._pending or not self._pending[id].writes:
             raise EpisodeError(f"the episode {key} waits for no reply; each observation has one")
         self._pending[id].writes = False
-        self._sessions.reply(id, text)
+        self._sessions.reply(id, sent)
 
     def poll(self) -> list[Event[Key]]:
         """What has come since the last poll; of an episode that was lost meanwhile only that. Never waits.
@@ -158,7 +158,7 @@ class EpisodePool(Generic[Key]):
         self._inbox.put((id, message))
         if not self._is_awake:  # else there has been no poll since
             self._is_awake = True
-            self._wake()
+            self.wake()
 
     def _event(self, id: int, message: Came | Failed | None) -> Event[Key]:
         pending = self._pending[id]

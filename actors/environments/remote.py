@@ -12,15 +12,15 @@ import time
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
-from async_rlhf.actors.environments.settings import Declaration
-from async_rlhf.actors.environments.yields import End, Read, fails
+from async_rlhf.actors.environments.settings import Call, Content, Declaration, Message, Reply
+from async_rlhf.actors.environments.yields import End, Read, fails, read_yield
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.book import timed_out
 from async_rlhf.actors.workers.client import Failure, SessionClient, describe
-from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, Step, Stepped, to_answers
+from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, ReplyFields, Step, Stepped, to_answers
 from async_rlhf.actors.workers.sessions import Came, Happened
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, EpisodeError, WireError
 from async_rlhf.buffers.score import Score
@@ -92,8 +92,8 @@ class RemoteEpisodes:
         episode = _Episode(key, float("inf") if limit_s is None else time.monotonic() + limit_s)
         self._client.do(partial(self._step, id, episode, Step.model_construct(id=id, members=[{**what}])))
 
-    def reply(self, id: int, text: str) -> None:
-        self._client.do(partial(self._reply, id, text))
+    def reply(self, id: int, sent: str | Reply) -> None:
+        self._client.do(partial(self._reply, id, sent))
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._client.do(partial(self._discard, ids, keys))
@@ -110,12 +110,15 @@ class RemoteEpisodes:
     def _step(self, id: int, episode: _Episode, step: Step) -> None:
         self._episodes[id] = episode
         episode.turn, episode.began = step.turn, time.time()
-        limit_s = min(self._spec.timeout_s + _TRAVEL_S, max(0.0, episode.ends_at - time.monotonic()))
+        # An agent's first call may wait for a harness that starts it; the server bounds what comes after that.
+        step_s = float("inf") if self._spec.calls and not step.turn else self._spec.timeout_s + _TRAVEL_S
+        limit_s = min(step_s, max(0.0, episode.ends_at - time.monotonic()))
         self._client.step(step, limit_s)
 
-    def _reply(self, id: int, text: str) -> None:
+    def _reply(self, id: int, sent: str | Reply) -> None:
         if (episode := self._episodes.get(id)) is not None:
-            self._step(id, episode, Step(id=id, turn=episode.turn + 1, text=text))
+            text, reply = (sent, None) if isinstance(sent, str) else (sent.text, _fields(sent))
+            self._step(id, episode, Step(id=id, turn=episode.turn + 1, text=text, reply=reply))
 
     def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._lost.difference_update(keys)
@@ -136,9 +139,22 @@ class RemoteEpisodes:
             self._client.leave([id])
             end = End("max_turns", None if came.score is None else Score(came.score))
         else:
-            self._episodes[id] = episode
-            end = Read(came.content, came.score)
+            end = self._read(episode, came.content, came)
+            if isinstance(end, Read):
+                self._episodes[id] = episode
+            else:
+                self._client.leave([id])
         self._happened(id, Came(id, end, episode.began, now, ends=isinstance(end, End)))
+
+    def _read(self, episode: _Episode, content: Content, came: Stepped) -> Read | End:
+        if self._spec.calls != (came.call is not None):
+            return fails(
+                "not readable", "it yields Calls and the run expects none, or the other way round: is another one served?"
+            )
+        if came.call is None:
+            return Read(content, came.score)
+        call = Call(messages=cast("list[Message]", content), **dict(came.call))
+        return read_yield(call, episode.turn, self._spec.max_turns, calls=True)
 
     def _failed(self, episode: _Episode, came: Failure) -> End:
         if came.kind == "late" and episode.ends_at <= time.monotonic():
@@ -146,6 +162,10 @@ class RemoteEpisodes:
         if came.kind == "late":
             return fails(*timed_out(self._spec.timeout_s, "timeout_s"))
         return fails("lost" if came.kind == "lost" else "died", came.reason)
+
+
+def _fields(reply: Reply) -> ReplyFields:
+    return ReplyFields(finish_reason=reply.finish_reason, num_prompt=reply.num_prompt, num_tokens=reply.num_tokens)
 
 
 def _ended(came: Stepped) -> End:

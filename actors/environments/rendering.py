@@ -11,13 +11,14 @@ read elsewhere. Where that text begins with the text of the row, the tokens of t
 template has rewritten what was said, the row begins anew with all of it.
 
 What an environment says may look like a special token (`<|im_end|>` on a page of the web). transformers, vLLM and SGLang let it
-become one by default; an observation of ours never does: such a content is encoded apart from the template's own text, split
-into ordinary tokens, and refused where that is impossible. Added tokens that are not marked special (`<think>` of some
-tokenizers) and prompts are encoded as they are everywhere.
+become one by default; an observation of ours never does, nor what an agent's call says: such a content is encoded apart from
+the template's own text, split into ordinary tokens, and refused where that is impossible. Added tokens that are not marked
+special (`<think>` of some tokenizers) and an environment's first yield are encoded as they are everywhere.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -33,6 +34,9 @@ from async_rlhf.buffers.errors import ConfigError, EpisodeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Sets of tools that calls brought; what a set's template makes of them is tried once.
+_MAX_TOOL_SETS = 64
 
 
 class Rendered(NamedTuple):
@@ -58,6 +62,7 @@ class Renderer:
         self._variables = dict(variables or {})
         self._tokenizer, self._chat, self._render = tokenizer, chat or bool(tools), render
         self._tools = list(tools) or None  # For some templates an empty list is not the same as none.
+        self._of_tools: dict[str, Renderer] = {}
         added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {**dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)), **added}
         longest_first = sorted(filter(None, self._special.values()), key=len, reverse=True)
@@ -68,6 +73,22 @@ class Renderer:
         if self._chat:
             self._probed  # noqa: B018  it raises
 
+    def given(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+        """The one of a conversation whose template is given these tools; without any this one. Raises EpisodeError."""
+        if not tools:
+            return self
+        name = json.dumps(tools, ensure_ascii=False)
+        if self._has_special(name):
+            raise EpisodeError("the schema of a tool has the text of a special token; leave it out")
+        if name not in self._of_tools:
+            made = copy.copy(self)
+            made.__dict__.pop("_probed", None)
+            made._tools, made._chat, made._of_tools = [{**tool} for tool in tools], True, {}
+            if len(self._of_tools) == _MAX_TOOL_SETS:
+                self._of_tools.clear()
+            self._of_tools[name] = made
+        return self._of_tools[name]
+
     def splits(self, prompt: Content) -> bool:
         """Whether an episode with this first yield is rendered as a whole before each turn (`whole`)."""
         return self._render == "split" and self.is_chat(prompt)
@@ -76,8 +97,9 @@ class Renderer:
         """Whether an episode with this first yield goes through the chat template."""
         return self._chat or not isinstance(prompt, str)
 
-    def prompt(self, content: Content) -> Rendered:
-        """The first yield, with the model's turn begun.
+    def prompt(self, content: Content, is_foreign: bool = False) -> Rendered:
+        """The first yield, with the model's turn begun. is_foreign: what looks like a special token in it is none, as in an
+        observation.
 
         Raises ConfigError as `check` does, EpisodeError for messages that the template refuses and for a prompt without tokens.
         """
@@ -86,11 +108,13 @@ class Renderer:
             text, ids = content, self._encode(content, adds_special=True)
         else:
             self._probed  # noqa: B018  it raises
+            messages = as_messages(content)
+            said, marks = self._marked(messages) if is_foreign else (messages, {})
             try:
-                text = self._apply(as_messages(content), True)
+                pieces = _pieces(self._apply(said, True), marks)
             except Exception as error:  # the template is the model's own code
                 raise EpisodeError(f"the chat template refuses the prompt: {error}") from error
-            ids = self._encode(text)
+            text, ids = "".join(text for text, _ in pieces), self._encoded(pieces)
         if not ids:
             raise EpisodeError("the prompt has no tokens; yield what the model is to answer")
         return Rendered(text, ids)

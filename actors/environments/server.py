@@ -7,23 +7,39 @@ bounds itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec
 from async_rlhf.actors.environments.pool import EpisodePool, Event
-from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.yields import Read
 from async_rlhf.actors.rewards import Answer
-from async_rlhf.actors.workers.messages import EnvironmentFields, Step, Stepped, to_fields
+from async_rlhf.actors.workers.messages import CallFields, EnvironmentFields, Step, Stepped, to_fields
 from async_rlhf.actors.workers.service import Client, Service, Session
 from async_rlhf.buffers.errors import WireError
 
 _ANY_TURNS = 1 << 62
+
+
+class Episodes(Protocol):
+    """As of `EpisodePool`. wake: called from any thread when a poll may have something."""
+
+    wake: Callable[[], None]
+
+    def begin(self, key: int, fields: Mapping[str, Any]) -> None: ...
+
+    def reply(self, key: int, sent: str | Reply) -> None: ...
+
+    def poll(self) -> list[Event[int]]: ...
+
+    def discard(self, keys: Iterable[int]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class EnvironmentServer(Service):
@@ -38,12 +54,17 @@ class EnvironmentServer(Service):
         address: str,
         key_dir: Path | None = None,
         function: EnvironmentFunction | None = None,
+        *,
+        pool: Episodes | None = None,
         **service: Any,
     ) -> None:
-        """function: where only this process has it. service: as of `Service`. Raises ConfigError."""
+        """function: where only this process has it. pool: what plays; None: processes of its own. service: as of
+        `Service`. Raises ConfigError."""
         super().__init__(address, key_dir, **service)
         self._spec = spec
-        self._pool = EpisodePool[int](replace(spec, max_turns=_ANY_TURNS), config, self._wake, function)
+        unbounded = replace(spec, max_turns=_ANY_TURNS)
+        self._pool = EpisodePool[int](unbounded, config, self._wake, function) if pool is None else pool
+        self._pool.wake = self._wake
 
     def _wake(self) -> None:
         self._do(lambda: None)
@@ -64,7 +85,10 @@ class EnvironmentServer(Service):
     def _go_on(self, client: Client, step: Step) -> None:
         if step.text is None:
             raise WireError("a turn of an episode has no text")
-        self._pool.reply(client.key(step.id), step.text)
+        if self._spec.calls != (step.reply is not None):
+            raise WireError(f"a turn of an episode {'without' if self._spec.calls else 'with'} what a call is answered by")
+        sent = step.text if step.reply is None else Reply(step.text, **dict(step.reply))
+        self._pool.reply(client.key(step.id), sent)
 
     def _end(self, keys: Collection[int], streams: Collection[int]) -> None:
         self._pool.discard(keys)
@@ -73,7 +97,9 @@ class EnvironmentServer(Service):
         if event.came is None:
             return None
         if isinstance(event.came, Read):
-            return Stepped(id=id, turn=session.turn, content=event.came.content, score=event.came.score)
+            read, call = event.came, event.came.call
+            fields = None if call is None else CallFields(**{name: getattr(call, name) for name in CallFields.model_fields})
+            return Stepped(id=id, turn=session.turn, content=read.content, score=read.score, call=fields)
         score = event.came.score
         answers = [] if score is None else [to_fields(Answer(score.value, score.failure, metrics=score.metrics))]
         return Stepped(id=id, turn=session.turn, answers=answers)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
-from async_rlhf.actors.rewards.settings import declared, declares
+from async_rlhf.actors.rewards.settings import GIVEN, declared, declares
 from async_rlhf.buffers.errors import ConfigError
 
 EnvironmentFunction = Callable[..., Any]
@@ -33,6 +33,39 @@ class Feedback:
     score: float | None = None
 
 
+@dataclass(frozen=True)
+class Call:
+    """A request for the model's turn as an agent makes it; yielded in place of text or messages where `calls` is set.
+
+    chain: which of the episode's conversations; a number that was not used before begins one (the first is 0, then 1, ...).
+    messages: of a new chain all of it; else what follows the model's last turn in that chain.
+    tools: JSON schemas that the chat template is given; of a new chain, which keeps them.
+    max_tokens: of the turn; None, or more than `generation.max_completion_length`: that.
+    stop: further texts that end the turn, beside `generation.stop`.
+    trained: whether the turn's tokens are trained on; else they are read, as an observation is.
+    """
+
+    chain: int
+    messages: list[Message]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    trained: bool = True
+
+
+class Reply(NamedTuple):
+    """What the model wrote after a Call; the generator gets it from its yield (after text or messages it gets `text` alone).
+
+    text: without special tokens. finish_reason: length where the turn's budget of tokens cut it. num_prompt: tokens that stood
+    before the turn in its chain. num_tokens: sampled ones of the turn.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_prompt: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSettings:
     """How an episode is bounded. Plain data.
@@ -43,12 +76,14 @@ class EnvironmentSettings:
     episode_timeout_s: seconds for the whole episode, the model's time included; looked at in the environment's steps. None: no
         such limit.
     at_limit: score of an episode that its number of turns, or the length of its row, ended; None leaves it out of the batch.
+    calls: whether it yields Calls (an agent), and nothing else until its end.
     """
 
     max_turns: int = 8
     timeout_s: float = 10.0
     episode_timeout_s: float | None = None
     at_limit: float | None = 0.0
+    calls: bool = False
 
     def __post_init__(self) -> None:
         if type(self.max_turns) is not int or self.max_turns < 1:
@@ -82,12 +117,13 @@ class Declaration(EnvironmentSettings):
 
 @declares(Declaration)
 def environment(function: EnvironmentFunction | None = None, /, **settings: Any) -> None:
-    """Mark a generator function as an environment, as `@environment` or `@environment(max_turns=4)`.
+    """Mark a generator function, or an agent, as an environment, as `@environment` or `@environment(max_turns=4)`.
 
     It stays callable as it was. The settings are those of `Declaration`. Raises ConfigError.
     """
 
 
-def settings_of(function: EnvironmentFunction) -> Declaration:
-    """What `@environment` left on the function, else the defaults."""
-    return declared(function, Declaration)
+def settings_of(function: EnvironmentFunction, **defaults: Any) -> Declaration:
+    """What `@environment` left on the function, else the defaults. defaults: of a kind of functions, in place of the usual."""
+    given = getattr(function, GIVEN, {})
+    return replace(declared(function, Declaration), **{name: each for name, each in defaults.items() if name not in given})

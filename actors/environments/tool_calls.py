@@ -90,7 +90,7 @@ def tool_calls(text: str) -> list[ToolCall] | None:
     None where what begins as a call cannot be read; an environment that does not ask for the difference takes it for a turn
     without calls. Whether there is a tool of that name, and whether it takes these arguments, is left to the environment.
     """
-    turn = _parsed(text, (), TEMPLATE)
+    turn = parsed(text, (), TEMPLATE)
     if turn.is_unparsed:
         return None
     calls = [ToolCall(call["function"]["name"], call["function"]["arguments"]) for call in turn.calls]
@@ -99,10 +99,11 @@ def tool_calls(text: str) -> list[ToolCall] | None:
 
 def read_turn(text: str, tools: Sequence[Tool], template: Mapping[str, Any] = TEMPLATE) -> Turn:
     """What the model wrote, without its end-of-turn token. tools: those that it was shown; without any, nothing is a call."""
-    return _parsed(text, tools, template) if tools else Turn({"role": "assistant", "content": text})
+    return parsed(text, tools, template) if tools else Turn({"role": "assistant", "content": text})
 
 
-def _parsed(text: str, tools: Sequence[Tool], template: Mapping[str, Any]) -> Turn:
+def parsed(text: str, tools: Sequence[Tool], template: Mapping[str, Any]) -> Turn:
+    """The same, whatever the model was shown."""
     from transformers.utils.chat_parsing import parse_response
 
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
-from async_rlhf.actors.environments.settings import EnvironmentFunction
+from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return, read_yield
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 
@@ -66,7 +66,7 @@ class Episode:
         self._generator: Any = None
         self._turn = -1
 
-    def step(self, sent: str | None) -> asyncio.Future[Read | End]:
+    def step(self, sent: str | Reply | None) -> asyncio.Future[Read | End]:
         self._turn += 1
         if self._threads is None:
             return asyncio.ensure_future(self._step_async(sent))
@@ -89,16 +89,18 @@ class Episode:
             self._generator = self._function(**self._fields)
         return self._generator
 
-    def _step(self, sent: str | None) -> Read | End:
+    def _read(self, yielded: Any) -> Read | End:
+        return read_yield(yielded, self._turn, self._spec.max_turns, self._spec.calls)
+
+    def _step(self, sent: str | Reply | None) -> Read | End:
         try:
-            return read_yield(self._started().send(sent), self._turn, self._spec.max_turns)
+            return self._read(self._started().send(sent))
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
             return self._end_of(error)
 
-    async def _step_async(self, sent: str | None) -> Read | End:
+    async def _step_async(self, sent: str | Reply | None) -> Read | End:
         try:
-            step = self._started().asend(sent)
-            return read_yield(await Watched(step, self._watchdog, self._id), self._turn, self._spec.max_turns)
+            return self._read(await Watched(self._started().asend(sent), self._watchdog, self._id))
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgpack
 
 from async_rlhf.actors.chat import chat_of
-from async_rlhf.actors.environments.settings import Content, Feedback, Message
+from async_rlhf.actors.environments.settings import Call, Content, Feedback
 from async_rlhf.actors.rewards.answer import failed, read, shown
 from async_rlhf.buffers.score import Score
 
@@ -21,15 +21,17 @@ ROLES = ("system", "user", "assistant", "tool")
 
 # No model's context holds more; an environment that reads a page of the web or a log shortens it.
 MAX_BYTES = 1 << 20
+_MAX_STOPS, _MAX_STOP_CHARS = 16, 256
 _EXPECTED = "text, a list of chat messages, Feedback or Score was expected"
 
 
 @dataclass(frozen=True)
 class Read:
-    """What the model is to read next. score: of the turn before it, None for none."""
+    """What the model is to read next; of a call its messages. score: of the turn before it, None for none."""
 
     content: Content
     score: float | None = None
+    call: Call | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,15 @@ def raised(error: BaseException) -> End:
     return fails("raised", answer.failure or "", answer.traceback)
 
 
-def read_yield(value: Any, turn: int, max_turns: int) -> Read | End:
-    """What a yielded value means after `turn` turns of the model."""
+def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Read | End:
+    """What a yielded value means after `turn` turns of the model. calls: as in `EnvironmentSettings`."""
     if isinstance(value, Score):
         return _end(value, turn)
+    if calls:
+        call = _call(value, turn)
+        if isinstance(call, End):
+            return call
+        return End("max_turns") if turn >= max_turns else Read(call.messages, call=call)
     feedback = value if isinstance(value, Feedback) else Feedback(value)
     score = read(feedback.score)
     if score.failure is not None:
@@ -92,29 +99,75 @@ def _end(given: Score, turn: int) -> End:
     return End("scored", answer.score())
 
 
+def _call(call: Any, turn: int) -> Call | End:
+    """The call as plain data, of bounded size."""
+    if not isinstance(call, Call):
+        return fails("not readable", f"yielded {shown(call)}; an agent yields Call(...), and Score(...) at its end")
+    if (problem := _problem_of(call, turn)) is not None:
+        return fails("not readable", f"yielded a Call {problem}")
+    messages, tools = _content(call.messages), _json([*call.tools], "tools")
+    if isinstance(messages, End) or isinstance(tools, End):
+        return messages if isinstance(messages, End) else tools
+    assert not isinstance(messages, str)
+    most = call.max_tokens if call.max_tokens is not None and call.max_tokens < 1 << 31 else None  # what travels
+    return replace(call, messages=messages, tools=tuple(tools), max_tokens=most, stop=tuple(call.stop))
+
+
+def _problem_of(call: Call, turn: int) -> str | None:
+    """Why this is no call that can be answered."""
+    if type(call.chain) is not int or not 0 <= call.chain <= turn:
+        return f"whose chain is {shown(call.chain)}; they are numbered as they begin, and none is above {turn} here"
+    if not isinstance(call.messages, list | tuple):
+        return f"whose messages are {shown(call.messages)}; a list of chat messages was expected"
+    if not isinstance(call.tools, list | tuple) or not all(map(_is_tool, call.tools)):
+        return f"whose tools are {shown(call.tools)}; schemas {{'type': 'function', 'function': {{'name': ...}}}} were expected"
+    if call.max_tokens is not None and not (type(call.max_tokens) is int and call.max_tokens >= 1):
+        return f"whose max_tokens is {shown(call.max_tokens)}; a whole number of 1 or more was expected, or None"
+    is_list = isinstance(call.stop, list | tuple) and len(call.stop) <= _MAX_STOPS
+    if not is_list or not all(isinstance(each, str) and 0 < len(each) <= _MAX_STOP_CHARS for each in call.stop):
+        return (
+            f"whose stop is {shown(call.stop)}; at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARS} characters were expected"
+        )
+    return None if isinstance(call.trained, bool) else f"whose trained is {shown(call.trained)}; True or False was expected"
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
 def _content(content: Any) -> Content | End:
-    found: Content
+    if isinstance(content, list | tuple) and content:
+        if (problem := next((problem for each in content if (problem := _problem(each))), None)) is not None:
+            return fails("not readable", f"yielded a chat message {problem}")
+        found: Content | End = _json([dict(message) for message in content], "chat messages", chat_of)
+        return found
+    if not isinstance(content, str):
+        hint = "; a score is yielded as Score(...)" if isinstance(content, int | float) else ""
+        hint = "; only @environment(calls=True) yields Calls" if isinstance(content, Call) else hint
+        return fails("not readable", f"yielded {shown(content)}; {_EXPECTED}{hint}")
     try:
-        if isinstance(content, str):
-            found, size = content, len(content.encode())
-        elif isinstance(content, list | tuple) and content:
-            problem = next((problem for each in content if (problem := _problem(each))), None)
-            if problem is not None:
-                return fails("not readable", f"yielded a chat message {problem}")
-            written = json.dumps([dict(message) for message in content], ensure_ascii=False, allow_nan=False)
-            messages: list[Message] = chat_of(json.loads(written))
-            msgpack.packb(messages)  # whole numbers beyond 64 bits do not travel
-            found, size = messages, len(written.encode())
-        else:
-            hint = "; a score is yielded as Score(...)" if isinstance(content, int | float) else ""
-            return fails("not readable", f"yielded {shown(content)}; {_EXPECTED}{hint}")
+        size = len(content.encode())
+    except UnicodeEncodeError as error:
+        return fails("not readable", f"yielded text that has no UTF-8 form: {error}")
+    return content if size <= MAX_BYTES else _too_large(size)
+
+
+def _json(value: list[Any], what: str, read: Callable[[list[Any]], Any] = list) -> Any:
+    """What is read of JSON data of bounded size, or how the episode ends. what: for messages."""
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        found, size = read(json.loads(written)), len(written.encode())
+        msgpack.packb(found)  # whole numbers beyond 64 bits do not travel
     except UnicodeEncodeError as error:
         return fails("not readable", f"yielded text that has no UTF-8 form: {error}")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return fails("not readable", f"yielded chat messages that are no JSON data for text: {error}")
-    if size > MAX_BYTES:
-        return fails("too large", f"returned {size} bytes, at most {MAX_BYTES} are read; shorten it, or yield a part of it")
-    return found
+        return fails("not readable", f"yielded {what} that are no JSON data for text: {error}")
+    return found if size <= MAX_BYTES else _too_large(size)
+
+
+def _too_large(size: int) -> End:
+    return fails("too large", f"returned {size} bytes, at most {MAX_BYTES} are read; shorten it, or yield a part of it")
 
 
 def _problem(message: Any) -> str | None:

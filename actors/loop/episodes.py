@@ -1,126 +1,50 @@
 """Rollouts as they are played: the model writes a turn, the environment answers, the model goes on, until there is an end.
 
     owns        the transcripts of unfinished rollouts; it alone talks to the engine and to the environment about them
-    waits for   nothing: `step` decodes one token of what runs, and takes in what the environment has answered by then
+    waits for   nothing; `step` decodes one token of what runs, and takes in what the environment has answered by then
     on close    nothing; engine and environment belong to the caller
 
-Without an environment the prompt is the row's own and a rollout is one turn. With one, its first observation is the prompt: the
-members of a group begin together when all have theirs, which must be equal, for a baseline compares them. An episode
-is ended by its environment, or by a limit: its row is full (`context`), it has had its turns (`max_turns`); it then has the
-score that the environment's settings name for that. An environment that fails before its first observation leaves a member
-without a prompt: the member is sampled for one token, behind the row's own prompt where no other has one, and its score is a
+Without an environment the prompt is the row's own and a rollout is one turn. With one, its first observation is the prompt:
+the members of a group begin together when all have theirs, which must be equal, for a baseline compares them. Those of an
+agent's group begin each by itself, and their first prompts may differ behind a first token that all share. An agent's calls are
+turns of one rollout, whichever conversation they are of. The engine holds the keys and values of the newest turn alone: a call
+that goes on in another chain is computed from its prompt on.
+
+An episode is ended by its environment, or by a limit: there is no room (`context`: in all chains together, or for the prompt of
+one), it has had its turns (`max_turns`); it then has the score that the environment's settings name for that. An episode
+without a turn that is trained on, because its environment failed before that or made no such call, leaves a member without a
+prompt: the member is sampled for one token, behind that of its group, or of the row where no other has one, and its score is a
 failed one. So a group is always whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
-from async_rlhf.actors.environments import Content
-from async_rlhf.actors.environments.rendering import Rendered, as_messages, conversation
+from async_rlhf.actors.environments import Content, Reply
+from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.actors.loop.transcript import Transcript, Turn
 from async_rlhf.actors.loop.work import Play, Played
 from async_rlhf.actors.prompts import Row, turn_seed
-from async_rlhf.actors.rewards.answer import as_text
-from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.record import FinishReason, Int32Array, SamplingMask, Score, Span, pieces
+from async_rlhf.buffers.errors import ConfigError, EpisodeError
+from async_rlhf.buffers.record import FinishReason, Score
 
-
-@dataclass(frozen=True)
-class Answer:
-    """Of an environment. content: as it gave it; ids: int32, what the engine reads of it; score: of the turn before it;
-    restarts: as of a `Span`."""
-
-    content: Content
-    ids: Int32Array
-    score: float | None = None
-    restarts: bool = False
-
-
-class Transcript:
-    """One rollout as it grows; begins and ends with a turn; turns and answers alternate. texts: of the turns.
-
-    What is here is never tokenised again: the tokens only get more, exactly as the engine saw them. Where the row begins anew,
-    what was sampled before stays here, and the engine reads on from there. Axes as in `record.Rollout`: T tokens behind the
-    prompt, N sampled ones.
-    """
-
-    def __init__(self) -> None:
-        self.turns: list[Completion] = []
-        self.texts: list[str] = []
-        self.answers: list[Answer] = []
-        self.length = 0
-        """T so far."""
-
-    @property
-    def ids(self) -> Int32Array:
-        """int32 [T] so far."""
-        return np.concatenate([np.zeros(0, np.int32), *self._parts(0)])
-
-    @property
-    def restarted(self) -> bool:
-        """Whether the row has begun anew."""
-        return any(answer.restarts for answer in self.answers)
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(len(turn.token_ids) for turn in self.turns)
-
-    def row(self, prompt_ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the engine reads on from: the prompt of the row as it stands now, and the tokens behind it. prompt_ids: of the
-        episode."""
-        first = max((number for number, answer in enumerate(self.answers, 1) if answer.restarts), default=0)
-        prompt = tuple(self.answers[first - 1].ids.tolist()) if first else prompt_ids
-        return prompt, tuple(id for ids in self._parts(first) for id in ids.tolist())
-
-    def add_turn(self, turn: Completion, text: str) -> None:
-        assert len(self.turns) == len(self.answers)
-        self.turns.append(turn)
-        self.texts.append(text)
-        self.length += len(turn.token_ids)
-
-    def add_answer(self, answer: Answer) -> None:
-        """At least one token: what follows is another turn."""
-        assert len(answer.ids) and len(self.turns) == len(self.answers) + 1
-        self.answers.append(answer)
-        self.length += len(answer.ids)
-
-    def completion(self, key: RolloutKey, finish_reason: FinishReason) -> Completion:
-        """The whole of it; after a turn."""
-        assert len(self.turns) == len(self.answers) + 1
-        if len(self.turns) == 1 and self.turns[0].finish_reason == finish_reason:
-            return self.turns[0]
-        masks = [turn.sampling_mask for turn in self.turns if turn.sampling_mask is not None]
-        spans = list(self.turns[0].spans)
-        for answer, turn in zip(self.answers, self.turns[1:], strict=True):
-            spans += (Span(None, len(answer.ids), restarts=answer.restarts), *turn.spans)
-        return Completion(
-            key=key,
-            token_ids=self.ids,
-            logprobs=np.concatenate([turn.logprobs for turn in self.turns]),
-            spans=tuple(spans),
-            finish_reason=finish_reason,
-            sampling_mask=_joined(masks) if len(masks) == len(self.turns) else None,
-        )
-
-    def _parts(self, first: int) -> list[Int32Array]:
-        """Tokens of the turns from number `first` on, and of the answers behind them."""
-        own = [part for turn, answer in zip(self.turns, self.answers, strict=False) for part in (turn.token_ids, answer.ids)]
-        own += [turn.token_ids for turn in self.turns[len(self.answers) :]]
-        return own[2 * first :]
-
-
-def _joined(masks: Sequence[SamplingMask]) -> SamplingMask:
-    return SamplingMask(np.concatenate([mask.sizes for mask in masks]), np.concatenate([mask.ids for mask in masks]))
+_NO_TURN = "it ended before the model wrote anything"
+_UNTRAINED = "no call of it is trained"
 
 
 @dataclass(eq=False)
 class _Group:
-    """prompt: the first observation, None until all members have theirs; text: as the model reads it."""
+    """said, prompt, text, failure: of members that begin together: their first observations, the one of the group (None until
+    all members have theirs), as the model reads it, and why it cannot. prompt_ids: of the first member that has a prompt, empty
+    until then. without: members that have none and wait for one of their group."""
 
     row: Row
     seed: int
@@ -128,6 +52,9 @@ class _Group:
     said: dict[RolloutKey, Content | Score] = field(default_factory=dict)
     prompt: Content | None = None
     text: str = ""
+    failure: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    without: list[RolloutKey] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -154,7 +81,7 @@ class Episodes:
 
     @property
     def num_opening(self) -> int:
-        """Rollouts that wait for the first observations of their group."""
+        """Rollouts that wait for first observations, their own or others of their group."""
         return len(self._opening)
 
     def begin(self, groups: Iterable[tuple[Row, int, Sequence[Request]]]) -> None:
@@ -163,7 +90,10 @@ class Episodes:
         for group in begun:
             self._episodes |= {key: _Episode(request, group) for key, request in group.requests.items()}
         if self._play is None:
-            self._submit([episode.request for group in begun for episode in self._members(group)])
+            episodes = [self._episodes[key] for group in begun for key in group.requests]
+            for episode in episodes:
+                episode.transcript.begin(Turn(0, 0, "", episode.request.prompt_ids))
+            self._submit([episode.request for episode in episodes])
             return
         for group in begun:
             self._open(group, group.requests)
@@ -205,16 +135,19 @@ class Episodes:
         return [count + self._engine.abort([key]) for key, count in zip(keys, before, strict=True)]
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[tuple[Partial, tuple[int, ...]]]:
-        """As `Engine.partials`, of all there is behind the prompt, and the prompt; not of a row that has begun anew."""
-        of_turn = {key: max(0, count - self._episodes[key].transcript.length) for key, count in known.items()}
+        """As `Engine.partials`, of all behind the prompt, and the prompt; of the chain that is first in the record, while a
+        turn of it is written that is trained on."""
+        of_turn = {key: max(0, count - self._episodes[key].transcript.behind) for key, count in known.items()}
         found = []
         for shown in self._engine.partials(of_turn):
-            episode = self._episodes[shown.key]
-            if episode.transcript.restarted:
+            transcript = self._episodes[shown.key].transcript
+            turn, first = transcript.turns[-1], transcript.first
+            if first is None or not turn.trained or turn.chain != first.chain:
                 continue
-            if episode.transcript.length:
-                shown = replace(shown, token_ids=np.concatenate([episode.transcript.ids, shown.token_ids]))
-            found.append((shown, episode.request.prompt_ids))
+            prompt_ids, behind = transcript.row(turn.chain)
+            if behind:
+                shown = replace(shown, token_ids=np.concatenate([np.array(behind, np.int32), shown.token_ids]))
+            found.append((shown, prompt_ids))
         return found
 
     # -- turns -----------------------------------------------------------------------------------------------------------
@@ -223,101 +156,144 @@ class Episodes:
         if requests:
             self._engine.submit(requests)
 
-    def _took(self, turn: Completion) -> Played | None:
+    def _took(self, completion: Completion) -> Played | None:
         """The model's turn ended."""
-        episode, text = self._episodes[turn.key], self._decode(turn.token_ids.tolist())
-        episode.transcript.add_turn(turn, text)
+        key, ids = completion.key, completion.token_ids.tolist()
+        episode, text = self._episodes[key], self._decode(ids)
+        turn = episode.transcript.end(completion, text)
         if self._play is None or episode.failed is not None:
-            return self._end(turn.key, episode, turn.finish_reason, episode.failed)
-        self._play.pool.reply(turn.key, text)
+            return self._end(key, episode, completion.finish_reason, episode.failed)
+        if not self._play.spec.calls:
+            self._play.pool.reply(key, text)
+            return None
+        num_prompt = len(episode.transcript.chain(turn.chain)[0].ids) + turn.behind
+        reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
+        self._play.pool.reply(key, Reply(text, reason, num_prompt, len(ids)))
         return None
 
     def _observed(self, key: RolloutKey, read: Read, episode: _Episode) -> Played | None:
         assert self._play is not None
-        transcript = episode.transcript
-        if not transcript.turns:
+        transcript, call = episode.transcript, read.call
+        if call is None and not transcript.turns:
             self._opened(key, episode, read.content)
             return None
         try:
-            _, ids, restarts = self._rendered(episode, read.content)
-            if not ids:
-                raise EpisodeError("its observation is empty: the model has nothing to read")
-        except EpisodeError as error:
+            turn = self._next(transcript, read)
+            room = self._room(transcript, turn)
+            if room > 0 and turn.trained and transcript.first is None:
+                self._joins(episode.group, turn.ids if turn.chain == transcript.num_chains else transcript.row(turn.chain)[0])
+        except (EpisodeError, ConfigError) as error:  # the latter of a template that does not take the tools of a call
             self._play.pool.discard([key])
             return self._end(key, episode, "stop", Score(failure=str(error)))
-        room = self._play.max_length - transcript.length - len(ids)
-        if room < 1:
+        if room <= 0:
             self._play.pool.discard([key])
             return self._end(key, episode, "context", self._play.at_limit)
-        transcript.add_answer(Answer(read.content, np.array(ids, np.int32), read.score, restarts))
-        first = episode.request
-        prompt_ids, context = transcript.row(first.prompt_ids)
+        most = room if call is None or call.max_tokens is None else min(room, call.max_tokens)
+        self._begin_turn(key, episode, turn, most, () if call is None else call.stop)
+        return None
+
+    def _next(self, transcript: Transcript, read: Read) -> Turn:
+        """The turn that the model is to write. Raises EpisodeError, and ConfigError for tools that the template leaves out."""
+        assert self._play is not None
+        rendering, call = self._play.rendering, read.call
+        number, trained = (0, True) if call is None else (call.chain, call.trained)
+        past, anew = transcript.conversation(number), transcript.num_chains
+        if not past:
+            assert call is not None
+            if number != (wanted := transcript.num_conversations):
+                raise EpisodeError(f"its call is of chain {number}, and the next one to begin is {wanted}")
+            ids = tuple(rendering.given(call.tools).prompt(read.content, is_foreign=True).ids)
+            if transcript.first is None:
+                self._check_prompt(len(ids), "call")
+            return Turn(number, anew, read.content, ids, call.tools, trained=trained)
+        first, last = past[0], past[-1]
+        if call is not None and call.tools and call.tools != first.tools:
+            raise EpisodeError(f"its call gives chain {number} other tools than those that it began with; begin another chain")
+        rendering = rendering.given(first.tools)
+        if rendering.splits(first.content):
+            answers = [*(turn.content for turn in past[1:]), read.content]
+            prompt_ids, behind = transcript.row(last.chain)
+            said = list(zip((turn.text for turn in past), answers, strict=True))
+            _, found, restarts = rendering.whole(first.content, said, [*prompt_ids, *behind])
+        else:
+            assert last.wrote is not None
+            _, found, restarts = rendering.observation(first.content, read.content, last.wrote.token_ids.tolist())
+        if not found:
+            raise EpisodeError("its observation is empty: the model has nothing to read")
+        return Turn(number, anew if restarts else last.chain, read.content, tuple(found), first.tools, read.score, trained)
+
+    def _room(self, transcript: Transcript, turn: Turn) -> int:
+        """Tokens that this turn may have; 0 or fewer: none."""
+        assert self._play is not None
+        if not transcript.conversation(turn.conversation) and len(turn.ids) > self._play.max_prompt_length:
+            return 0
+        return self._play.max_length - transcript.length - (len(turn.ids) if transcript.turns else 0)
+
+    def _begin_turn(
+        self, key: RolloutKey, episode: _Episode, turn: Turn, max_tokens: float = math.inf, stop: Sequence[str] = ()
+    ) -> None:
+        assert self._play is not None
+        first, number = episode.request, len(episode.transcript.turns)
+        prompt_ids, context = episode.transcript.begin(turn)
+        self._opening.discard(key)
         following = replace(
             first,
             prompt_ids=prompt_ids,
             context=context,
-            max_new_tokens=min(first.max_new_tokens, room),
-            seed=turn_seed(first.seed, len(episode.transcript.turns)),
-            hold=self._play.goes_on(len(transcript.turns)),
+            max_new_tokens=int(min(first.max_new_tokens, max_tokens)),
+            seed=turn_seed(first.seed, number),
+            stop=tuple(dict.fromkeys((*first.stop, *stop))),
+            hold=episode.failed is None and self._play.goes_on(number),
         )
         self._beginning.append(following)
-        return None
-
-    def _rendered(self, episode: _Episode, content: Content) -> Rendered:
-        """What the model is to read, behind its last turn or instead of all before it. Raises EpisodeError."""
-        assert self._play is not None and episode.group.prompt is not None
-        prompt, rendering, transcript = episode.group.prompt, self._play.rendering, episode.transcript
-        if rendering.splits(prompt):
-            read = [*(answer.content for answer in transcript.answers), content]
-            prompt_ids, context = transcript.row(episode.request.prompt_ids)
-            return rendering.whole(prompt, list(zip(transcript.texts, read, strict=True)), [*prompt_ids, *context])
-        return rendering.observation(prompt, content, transcript.turns[-1].token_ids.tolist())
 
     def _ended(self, key: RolloutKey, end: End, episode: _Episode) -> Played | None:
         assert self._play is not None
-        if not episode.transcript.turns:
-            self._opened(key, episode, end.score or Score(failure="it ended before the model wrote anything"))
+        turns = episode.transcript.turns
+        if not turns and not self._play.spec.calls:
+            self._opened(key, episode, end.score or Score(failure=_NO_TURN))
             return None
         if end.reason == "max_turns":
             return self._end(key, episode, "max_turns", end.score or self._play.at_limit)
-        return self._end(key, episode, episode.transcript.turns[-1].finish_reason, end.score)
+        wrote = turns[-1].wrote if turns else None
+        return self._end(key, episode, "stop" if wrote is None else wrote.finish_reason, end.score)
 
     def _again(self, key: RolloutKey, episode: _Episode) -> None:
         """Its process ended, and the environment with it: the same from the beginning."""
         self._beginning = [request for request in self._beginning if request.key != key]
         self._engine.abort([key])
+        episode.group.said.pop(key, None)
         episode.transcript, episode.steps = Transcript(), []
         self._open(episode.group, [key])
 
-    def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played:
+    def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played | None:
+        transcript = episode.transcript
+        if transcript.first is None:
+            is_failed = score is not None and score.failure is not None
+            failure = _UNTRAINED if transcript.turns else _NO_TURN
+            self._without_prompt(key, episode, score if is_failed and score is not None else Score(failure=failure))
+            return None
         del self._episodes[key]
         if self._play is not None:
             self._over.append(key)  # what is held for a turn that will not come
-        transcript, prompt = episode.transcript, episode.group.prompt or ""
-        completion, turns = transcript.completion(key, reason), tuple(transcript.texts)
-        read = tuple(answer.content for answer in transcript.answers)
-        said = () if self._play is None else conversation(prompt, zip(turns, [*read, None], strict=True))
+        completion = transcript.completion(key, reason)
+        said, prompt = ((), "") if self._play is None else transcript.messages()
         return Played(
             completion,
-            episode.request.prompt_ids,
-            turns[0] if len(turns) == 1 else self._text(completion, transcript.answers),
-            turns,
+            transcript.recorded()[0][0].ids,
+            transcript.text(completion, self._decode),
+            tuple(turn.text for turn in transcript.turns),
             prompt=episode.group.text,
-            read=read,
+            anew=tuple(row[0].content for row in transcript.recorded()[1:]),
             messages=said,
             num_prompt=len(as_messages(prompt)),
             is_chat=self._play is not None and self._play.rendering.is_chat(prompt),
             score=score,
-            turn_scores=tuple(answer.score for answer in transcript.answers),
+            turn_scores=tuple(turn.score for turn in transcript.turns[1:]),
             steps=tuple(episode.steps),
+            last=max(number for number, turn in enumerate(transcript.turns) if turn.trained),
+            num_sampled=transcript.num_sampled,
         )
-
-    def _text(self, completion: Completion, answers: Sequence[Answer]) -> str:
-        """For people: where a row begins anew, the answer there, and not the conversation once more."""
-        ids, (first, *anew) = completion.token_ids.tolist(), pieces(completion.spans)
-        said = [as_text(answer.content) for answer in answers if answer.restarts]
-        further = [self._decode(ids[piece.start + piece.num_prompt : piece.stop]) for piece in anew]
-        return self._decode(ids[: first.stop]) + "".join(f"\n{one}\n{other}" for one, other in zip(said, further, strict=True))
 
     # -- the prompt ------------------------------------------------------------------------------------------------------
 
@@ -327,8 +303,13 @@ class Episodes:
             self._opening.add(key)
             self._play.pool.begin(key, {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed})
 
-    def _members(self, group: _Group) -> list[_Episode]:
-        return [self._episodes[key] for key in group.requests]
+    def _joins(self, group: _Group, prompt_ids: tuple[int, ...]) -> None:
+        """What stands before the first trained turn of a member that begins by itself. Raises EpisodeError."""
+        if group.prompt_ids and prompt_ids[0] != group.prompt_ids[0]:
+            raise EpisodeError("its first prompt shares no token with that of its group: let the row decide how it begins")
+        if not group.prompt_ids:
+            group.prompt_ids = prompt_ids
+            self._begin_without(group)
 
     def _opened(self, key: RolloutKey, episode: _Episode, said: Content | Score) -> None:
         """A member has its first observation; with the last of its group all of them begin."""
@@ -337,37 +318,52 @@ class Episodes:
         if group.prompt is not None:  # it was begun again, the others are on their way
             self._begin_turns(group, [key])
         elif len(group.said) == len(group.requests):
+            group.prompt = next((said for said in group.said.values() if not isinstance(said, Score)), "")
+            self._render_prompt(group, group.prompt)
             self._begin_turns(group, list(group.requests))
 
     def _begin_turns(self, group: _Group, keys: Sequence[RolloutKey]) -> None:
-        assert self._play is not None
-        if group.prompt is None:
-            group.prompt = next((said for said in group.said.values() if not isinstance(said, Score)), "")
-        self._opening.difference_update(keys)
-        ids, failure = self._rendered_prompt(group)
         for key in keys:
             episode, said = self._episodes[key], group.said[key]
-            if isinstance(said, Score):
-                episode.failed = said
-            elif said != group.prompt:
-                episode.failed = Score(failure="its first observation differs from that of its group: let the row decide it")
-            elif failure:
-                episode.failed = Score(failure=failure)
-            episode.request = replace(episode.request, prompt_ids=ids or episode.request.prompt_ids)
-            if episode.failed is not None:
-                self._play.pool.discard([key])
-                self._beginning.append(replace(episode.request, max_new_tokens=1))
-            else:
-                self._beginning.append(replace(episode.request, hold=self._play.goes_on(0)))
+            if said == group.prompt and not group.failure:
+                self._begin_turn(key, episode, Turn(0, 0, group.prompt, group.prompt_ids))
+                continue
+            differs = "its first observation differs from that of its group: let the row decide it"
+            failure = Score(failure=group.failure if said == group.prompt else differs)
+            self._without_prompt(key, episode, said if isinstance(said, Score) else failure)
 
-    def _rendered_prompt(self, group: _Group) -> tuple[tuple[int, ...], str]:
-        """Tokens of the group's prompt, or none and the reason."""
-        assert self._play is not None and group.prompt is not None
+    def _without_prompt(self, key: RolloutKey, episode: _Episode, score: Score) -> None:
+        """Nothing of this member is trained on: it is sampled behind a prompt of its group, once one has it or none will."""
+        assert self._play is not None
+        self._play.pool.discard([key])
+        self._engine.abort([key])
+        self._opening.add(key)
+        episode.failed, episode.transcript = score, Transcript()
+        group = episode.group
+        group.without.append(key)
+        if group.prompt_ids or len(group.without) == len(group.requests):
+            self._begin_without(group)
+
+    def _begin_without(self, group: _Group) -> None:
+        for key in group.without:
+            episode = self._episodes[key]
+            prompt_ids = group.prompt_ids or episode.request.prompt_ids
+            self._begin_turn(key, episode, Turn(0, 0, group.prompt or "", prompt_ids), 1)
+        group.without = []
+
+    def _render_prompt(self, group: _Group, content: Content) -> None:
+        """The tokens of the group's prompt, or none and the reason."""
+        assert self._play is not None
         try:
-            text, ids, _ = self._play.rendering.prompt(group.prompt)
+            group.text, ids, _ = self._play.rendering.prompt(content)
+            self._check_prompt(len(ids), "observation")
         except EpisodeError as error:
-            return (), str(error)
-        if len(ids) > self._play.max_prompt_length:
-            return (), f"its first observation has {len(ids)} tokens, the limit is {self._play.max_prompt_length}"
-        group.text = text
-        return tuple(ids), ""
+            group.text, group.failure = "", str(error)
+        else:
+            group.prompt_ids = tuple(ids)
+
+    def _check_prompt(self, length: int, what: str) -> None:
+        """Raises EpisodeError for a first prompt that is too long."""
+        assert self._play is not None
+        if length > self._play.max_prompt_length:
+            raise EpisodeError(f"its first {what} has {length} tokens, the limit is {self._play.max_prompt_length}")

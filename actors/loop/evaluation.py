@@ -67,9 +67,11 @@ def judge(
     """Generate and score these groups, by their numbers. place: of a completion in what rewards receive. progress: called when
     completions have been scored: how many, and of how many.
 
-    Raises DeadlineError when neither a score nor an environment's answer arrives for `_PATIENCE_S` after generation has ended.
+    Raises DeadlineError when neither a score nor an environment's answer arrives for `_PATIENCE_S`, and as long as one step may
+    take, after generation has ended.
     """
     count, play = sum(len(requests) for _, _, requests in begun.values()), work.play
+    patience_s = _PATIENCE_S + (0.0 if play is None else play.spec.timeout_s)
     episodes = Episodes(engine, work.decode, play)
     episodes.begin((row, environment_seed(work.seed, number), requests) for number, (row, _, requests) in begun.items())
     ended: dict[RolloutKey, Played] = {}
@@ -80,7 +82,7 @@ def judge(
         for played in now_ended:
             completion, key = played.completion, played.completion.key
             ended[key] = played
-            fields = fields_of(begun[key.group][0], played.prompt_ids, completion, played.turns[-1], work.template)
+            fields = fields_of(begun[key.group][0], played.prompt_ids, completion, played.answer, work.template)
             scoring.submit(key, fields | played.fields, place(key))
         if scored := scoring.poll():
             for each in scored:
@@ -90,8 +92,8 @@ def judge(
             progress(len(found), count)
         if scored or now_ended or engine.num_unfinished:
             last_event = time.monotonic()
-        elif time.monotonic() - last_event > _PATIENCE_S:
-            raise DeadlineError(f"waited {_PATIENCE_S:.0f} s for scores of {count - len(found)} completions")
+        elif time.monotonic() - last_event > patience_s:
+            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {count - len(found)} completions")
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
     return found

@@ -113,11 +113,12 @@ class Work:
 class Played:
     """A rollout that has ended.
 
-    completion: all of it, observations included; text: of that, and where a row began anew of the observation there.
-    prompt, prompt_ids: the first observation, or the row's ids and no text. turns: what the model wrote. read: what
-    the environment gave between them. messages: the conversation, is_chat: as such; num_prompt: of them before the first
-    turn. score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began,
-    ended) in seconds since the epoch.
+    completion: all that goes into the record, observations included; text: of that, and where a row began anew of the
+    observation there. prompt, prompt_ids: the first observation, or the row's ids and no text; of an agent no text. turns: what
+    the model wrote, in time; last: the last of them that is trained on. num_sampled: tokens of all. anew: what was read where a
+    row began anew. messages: the conversation of the last turn, is_chat: as such; num_prompt: of them before the first turn.
+    score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended)
+    in seconds since the epoch.
     """
 
     completion: Completion
@@ -125,13 +126,20 @@ class Played:
     text: str
     turns: tuple[str, ...]
     prompt: str = ""
-    read: tuple[Content, ...] = ()
+    anew: tuple[Content, ...] = ()
     messages: Sequence[Message] = ()
     num_prompt: int = 0
     is_chat: bool = True
     score: Score | None = None
     turn_scores: tuple[float | None, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()
+    last: int = -1
+    num_sampled: int = 0
+
+    @property
+    def answer(self) -> str:
+        """What rewards are given as the completion."""
+        return self.turns[self.last]
 
     @property
     def fields(self) -> dict[str, Any]:

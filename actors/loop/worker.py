@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,13 +22,14 @@ import numpy as np
 from async_rlhf.actors.engine import Engine, RolloutKey
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
-from async_rlhf.actors.loop.work import Play, Played, Work
+from async_rlhf.actors.loop.rollouts import behind_one_prompt, rollout_of
+from async_rlhf.actors.loop.work import Played, Work
 from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
-from async_rlhf.buffers.record import Group, Rollout, Score, sampled
+from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, pack, pack_ahead
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
@@ -251,10 +252,10 @@ class Worker:
         self._shown.pop(key, None)
         group = self._open[key.group]
         group.played[key.member] = played, StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
-        self._count["tokens_total"] += len(completion.logprobs)
+        self._count["tokens_total"] += played.num_sampled
         self._count["completions_total"] += 1
         place = Place(key[:2], key.member, self._group_size)
-        fields = fields_of(group.row, played.prompt_ids, completion, played.turns[-1], self._work.template)
+        fields = fields_of(group.row, played.prompt_ids, completion, played.answer, self._work.template)
         self._scoring.submit(key, fields | played.fields, place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
@@ -272,19 +273,25 @@ class Worker:
             self._count["groups_total"] += 1
             self._account(number, [_length(each) for each, _ in group.played.values()])
             refill, scores = self._work.refill, [rollout.scores for rollout in group.rollouts.values()]
-            self._client.put(
-                Group(
-                    number=number,
-                    attempt=group.attempt,
-                    prompt_ids=np.array(played.prompt_ids, np.int32),
-                    rollouts=tuple(group.rollouts[member] for member in range(self._group_size)),
-                    sampling=self._work.generation.sampling,
-                    actor=self._name,
-                    prompt=played.prompt or group.prompt,
-                    columns=group.row.columns,
-                ),
-                constant=refill is not None and refill.of(group.row.columns).is_constant(scores),
-            )
+            constant = refill is not None and refill.of(group.row.columns).is_constant(scores)
+            self._client.put(self._record(number, group), constant=constant)
+
+    def _record(self, number: int, group: _Open) -> Group:
+        members = range(self._group_size)
+        prompts = [group.played[member][0].prompt_ids for member in members]
+        own = [group.rollouts[member] for member in members]
+        prompt_ids, rollouts = behind_one_prompt(prompts, own, self._work.decode)
+        is_agent = self._work.play is not None and self._work.play.spec.calls
+        return Group(
+            number=number,
+            attempt=group.attempt,
+            prompt_ids=prompt_ids,
+            rollouts=rollouts,
+            sampling=self._work.generation.sampling,
+            actor=self._name,
+            prompt=group.played[0][0].prompt or (self._work.decode(prompt_ids.tolist()) if is_agent else group.prompt),
+            columns=group.row.columns,
+        )
 
     def _environment_stage(self, played: Played) -> dict[str, StageTime]:
         """The steps of the environment as one stage: what they took, and what of it was hidden behind decoding."""
@@ -351,23 +358,4 @@ class Worker:
 
 
 def _length(played: Played) -> Length:
-    return len(played.completion.logprobs), len(played.turns)
-
-
-def rollout_of(played: Played, scored: Scored[RolloutKey], play: Play | None, timings: Mapping[str, float]) -> Rollout:
-    """What goes into the record of a rollout that has been judged."""
-    completion, reference = played.completion, scored.reference
-    if reference is not None and len(reference) > len(completion.logprobs):
-        reference = reference[sampled(completion.spans)]
-    return Rollout(
-        completion_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        spans=completion.spans,
-        finish_reason=completion.finish_reason,
-        scores=scored.scores if play is None else {**scored.scores, play.name: played.score or Score()},
-        text=played.text,
-        timings=timings,
-        sampling_mask=completion.sampling_mask,
-        reference=reference,
-        turn_scores=() if all(score is None for score in played.turn_scores) else played.turn_scores,
-    )
+    return played.num_sampled, len(played.turns)

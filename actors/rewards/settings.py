@@ -23,7 +23,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Declared = TypeVar("Declared")
 Parameters = ParamSpec("Parameters")
 
-SETTINGS = "__async_rlhf_settings__"
+SETTINGS, GIVEN = "__async_rlhf_settings__", "__async_rlhf_given__"
 
 
 class Decorator(Protocol[Parameters]):
@@ -48,6 +48,7 @@ def declares(declaration: Callable[Parameters, Any]) -> Callable[[Callable[..., 
 
             def mark(marked: Decorated) -> Decorated:
                 setattr(marked, SETTINGS, make(**settings))
+                setattr(marked, GIVEN, settings)
                 return marked
 
             return mark if function is None else mark(function)

@@ -12,7 +12,7 @@ sends once more what it has answered, and names what it does not know. A step is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -30,15 +30,25 @@ Id = Annotated[int, Field(ge=0, lt=NUM_IDS)]
 class Describe(message.Message): ...
 
 
+class ReplyFields(MessageBase):
+    """A `Reply` but for its text."""
+
+    finish_reason: Literal["stop", "length"]
+    num_prompt: Count
+    num_tokens: Count
+
+
 class Step(message.Message):
     """The first of a session has members: the completions of a call, or the fields of an episode; each other what the model
-    wrote in its turn. stage: which reward, "" for the only one. tokens: expected cost. stream: of one that was shown."""
+    wrote in its turn, with the reply where it was called. stage: which reward, "" for the only one. tokens: expected cost.
+    stream: of one that was shown."""
 
     id: Id
     turn: Count = 0
     stage: str = ""
     members: list[dict[str, Any]] = Field(default_factory=list)
     text: str | None = None
+    reply: ReplyFields | None = None
     tokens: Count = 0
     stream: Id | None = None
 
@@ -72,6 +82,7 @@ class EnvironmentFields(MessageBase):
     timeout_s: float
     episode_timeout_s: float | None
     at_limit: float | None
+    calls: bool
     required: Annotated[list[str], Field(strict=False)]
     fields: Annotated[list[str], Field(strict=False)] | None
     tools: Annotated[list[dict[str, Any]], Field(strict=False)]
@@ -99,14 +110,25 @@ class AnswerFields(MessageBase):
     logprobs: bytes | None
 
 
+class CallFields(MessageBase):
+    """A `Call` but for its messages."""
+
+    chain: Count
+    tools: Annotated[list[dict[str, Any]], Field(strict=False)]
+    max_tokens: Annotated[int, Field(ge=1)] | None
+    stop: Annotated[list[str], Field(strict=False)]
+    trained: bool
+
+
 class Stepped(message.Message):
-    """What the model reads next, and a score for its turn; or, without content, the end of the session and its answers: of a
-    call one for each member or one for all, of an episode that of its score if it has one."""
+    """What the model reads next, with a score for its turn or the call that it is of; or, without content, the end of the
+    session and its answers: of a reward one for each member or one for all, of an episode that of its score if it has one."""
 
     id: Id
     turn: Count
     content: str | list[dict[str, Any]] | None = None
     score: float | None = None
+    call: CallFields | None = None
     answers: list[AnswerFields] = Field(default_factory=list)
 
 

@@ -102,8 +102,8 @@ class WorkerPool:
             return
         self._act(partial(self._begin, id, _Session(key, timeout_s, packed, len(packed))))
 
-    def reply(self, id: int, text: str) -> None:
-        self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, text))))
+    def reply(self, id: int, sent: Any) -> None:
+        self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, sent))))
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._act(partial(self._discard, ids, keys))

@@ -105,7 +105,7 @@ class Session(Protocol):
     timeout_s: float
     whole_timeout_s: float | None
 
-    def step(self, sent: str | None) -> asyncio.Future[Any]:
+    def step(self, sent: Any) -> asyncio.Future[Any]:
         """What came of it, which raises nothing but MemoryError: its process is to be replaced. sent: what the model wrote,
         None at first."""
         ...
@@ -194,7 +194,7 @@ class _Running:
         self.id, self.session = id, session
         limit_s = session.whole_timeout_s
         self.ends_at = float("inf") if limit_s is None else time.monotonic() + limit_s
-        self.reply: asyncio.Future[str | None] | None = None
+        self.reply: asyncio.Future[Any] | None = None
         self.step: asyncio.Future[Any] | None = None
         self.is_closed = self.is_stuck = self.retires = False
 
@@ -277,7 +277,7 @@ class _Loop:
         del self._running[id]
         self._connection.send(Closed(id, failure, running.is_stuck or running.retires))
 
-    async def _step(self, running: _Running, sent: str | None) -> Came:
+    async def _step(self, running: _Running, sent: Any) -> Came:
         session, result = running.session, None
         await self._places.acquire()
         began, left_s = time.time(), running.ends_at - time.monotonic()

@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Generator
+from contextvars import ContextVar
 from multiprocessing import util
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
@@ -73,12 +74,14 @@ class LoopWatchdog:
 
 
 class Watched:
-    """Awaits what is awaited of a user's and records when it runs; tasks that it starts itself are not seen."""
+    """Awaits what is awaited of a user's and records when it runs; of the tasks that it starts itself those are seen that await
+    what is `watched`."""
 
     def __init__(self, awaited: Awaitable[Any], watchdog: LoopWatchdog, id: int) -> None:
         self._awaited, self._watchdog, self._id = awaited, watchdog, id
 
     def __await__(self) -> Generator[Any, Any, Any]:
+        _WATCHED.set((self._watchdog, self._id))
         steps = self._awaited.__await__()
         sent: Any = None
         thrown: BaseException | None = None
@@ -95,3 +98,12 @@ class Watched:
                 sent = yield waits_for
             except BaseException as error:  # noqa: BLE001  handed on to the coroutine, cancellation included
                 thrown = error
+
+
+_WATCHED: ContextVar[tuple[LoopWatchdog, int] | None] = ContextVar("watched", default=None)
+
+
+def watched(awaited: Awaitable[Any]) -> Awaitable[Any]:
+    """In a task that what is watched has started: the same is recorded of it."""
+    found = _WATCHED.get()
+    return awaited if found is None else Watched(awaited, *found)

@@ -56,6 +56,25 @@ def serve_environment(
     _serve(spec.name, EnvironmentServer(spec, config, address, keys))
 
 
+@command(serve, "sessions")
+def serve_sessions(
+    address: Address,
+    port: Annotated[int, typer.Option(help="Of http://127.0.0.1, where harnesses start sessions and agents ask the model.")],
+    key_file: Annotated[Path, typer.Option(help="The harnesses' key; a new one where there is no such file.")],
+    keys: Keys = None,
+    overrides: Overrides = None,
+) -> None:
+    """Let harnesses elsewhere play the episodes of a run, whose environment is `remote:ADDRESS`. Ctrl-C ends it. --set takes
+    keys of [environment]."""
+    from async_rlhf.actors.agents.harness import serve_harnesses
+    from async_rlhf.run.config import parse_settings
+
+    given = parse_settings(("environment",), overrides or [])["environment"]
+    server, origin = serve_harnesses(address, port, key_file, keys, given)
+    typer.echo(f"harnesses start sessions at {origin}, with the key in {key_file}")
+    _serve("sessions", server)
+
+
 def _serve(name: str, server: Any) -> None:
     """Until SIGINT or SIGTERM; then say what it has answered."""
     for number in (signal.SIGINT, signal.SIGTERM):

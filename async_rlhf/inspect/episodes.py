@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typer import style
 
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.environments import Content, EnvironmentSpec
+from async_rlhf.actors.environments import Content, EnvironmentSpec, Reply
 from async_rlhf.actors.environments.pool import EpisodePool, Event
 from async_rlhf.actors.environments.yields import End
 from async_rlhf.actors.prompts import Row, environment_seed
@@ -119,7 +119,7 @@ def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.E
             pool.discard([number])
             return Trial(number, parts, "left", None, seconds)
         parts.append(Part("model", text))
-        pool.reply(number, text)
+        pool.reply(number, text if came.call is None else Reply(text, "stop", 0, 0))
 
 
 def _next(pool: EpisodePool[int], bell: threading.Event) -> Event[int]:
@@ -181,20 +181,21 @@ def with_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> lis
 def _parts(
     played: Played, decode: Callable[[Sequence[int]], str], in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]]
 ) -> list[Part]:
-    """What was read and written, one after the other; of a row that begins anew what the environment sent, not all of it."""
+    """What was read and written, one after the other as in the record; of a row that begins anew what the environment sent, not
+    all of it."""
 
     def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
         return Part(who, decode(ids), pieces=in_pieces(ids))
 
-    completion, sent = played.completion, iter(played.read)
+    completion, anew = played.completion, iter(played.anew)
     parts, at = [part("environment", played.prompt_ids)], 0
     for is_turn, spans in groupby(completion.spans, key=lambda span: span.version is not None):
         own = list(spans)
         count = sum(span.num_tokens for span in own)
-        ids, content = completion.token_ids[at : at + count].tolist(), None if is_turn else next(sent)
+        ids = completion.token_ids[at : at + count].tolist()
         at += count
-        if content is not None and own[0].restarts:
-            parts.append(Part("environment", content, anew=count))
+        if own[0].restarts:
+            parts.append(Part("environment", next(anew), anew=count))
         else:
             parts.append(part("model" if is_turn else "environment", ids))
     return parts

@@ -152,7 +152,10 @@ def _environment_spec(environment: Function, config: Config, columns: AbstractSe
         )
     if settings.tools:
         raise ConfigError(f"@environment(tools=...): {own}, and the model would not be shown its tools; {_FILE}")
-    return environment_in_process(name, environment, config.environment.options, config.environment.given, columns)
+    spec = environment_in_process(name, environment, config.environment.options, config.environment.given, columns)
+    if spec.calls:
+        raise ConfigError(f"environment: {own}, and such a one makes no Calls; {_FILE}")
+    return spec
 
 
 def _environment_name(environment: Function) -> str:

@@ -102,7 +102,8 @@ class GroupSchema:
     What the learner could not read, or would train on wrongly, must not enter: a batch is given again as it was, so one such
     group would end the learner at every start.
     vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all behind a prompt.
-    environment: whether there is one, whose observations may stand between turns. splits: whether they may begin a row anew."""
+    environment: whether there is one, whose observations may stand between turns. splits: whether they may begin a row anew.
+    calls: whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's."""
 
     group_size: int
     vocabulary: int
@@ -112,6 +113,7 @@ class GroupSchema:
     sampling: Sampling
     environment: bool = False
     splits: bool = False
+    calls: bool = False
 
     def check(self, header: GroupHeader, ids: Int32Array) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
@@ -122,9 +124,13 @@ class GroupSchema:
         ):
             if value != wanted:
                 raise _not_of_run(header.number, f"{name}: {_shown(value)}; this run's: {_shown(wanted)}")
+        # What of a member's prompt is not the group's stands at the head of its completion.
+        beyond = self.max_prompt_length - header.num_prompt_tokens
+        begins_read = [spans[0][0] is None for spans in header.spans]
+        longest = max(count - is_read * beyond for count, is_read in zip(header.num_tokens, begins_read, strict=True))
         for name, value, most in (
             ("prompt tokens", header.num_prompt_tokens, self.max_prompt_length),
-            ("tokens of a completion", max(header.num_tokens), self.max_completion_length),
+            ("tokens of a completion", longest, self.max_completion_length),
             ("largest token id", int(ids.max()), self.vocabulary - 1),
         ):
             if value > most:
@@ -132,8 +138,10 @@ class GroupSchema:
 
         if not self.environment and any(version is None for spans in header.spans for version, *_ in spans):
             raise _not_of_run(header.number, "tokens that were not sampled; this run has no environment")
-        if not self.splits and any(header.restarts):
+        if not (self.splits or self.calls) and any(header.restarts):
             raise _not_of_run(header.number, "a row that begins anew; this run has environment.render other than 'split'")
+        if not self.calls and any(begins_read):
+            raise _not_of_run(header.number, "a completion that begins with what was read; this run has no agent")
 
     def check_supports(self, group: Group) -> None:
         """The tokens that others were chosen among exist. Raises WireError (`schema`)."""
@@ -229,8 +237,8 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
         lengths = [span[1] for span in spans]
         if sum(lengths) != num_tokens or min(lengths) < 1:
             raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
-        if spans[0][0] is None or spans[-1][0] is None:
-            raise _wrong(header, "spans", f"the first and the last token must be sampled ones, got {spans[:8]}")
+        if spans[-1][0] is None:
+            raise _wrong(header, "spans", f"the last token must be a sampled one, got {spans[:8]}")
     wanted = [4 * sum(lengths) for lengths in _lengths(header)]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header has {wanted}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey, load_engine
 from async_rlhf.actors.loop.evaluation import judge
-from async_rlhf.actors.loop.worker import rollout_of
+from async_rlhf.actors.loop.rollouts import rollout_of
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained

@@ -32,7 +32,7 @@ from async_rlhf.launch.forked import adopt_orphans
 
 # By name, in the order in which they run: the module here that has a function of this name.
 PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "pipeline": "pipeline",
-         "weights": "weights", "publication": "weights", "growth": "growth"}  # fmt: skip
+         "weights": "weights", "publication": "weights", "growth": "growth", "agents": "agents"}  # fmt: skip
 # Seconds after which a part is ended: several times what it takes on a quiet machine.
 LIMIT_S = 1500.0
 # Exit codes of a part whose package is not installed, and of one that has no load of the name that is given.
@@ -65,7 +65,7 @@ def main(
         Path | None, typer.Option(help="Results file, instead of runs/bench/DATE.json, which several parts have.")
     ] = None,
 ) -> None:
-    """Measure ratios side by side: engine, queue, learner, pipeline and weights, each beside what it replaces."""
+    """Measure ratios side by side: engine, queue, learner, pipeline, weights and agents, each beside what it replaces."""
     if unknown := set(parts or ()) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     given = {"--turns": turns, "--load": load, "--model": model, "--dtype": dtype, "--slots": slots}

@@ -37,6 +37,8 @@ class Piece(NamedTuple):
 
 Episode = list[Piece]
 
+# An agent's messages are what the episodes here consist of.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 # Shares of the episodes with the calculator that call it: at first, to learn what to do with it, and at the end, as a habit.
 CALLS, CALLS_AT_THE_END = 0.6, 0.1
 # Of those, the share that then writes another number.
@@ -120,6 +122,7 @@ def main(
     config = WarmStart(batch=64, updates=updates, threads=threads)
     torch.set_num_threads(config.threads)
     tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
     model = make_model(tokenizer, config.seed)
     started = time.monotonic()
 

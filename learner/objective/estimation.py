@@ -239,18 +239,21 @@ def _from_tokens(
     config: AdvantageConfig,
     loss: LossConfig,
 ) -> dict[int, TokenTargets]:
-    """By index: a completion's reward stands at its last token, less what each token costs."""
+    """By index: a completion's reward stands at its last token, less what each token costs; of one of several pieces at the
+    last token of each, so that the length of one discounts nothing in another."""
     rewards, values, log_ratios = list[Float32Array](), list[Float32Array](), list[Float32Array]()
+    lengths: list[list[int]] = []
     for index, reward in counting.items():
         seen, rollout = evaluated.get(index), rollouts[index]
         rewards.append(-_costs(seen, loss) if loss.kl_in_reward else np.zeros(rollout.num_tokens, np.float32))
-        rewards[-1][-1] += reward
+        lengths.append(rollout.piece_lengths)
+        rewards[-1][np.cumsum(lengths[-1]) - 1] += reward
         if config.needs_critic:
             if seen is None or seen.value is None:
                 raise ValueError(f"advantage.kind = {config.kind!r} needs a critic's values")
             values.append(seen.value)
             log_ratios.append(seen.logp_proximal - rollout.logprobs)
-    return dict(zip(counting, token_estimates(rewards, config, values, log_ratios), strict=True))
+    return dict(zip(counting, token_estimates(rewards, config, values, log_ratios, lengths), strict=True))
 
 
 def token_estimates(
@@ -258,14 +261,17 @@ def token_estimates(
     config: AdvantageConfig,
     values: Sequence[Float32Array] = (),
     log_ratios: Sequence[Float32Array] = (),
+    lengths: Sequence[Sequence[int]] | None = None,
 ) -> list[TokenTargets]:
     """Advantages of each completion, and with a critic, scaled over the batch as configured, with the returns that it is fitted
-    to: from the reward and the critic's value at each token, and the log-ratio proximal / behaviour there; float32 [T]."""
+    to: from the reward and the critic's value at each token, and the log-ratio proximal / behaviour there; float32 [T].
+    lengths: of the pieces of each, over which nothing passes; None: one each."""
     if not rewards:
         return []
     ends = np.cumsum([len(each) for each in rewards])
     end_N = np.zeros(ends[-1], np.bool_)
     end_N[ends - 1] = True
+    end_N[np.cumsum([*chain.from_iterable(lengths or ())], dtype=np.int64) - 1] = True
     critics = [np.concatenate(each) for each in (values, log_ratios)] if config.needs_critic else []
     found = _estimator(config)(np.concatenate(rewards), *critics, end_N)
     advantage_N, return_N = found if config.needs_critic else (found, None)

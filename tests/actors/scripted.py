@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +11,21 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
-from async_rlhf.actors.environments import Content, EnvironmentSpec
+from async_rlhf.actors.environments import Call, Content, EnvironmentSpec, Message, Reply
 from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
-from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.actors.environments.yields import End, Read, read_yield
 from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.rollouts import behind_one_prompt
 from async_rlhf.actors.loop.work import Play, Played
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.record import Score, Span
+from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
+from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.learner.config import LearnerConfig
+from async_rlhf.learner.model.policy import Policy
 from tests.actors.vllm_model import raw_weights
 
 ROW = Row("row", {"answer": "4"})
@@ -71,7 +76,7 @@ class ScriptedPool:
     def __init__(self) -> None:
         self.begun: list[tuple[RolloutKey, Mapping[str, Any]]] = []
         self.live: set[RolloutKey] = set()
-        self.replies: list[tuple[RolloutKey, str]] = []
+        self.replies: list[tuple[RolloutKey, str | Reply]] = []
         self.events: list[Event[RolloutKey]] = []
         self.counters = EpisodeCounters()
 
@@ -80,9 +85,9 @@ class ScriptedPool:
         self.begun.append((key, fields))
         self.live.add(key)
 
-    def reply(self, key: RolloutKey, text: str) -> None:
+    def reply(self, key: RolloutKey, sent: str | Reply) -> None:
         assert key in self.live
-        self.replies.append((key, text))
+        self.replies.append((key, sent))
 
     def num_turns(self, key: RolloutKey) -> int:
         return 1 + sum(replied == key for replied, _ in self.replies)
@@ -100,6 +105,11 @@ class ScriptedPool:
     def says(self, key: RolloutKey, content: Content, score: float | None = None) -> None:
         self.events.append(Event(key, Read(content, score), 1.0, 2.0))
 
+    def calls(self, key: RolloutKey, chain: int, text: str, **more: Any) -> None:
+        """An agent's call with one message."""
+        asked: list[Message] = [{"role": "user", "content": text}]
+        self.events.append(Event(key, Read(asked, call=Call(chain, asked, **more)), 1.0, 2.0))
+
     def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored") -> None:
         self.events.append(Event(key, End(reason, score), 2.0, 3.0))
 
@@ -115,13 +125,34 @@ class Talker(ScriptedPool):
         super().begin(key, fields)
         self.says(key, "go")
 
-    def reply(self, key: RolloutKey, text: str) -> None:
-        super().reply(key, text)
+    def reply(self, key: RolloutKey, sent: str | Reply) -> None:
+        super().reply(key, sent)
         at = self.num_turns(key) - 2
         if at < len(self._answers):
             self.says(key, self._answers[at], 0.5)
         else:
             self.ends(key)
+
+
+class Agency(ScriptedPool):
+    """Agents in this process: generators of Calls, made of the number of the member."""
+
+    def __init__(self, function: Callable[[int], Generator[Any, Any, None]]) -> None:
+        super().__init__()
+        self._function = function
+        self._agents: dict[RolloutKey, Generator[Any, Any, None]] = {}
+
+    def begin(self, key: RolloutKey, fields: Mapping[str, Any]) -> None:
+        super().begin(key, fields)
+        self._agents[key] = self._function(key.member)
+        self._yielded(key, next(self._agents[key]), 0)
+
+    def reply(self, key: RolloutKey, sent: str | Reply) -> None:
+        super().reply(key, sent)
+        self._yielded(key, self._agents[key].send(sent), self.num_turns(key) - 1)
+
+    def _yielded(self, key: RolloutKey, value: Any, turns: int) -> None:
+        self.events.append(Event(key, read_yield(value, turns, 1000, calls=True), 1.0, 2.0))
 
 
 class Characters:
@@ -131,12 +162,16 @@ class Characters:
         self._vocabulary = vocabulary
 
     def _encode(self, content: Content) -> Rendered:
-        return Rendered(str(content), [ord(letter) % self._vocabulary for letter in str(content)])
+        text = content if isinstance(content, str) else "".join(message["content"] for message in content)
+        return Rendered(text, [ord(letter) % self._vocabulary for letter in text])
 
-    def prompt(self, content: Content) -> Rendered:
-        if not content:
+    def prompt(self, content: Content, is_foreign: bool = False) -> Rendered:
+        if not (found := self._encode(content)).ids:
             raise EpisodeError("the prompt has no tokens")
-        return self._encode(content)
+        return found
+
+    def given(self, tools: Any) -> Characters:
+        return self
 
     def is_chat(self, prompt: Content) -> bool:
         return False
@@ -150,10 +185,13 @@ class Characters:
         return self._encode(content)
 
 
-def play_of(pool: object, rendering: object, max_prompt_length: int, max_length: int, max_turns: int = 1000) -> Play:
+def play_of(
+    pool: object, rendering: object, max_prompt_length: int, max_length: int, max_turns: int = 1000, calls: bool = False
+) -> Play:
     """Of a scripted environment."""
     own = cast(EpisodePool[RolloutKey], pool), cast(Renderer, rendering)
-    return Play(EnvironmentSpec("game", "game", "sync", max_turns=max_turns), *own, max_prompt_length, max_length)
+    spec = EnvironmentSpec("game", "game", "sync", max_turns=max_turns, calls=calls)
+    return Play(spec, *own, max_prompt_length, max_length)
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -163,9 +201,9 @@ def text_of(ids: Sequence[int]) -> str:
 class Scene:
     """One group whose engine and environments are scripted."""
 
-    def __init__(self, group_size: int = 2, max_length: int = 20, max_turns: int = 1000, rendering: object = None) -> None:
+    def __init__(self, group_size: int = 2, max_length: int = 20, rendering: object = None, **of_spec: Any) -> None:
         self.engine, self.pool = ScriptedEngine(), ScriptedPool()
-        play = play_of(self.pool, rendering or Characters(), 6, max_length, max_turns)
+        play = play_of(self.pool, rendering or Characters(), 6, max_length, **of_spec)
         self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, play)
         self.keys = [RolloutKey(3, 0, member) for member in range(group_size)]
         requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member) for key in self.keys]
@@ -230,3 +268,36 @@ def plain_passes(
                 exact.append(span.cache_version is None)
         text = text + own
     return np.array(found, np.float32), np.array(exact)
+
+
+@torch.no_grad()
+def assert_every_token_is_that_of_a_plain_pass(
+    models: Sequence[PreTrainedModel], done: Sequence[Played], temperature: float, on_update: str
+) -> Group:
+    """Engine and learner say of each sampled token what a plain pass of its version over its piece says. The learner reads
+    siblings in one row, and each for itself. Returns the group."""
+    made = [
+        Rollout(each.completion.token_ids, each.completion.logprobs, each.completion.spans, each.completion.finish_reason)
+        for each in done
+    ]
+    prompt_ids, rollouts = behind_one_prompt([each.prompt_ids for each in done], made, text_of)
+    assert len({version for rollout in rollouts for version in rollout.versions.tolist()}) > 1
+    group = Group(0, 0, prompt_ids, rollouts, Sampling(temperature=temperature))
+    passes = [plain_passes(models, each, temperature) for each in done]
+    wanted, exact = (np.concatenate(parts) for parts in zip(*passes, strict=True))
+    assert exact.any() and (on_update == "keep" or exact.all())
+    sampled = np.concatenate([rollout.logprobs for rollout in rollouts])
+    np.testing.assert_allclose(sampled[exact], wanted[exact], atol=2e-4)
+    versions = np.concatenate([rollout.versions for rollout in rollouts])
+    starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts)])
+    for sharing in get_args(Sharing):
+        batches = make_micro_batches(make_rows([group], [[1.0] * len(rollouts)]), Packing(1 << 20, sharing))
+        for version, model in enumerate(models):
+            policy, found = Policy(model, LearnerConfig()), np.full(len(wanted), np.nan)
+            for batch in batches:
+                logp = policy.exactly(batch).numpy()
+                for member in set(batch.member_N.tolist()):
+                    found[starts[member] : starts[member + 1]] = logp[batch.member_N.numpy() == member]
+            mine = versions == version
+            np.testing.assert_allclose(found[mine], wanted[mine], atol=2e-4)
+    return group

@@ -16,8 +16,8 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.rollouts import rollout_of
 from async_rlhf.actors.loop.work import Played
-from async_rlhf.actors.loop.worker import rollout_of
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong
 from async_rlhf.actors.scoring.pool import Scored, fields_of

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
@@ -19,16 +17,22 @@ from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.record import Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.inspect.episodes import Part, _parts, lines
 from async_rlhf.inspect.episodes import Trial as Shown
-from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
-from async_rlhf.learner.batch.rows import make_rows
-from async_rlhf.learner.config import LearnerConfig
-from async_rlhf.learner.model.policy import Policy
 from tests.actors.environments.test_environment_rendering import tokenizer
-from tests.actors.scripted import RIGHT, ROW, Characters, Scene, Talker, plain_passes, play_of, played_with_updates, text_of
+from tests.actors.scripted import (
+    RIGHT,
+    ROW,
+    Characters,
+    Scene,
+    Talker,
+    assert_every_token_is_that_of_a_plain_pass,
+    play_of,
+    played_with_updates,
+    text_of,
+)
 from tests.actors.torch_models import own_model
 from tests.actors.vllm_model import save_model
 
@@ -118,7 +122,6 @@ TEMPERATURE = 0.8
 
 @pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
 def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_says(on_update: Any, tmp_path: Path) -> None:
-    """The learner reads siblings in one row, and each for itself."""
     made = tokenizer(BRACKETS)
     models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=512) for seed in range(3)]
     directory = str(save_model(models[0], tmp_path / "model"))
@@ -131,29 +134,6 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     own = [Request(key, (7, 8), 3 + key.member, Sampling(temperature=TEMPERATURE), seed=key.member) for key in keys]
     episodes.begin([(Row("row", {}), 1, own)])
     done = played_with_updates(episodes, engine, models, len(keys))
-    rollouts = tuple(
-        Rollout(each.completion.token_ids, each.completion.logprobs, each.completion.spans, each.completion.finish_reason)
-        for each in done
-    )
+    rollouts = assert_every_token_is_that_of_a_plain_pass(models, done, TEMPERATURE, on_update).rollouts
     assert {len(rollout.turn_lengths) for rollout in rollouts} == {4}
     assert {2} <= {len(rollout.restarts) for rollout in rollouts} <= {2, 3}
-    assert len({version for rollout in rollouts for version in rollout.versions.tolist()}) > 1
-    group = Group(0, 0, np.array(done[0].prompt_ids, np.int32), rollouts, Sampling(temperature=TEMPERATURE))
-    passes = [plain_passes(models, each, TEMPERATURE) for each in done]
-    wanted, exact = (np.concatenate(parts) for parts in zip(*passes, strict=True))
-    assert exact.any() and (on_update == "keep" or exact.all())
-    sampled = np.concatenate([rollout.logprobs for rollout in rollouts])
-    np.testing.assert_allclose(sampled[exact], wanted[exact], atol=2e-4)
-    versions = np.concatenate([rollout.versions for rollout in rollouts])
-    for sharing in get_args(Sharing):
-        batches = make_micro_batches(make_rows([group], [[1.0] * len(rollouts)]), Packing(1 << 20, sharing))
-        for version, model in enumerate(models):
-            policy, found = Policy(model, LearnerConfig()), np.full(len(wanted), np.nan)
-            for batch in batches:
-                with torch.no_grad():
-                    logp = policy.exactly(batch).numpy()
-                starts = np.cumsum([0, *(rollout.num_tokens for rollout in rollouts)])
-                for member in set(batch.member_N.tolist()):
-                    found[starts[member] : starts[member + 1]] = logp[batch.member_N.numpy() == member]
-            mine = versions == version
-            np.testing.assert_allclose(found[mine], wanted[mine], atol=2e-4)

@@ -12,6 +12,7 @@ import pytest
 
 from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
+from async_rlhf.actors.environments import Reply
 from async_rlhf.actors.loop.work import Play, Work
 from async_rlhf.actors.loop.worker import Decoding, Worker
 from async_rlhf.actors.prompts import Row
@@ -174,8 +175,8 @@ def test_another_attempt_of_a_group_draws_the_same_numbers() -> None:
 class Endless(Talker):
     """Answers each turn of the first attempt, and ends the second with its first."""
 
-    def reply(self, key: RolloutKey, text: str) -> None:
-        ScriptedPool.reply(self, key, text)
+    def reply(self, key: RolloutKey, sent: str | Reply) -> None:
+        ScriptedPool.reply(self, key, sent)
         self.ends(key) if key.attempt else self.says(key, "on")
 
 

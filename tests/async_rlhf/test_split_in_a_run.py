@@ -1,4 +1,4 @@
-"""A run whose chat template rewrites what was said: its episodes are trained as rows that begin anew."""
+"""Runs whose episodes are of several rows: a chat template rewrites what was said, or an agent has several conversations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rlhf.buffers.queue.recovery import read_batches
+from async_rlhf.buffers.record import Group
 from async_rlhf.inspect.rollouts import records as inspected
 from async_rlhf.inspect.trials import _of_run
 from async_rlhf.run.display.console import group_lines
@@ -40,52 +41,90 @@ def thrice(prompt, answer):
 """
 
 
-def test_episodes_of_several_rows_are_sampled_scored_and_trained_on(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    model = shutil.copytree(MODEL, tmp_path / "model")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    (tmp_path / "thrice.py").write_text(ENVIRONMENT)
-    settings = {
-        "name": "split",
-        "model": str(model),
-        "data.chat": True,
-        "environment": {"function": str(tmp_path / "thrice.py:thrice"), "render": "split"},
-        "rewards.functions": [],
-        "generation.max_completion_length": 12,
-        "generation.max_episode_length": 300,
-        "queue.max_staleness": 1,
-        "queue.keep_rollouts": True,
-        "learner.learning_rate": 1e-3,
-        "loss.kl_coef": 0.01,
-        "scoring.stages.reference": {"placement": "actor", "stream_tokens": 4},
-    }
-    code, output = command(*small_arguments(**settings)).finish()
-    assert code == 0, output
-    run = RunDir(tmp_path / "runs" / "split")
-    records = run.read_metrics()
-    assert len(records) == 4 and all(record["staleness/max"] <= 1 for record in records)
-    assert all(record["episodes/mean_turns"] == 3 and record["episodes/mean_restarts"] > 0 for record in records)
-    assert records[0]["mismatch/abs_log_ratio"] < 1e-5 and records[-1]["grad_norm"] > 0
-    initial = AutoModelForCausalLM.from_pretrained(model).eval()
-    groups = [group for batch in read_batches(run.path / "queue") for group in batch.groups]
-    numbers = set()
-    for group in groups:
-        for rollout in group.rollouts:
-            numbers.add(len(rollout.restarts))
-            with torch.no_grad():
-                plain = oracles.rollout_logprobs(initial, group, rollout).numpy()
-            assert rollout.reference is not None
-            np.testing.assert_allclose(rollout.reference, plain, atol=1e-4)
-            first = rollout.versions == 0
-            np.testing.assert_allclose(rollout.logprobs[first], plain[first], atol=1e-4)
-            assert rollout.text.count("again") == 2, "what is said again with the conversation is not shown again"
+AGENT = """
+import random
+from async_rlhf import Score, environment
+from async_rlhf.actors.environments import Call
+
+def user(text): return [{"role": "user", "content": text}]
+
+@environment(calls=True)
+def caller(prompt, answer, seed):
+    own = "".join(random.SystemRandom().choices("abcdefgh", k=8))  # another for each member
+    first = yield Call(0, user(prompt if seed % 2 else own))
+    yield Call(1, user("note"), trained=False)
+    other = yield Call(2, user("sub"), max_tokens=5)
+    last = yield Call(0, user(other.text))
+    yield Call(2, user("no more"), trained=False)
+    yield Score(0.01 * len(set(first.text + last.text)) + (other.text == answer))
+"""
+Train = Callable[..., tuple[RunDir, list[dict[str, Any]], list[Group]]]
+
+
+@pytest.fixture
+def trained(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> Train:
+    """A run of an environment, whose log-probabilities, also under the reference, are those of plain passes; its metrics, and
+    what was trained on."""
+
+    def train(source: str, name: str, template: str, **more: Any) -> tuple[RunDir, list[dict[str, Any]], list[Group]]:
+        model = shutil.copytree(MODEL, tmp_path / "model")
+        (model / "chat_template.jinja").write_text(template)
+        (tmp_path / "played.py").write_text(source)
+        settings = {
+            "name": "played",
+            "model": str(model),
+            "environment.function": str(tmp_path / f"played.py:{name}"),
+            "rewards.functions": [],
+            "generation.max_completion_length": 12,
+            "generation.max_episode_length": 300,
+            "queue.max_staleness": 1,
+            "queue.keep_rollouts": True,
+            "learner.learning_rate": 1e-3,
+            "loss.kl_coef": 0.01,
+            "scoring.stages.reference": {"placement": "actor", "stream_tokens": 4},
+        }
+        code, output = command(*small_arguments(**settings | more)).finish()
+        assert code == 0, output
+        run = RunDir(tmp_path / "runs" / "played")
+        records = run.read_metrics()
+        assert len(records) == 4 and all(record["staleness/max"] <= 1 for record in records)
+        assert all(record["episodes/mean_turns"] == 3 for record in records)
+        assert records[0]["mismatch/abs_log_ratio"] < 1e-5 and records[-1]["grad_norm"] > 0
+        initial = AutoModelForCausalLM.from_pretrained(model).eval()
+        groups = [group for batch in read_batches(run.path / "queue") for group in batch.groups]
+        for group in groups:
+            for rollout in group.rollouts:
+                with torch.no_grad():
+                    plain = oracles.rollout_logprobs(initial, group, rollout).numpy()
+                assert rollout.reference is not None
+                np.testing.assert_allclose(rollout.reference, plain, atol=1e-4)
+                first = rollout.versions == 0
+                np.testing.assert_allclose(rollout.logprobs[first], plain[first], atol=1e-4)
+        tried = [sum(sampled) for sampled in _of_run(run.path)[0]["sampled"]]
+        assert tried == [rollout.num_tokens for rollout in groups[0].rollouts], "what is tried again counts what was written"
+        return run, records, groups
+
+    return train
+
+
+def test_episodes_of_several_rows_are_sampled_scored_and_trained_on(trained: Train) -> None:
+    run, records, groups = trained(ENVIRONMENT, "thrice", TEMPLATE, **{"data.chat": True, "environment.render": "split"})
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    numbers = {len(rollout.restarts) for rollout in rollouts}
+    assert all(record["episodes/mean_restarts"] > 0 for record in records)
+    assert all(rollout.text.count("again") == 2 for rollout in rollouts), "what is said again is not shown again"
     assert len(numbers) > 1 and numbers <= {0, 1, 2}, "a row begins anew where the text is another, and nowhere else"
     exported = list(inspected(run))
-    assert [rollout["restarts"] for record in exported for rollout in record["rollouts"]] == [
-        rollout.restarts for group in groups for rollout in group.rollouts
-    ]
+    assert [each["restarts"] for record in exported for each in record["rollouts"]] == [each.restarts for each in rollouts]
     assert all(" anew " in group_lines(record) for record in exported if any(each["restarts"] for each in record["rollouts"]))
-    tried = _of_run(run.path)[0]
-    of_first = [sum(sampled) for sampled in tried["sampled"]]
-    assert of_first == [rollout.num_tokens for rollout in groups[0].rollouts], "what is tried again counts what was written"
+
+
+def test_an_agent_is_sampled_scored_and_trained_on(trained: Train) -> None:
+    """Its first prompts are the same in some groups, and in others not."""
+    template = TEMPLATE.replace("m.content.split('e', 1)[-1] if m.role == 'assistant' and loop.index0 < ns.last else ", "")
+    kind = {"advantage.kind": "reinforce_pp", "advantage.gamma": 0.9}
+    _, records, groups = trained(AGENT, "caller", template, **kind)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert all(record["episodes/mean_restarts"] == 1 and record["rewards/caller/failed_ratio"] == 0 for record in records)
+    assert {rollout.spans[0].version is None for rollout in rollouts} == {True, False}
+    assert all("no" not in rollout.text.split() and rollout.text.count("sub") == 1 for rollout in rollouts)

@@ -58,8 +58,9 @@ def group(**changed: Any) -> Group:
         ({"spans": (Span(0, 4),)}, "spans must cover all 3 tokens"),
         ({"spans": (Span(0, 3), Span(1, 0))}, "spans must be non-empty"),
         ({"spans": (Span(0, 4), Span(1, -1))}, "spans must be non-empty"),
-        ({"spans": (Span(0, 2), Span(None, 1))}, "the first and the last token must be sampled ones"),
-        ({"spans": (Span(None, 1), Span(0, 2))}, "the first and the last token must be sampled ones"),
+        ({"spans": (Span(0, 2), Span(None, 1))}, "the last token must be a sampled one"),
+        ({"spans": (Span(None, 3),)}, "the last token must be a sampled one"),
+        ({"spans": (Span(None, 1, restarts=True), Span(0, 2))}, "a span that restarts must be read, between two that were"),
         (
             {"spans": (Span(0, 2), Span(0, 1, restarts=True))},
             "a span that restarts must be read, between two that were sampled",
@@ -137,6 +138,13 @@ def test_a_row_begins_anew_between_two_turns_and_nowhere_else() -> None:
                   (Span(3, 2), Span(None, 2, restarts=True), Span(None, 1), Span(4, 2))):  # fmt: skip
         with pytest.raises(RecordError, match="a span that restarts must be read, between two that were sampled"):
             replace(made, spans=wrong)
+
+
+def test_what_stands_before_the_first_turn_is_no_turn_and_no_piece() -> None:
+    spans = (Span(None, 2), Span(3, 1), Span(None, 2, restarts=True), Span(3, 1), Span(None, 1), Span(4, 2))
+    made = rollout(completion_ids=np.arange(9, dtype=np.int32), logprobs=np.zeros(4, np.float32), spans=spans)
+    assert (made.turn_lengths, made.piece_lengths, made.pieces) == ([1, 1, 2], [1, 3], [Piece(0, 0, 3), Piece(3, 2, 9)])
+    assert made.num_read == 7 == sum(piece.num_read for piece in made.pieces) and made.sampled_ids.tolist() == [2, 5, 7, 8]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=6))

@@ -113,7 +113,7 @@ def _spans(version: int, length: int, observed: Sequence[tuple[int, int]]) -> li
     at = 0
     for start, end in observed:
         if end < length:
-            spans += [(version, start - at), (None, end - start)]
+            spans += [(version, start - at)] * (start > at) + [(None, end - start)]
             at = end
     return [*spans, (version, length - at)]
 

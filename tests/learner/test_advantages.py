@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from making import make_group, make_rollout
+from making import begun_anew, make_group, make_rollout
 
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.loop.metrics import data_metrics
@@ -352,6 +352,20 @@ def test_what_a_budget_of_tokens_ended_was_cut_and_a_game_played_to_its_last_tur
     ended = replace(group, rollouts=tuple(replace(rollout, finish_reason=reason) for rollout in group.rollouts))  # type: ignore[arg-type]
     assert num_masked([ended], [[1.0, None, 0.4]], LossConfig(mask_truncated=True)) == 2 * is_cut
     assert data_metrics([ended], [[1.0, 0.0, 0.4]], 0, 0)["completions/clipped_ratio"] == float(is_cut)
+
+
+@pytest.mark.parametrize("kind", ["reinforce_pp", "gae", "v_trace", "traced"])
+def test_each_piece_of_an_episode_has_the_reward_at_its_end_and_is_estimated_as_if_it_were_alone(kind: str) -> None:
+    spans = [(None, 2), (0, 3), (None, 2), (0, 2), (None, 1), (0, 2)]
+    whole = begun_anew(make_rollout(12, spans=spans), [1])
+    logprobs, seen = np.split(whole.logprobs, [3]), np.random.default_rng(0).normal(size=(2, 7)).astype(np.float32)
+    alone = [replace(make_rollout(length), logprobs=own) for length, own in zip((3, 4), logprobs, strict=True)]
+    one, two = ([replace(make_group(0, [1]), rollouts=tuple(each))] for each in ([whole], alone))
+    parts = [PolicyEvaluation(logp_proximal=p, value=v) for p, v in zip(*(np.split(each, [3]) for each in seen), strict=True)]
+    settings = {"kind": kind, "gamma": 0.9}
+    found = estimates(settings, {}, {0: PolicyEvaluation(logp_proximal=seen[0], value=seen[1])}, one, [[1.5]])
+    wanted = estimates(settings, {}, dict(enumerate(parts)), two, [[1.5, 1.5]])
+    np.testing.assert_array_equal(of_tokens(found, 0), np.concatenate([of_tokens(wanted, index) for index in (0, 1)]))
 
 
 def test_a_turn_is_compared_with_the_same_turn_of_its_siblings() -> None:

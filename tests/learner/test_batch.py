@@ -29,8 +29,8 @@ from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batche
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LossConfig
 
-# Prompts of 1 to 9 tokens; single-token completions first, last and alone; one group of a single member, three of episodes, the
-# rows of two of which begin anew. Each with its advantages.
+# Prompts of 1 to 9 tokens; single-token completions first, last and alone; one group of a single member, four of episodes, the
+# rows of three of which begin anew, and of one of them the first prompts go on behind the group's. Each with its advantages.
 BATCH: list[tuple[Group, list[float | None]]] = [
     (make_group(0, [1, 7, 3, 1], prompt_length=4), [1.0, -0.5, None, 0.25]),
     (make_group(1, [12], prompt_length=9, temperature=0.7), [2.0]),
@@ -39,6 +39,7 @@ BATCH: list[tuple[Group, list[float | None]]] = [
     (make_group(4, [11, 4, 13], prompt_length=3, temperature=0.8, observed=[(2, 6), (7, 9)]), [-1.5, 0.75, 1.25]),
     (make_group(5, [11, 3, 14], prompt_length=4, temperature=0.8, observed=[(2, 6), (7, 9)], anew=[0]), [1.0, -0.5, 0.75]),
     (make_group(6, [12], prompt_length=2, observed=[(1, 4), (6, 10)], anew=[0, 1]), [-1.25]),
+    (make_group(7, [10, 13, 2], prompt_length=3, observed=[(0, 2), (4, 7), (8, 9)], anew=[1]), [0.5, -0.75, 1.0]),
 ]
 
 
@@ -94,17 +95,17 @@ def test_a_token_behind_older_keys_or_cut_from_an_unknown_distribution_is_not_co
 
 # what is sampled, then what is read before it is gone on, and whether the row begins anew
 turns = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans()), max_size=3)
-# tokens of the first turn, the others, and the advantage
-members = st.tuples(st.integers(1, 6), st.just([]) | turns, st.none() | st.floats(-2, 2))
+# tokens of the first turn, the others, what is read before them, and the advantage
+members = st.tuples(st.integers(1, 6), st.just([]) | turns, st.integers(0, 3), st.none() | st.floats(-2, 2))
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
-def episode(version: int, first: int, later: list[tuple[int, int, bool]]) -> Rollout:
-    spans: list[tuple[int | None, int]] = [(version, first)]
+def episode(version: int, first: int, later: list[tuple[int, int, bool]], before: int) -> Rollout:
+    spans: list[tuple[int | None, int]] = [(None, before)] * (before > 0) + [(version, first)]
     for sampled, read, _ in later:
         spans += [(None, read), (version, sampled)]
     whole = make_rollout(sum(count for _, count in spans), seed=version, spans=spans)
-    return begun_anew(whole, [at for at, (_, _, restarts) in enumerate(later) if restarts])
+    return begun_anew(whole, [at for at, (_, _, restarts) in enumerate(later, before > 0) if restarts])
 
 
 def pasts(group: Group, rollout: Rollout) -> Iterator[tuple[int, list[int]]]:
@@ -154,7 +155,7 @@ def test_every_token_that_counts_is_there_once_and_sees_its_piece_alone_as_far_b
     shape: list[tuple[int, list[Any]]], packing: Packing, window: int | None
 ) -> None:
     groups = [
-        replace(make_group(n, [1], prompt_length=prompt), rollouts=tuple(episode(n, *each[:2]) for each in drawn))
+        replace(make_group(n, [1], prompt_length=prompt), rollouts=tuple(episode(n, *each[:3]) for each in drawn))
         for n, (prompt, drawn) in enumerate(shape)
     ]
     flat = [advantage for _, drawn in shape for *_, advantage in drawn]

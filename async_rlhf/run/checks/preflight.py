@@ -188,12 +188,12 @@ def _of_prompts(config: Config, found: PromptLengths, num_repeated: int) -> Iter
 
 def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> None:
     """Whether observations can be appended to what the model's chat template wrote. Raises ConfigError."""
-    if environment is not None and (config.data.chat or environment.tools):
+    if environment is not None and (config.data.chat or environment.tools or environment.calls):
         from transformers import AutoTokenizer
 
         tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-        variables = config.data.chat_template_kwargs
-        Renderer(tokenizer, config.data.chat, config.environment.render, environment.tools, variables).check()
+        chat, variables = config.data.chat or environment.calls, config.data.chat_template_kwargs
+        Renderer(tokenizer, chat, config.environment.render, environment.tools, variables).check()
 
 
 def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:

@@ -50,15 +50,16 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
 
 def schema(config: Config) -> GroupSchema:
     """What a group must be to be of any use to this run's learner."""
-    generation, scores = config.generation, score_names(config, environment_spec(config))
+    generation, environment = config.generation, environment_spec(config)
     return GroupSchema(
         group_size=generation.group_size,
         vocabulary=_vocabulary(config),
         max_prompt_length=generation.max_prompt_length,
         max_completion_length=generation.longest_completion,
-        rewards=frozenset(spec.name for spec in stage_specs(config)).union(scores),
-        environment=bool(config.environment.function),
+        rewards=frozenset(spec.name for spec in stage_specs(config)).union(score_names(config, environment)),
+        environment=environment is not None,
         splits=config.environment.render == "split",
+        calls=environment is not None and environment.calls,
         sampling=generation.sampling,
     )
 

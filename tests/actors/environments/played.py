@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.environments import EnvironmentConfig, EnvironmentSpec, load
+from async_rlhf.actors.environments import EnvironmentConfig, EnvironmentSpec, Reply, load
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.buffers.score import Score
@@ -20,14 +20,14 @@ COLUMNS = frozenset({"question", "answer", "act", "path", "n"})
 class Bench:
     """Begins episodes and replies to them; a lost one is begun again."""
 
-    def __init__(self, source: Path, name: str, **settings: Any) -> None:
-        """source: its file, or the folder from where another target is given by name."""
+    def __init__(self, source: Path, name: str, own: Any = None, **settings: Any) -> None:
+        """source: its file, or the folder from where another target is given by name. own: to be played by threads."""
         target = f"{source}:{name}" if source.suffix else name
         config = EnvironmentConfig(**{"function": target, **settings})
         spec = config.spec(source.parent if source.suffix else source, COLUMNS)
         assert spec is not None
         self.woken = threading.Event()
-        self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set)
+        self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set, own)
         self.fields: dict[Any, Mapping[str, Any]] = {}
         self.events: dict[Any, list[Read | End | None]] = {}
         """Of each episode what came of it; None: it was lost."""
@@ -43,7 +43,7 @@ class Bench:
         self.events[key] = []
         self.pool.begin(key, self.fields[key])
 
-    def until(self, done: Callable[[], bool], model: Callable[[Any, int], str | None] = lambda key, turn: None) -> None:
+    def until(self, done: Callable[[], bool], model: Callable[[Any, int], str | Reply | None] = lambda key, turn: None) -> None:
         """Play until it is done. model: what is written in a turn (from 1) of a key; None: nothing. Fails after five
         minutes."""
         by = time.monotonic() + 300.0
@@ -80,7 +80,7 @@ class Bench:
         """Whether so many events came in all."""
         return lambda: sum(map(len, self.events.values())) >= count
 
-    def play(self, *texts: str, **fields: Any) -> list[Any]:
+    def play(self, *texts: str | Reply, **fields: Any) -> list[Any]:
         """The observations' contents of one episode, and its end."""
         key = len(self.events)
         self.begin(key, **fields)

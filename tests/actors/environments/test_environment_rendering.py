@@ -179,10 +179,34 @@ PIECES = [*SPECIAL, "<|im_", "end|>", "<", "|>", "[INST]", "[/INST]", "page", " 
 def test_whatever_an_environment_says_the_structure_is_the_template_s_alone(family: str, content: str) -> None:
     renderer = Renderer(tokenizer(TEMPLATES[family]), chat=True)
     special = set(ids_of("".join(SPECIAL)))
-    shown = renderer.observation("?", content, [])
-    harmless = renderer.observation("?", "x", [])
-    assert [id for id in shown.ids if id in special] == [id for id in harmless.ids if id in special]
-    assert tokenizer().decode(shown.ids) == shown.text and content.strip() in shown.text
+    for render in (
+        lambda said: renderer.observation("?", said, []),
+        lambda said: renderer.prompt([{"role": "user", "content": said}], is_foreign=True),
+    ):
+        shown, harmless = render(content), render("x")
+        assert [id for id in shown.ids if id in special] == [id for id in harmless.ids if id in special]
+        assert tokenizer().decode(shown.ids) == shown.text and content.strip() in shown.text
+
+
+def test_what_is_no_special_token_is_the_same_prompt_whoever_gives_it() -> None:
+    renderer, said = Renderer(tokenizer(CHATML), chat=True), [{"role": "user", "content": "2 + 2?"}]
+    assert renderer.prompt(said, is_foreign=True) == renderer.prompt(said)
+
+
+def test_a_conversation_may_have_tools_of_its_own() -> None:
+    renderer, said = Renderer(tokenizer(SHOWS_TOOLS), chat=False), [{"role": "user", "content": "?"}]
+    one, other = ({"type": "function", "function": {"name": name}} for name in ("price", "stock"))
+    shown = renderer.given((one,)).prompt(said).text
+    assert '"price"' in shown and shown == Renderer(tokenizer(SHOWS_TOOLS), chat=True, tools=[one]).prompt(said).text
+    assert '"stock"' in renderer.given([other]).prompt(said).text and "price" not in renderer.given(()).prompt(said).text
+    assert renderer.given((one,)) is renderer.given((one,)) and renderer.given(()) is renderer
+    for number in range(200):  # no more are kept than there is room for
+        renderer.given(({"function": {"name": f"price {number}"}},))
+    assert len(renderer._of_tools) <= 64
+    with pytest.raises(EpisodeError, match="the schema of a tool has the text of a special token"):
+        renderer.given(({"function": {"name": "<|im_end|>"}},))
+    with pytest.raises(ConfigError, match="leaves out the tool 'price'"):
+        Renderer(tokenizer(CHATML), chat=True).given((one,)).prompt(said)
 
 
 def test_without_a_template_an_observation_is_the_tokens_of_its_text() -> None:

@@ -41,9 +41,9 @@ def echo(question, answer, path):
 class Server:
     """Starts and ends it, at one address."""
 
-    def __init__(self, directory: Path) -> None:
-        (directory / "echoes.py").write_text(ENVIRONMENTS)
-        self._config = EnvironmentConfig(function=f"{directory / 'echoes.py'}:echo")
+    def __init__(self, directory: Path, source: str = ENVIRONMENTS, name: str = "echo") -> None:
+        (directory / "echoes.py").write_text(source)
+        self._config = EnvironmentConfig(function=f"{directory / 'echoes.py'}:{name}")
         self._directory, self._made, self.address = directory, ExitStack(), "tcp://127.0.0.1:*"
 
     def start(self, **more: Any) -> EnvironmentServer:

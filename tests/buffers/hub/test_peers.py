@@ -273,6 +273,7 @@ def rollout(token: int = 5, length: int = 3, **changed: Any) -> Rollout:
 
 MASK = SamplingMask(np.array([1, 1, 2], np.int32), np.array([5, 5, 5, 777], np.int32))
 ANEW = {"logprobs": np.full(2, -0.5, np.float32), "spans": (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))}
+BEGINS = {"logprobs": np.full(2, -0.5, np.float32), "spans": (Span(None, 1), Span(0, 2))}
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "one member instead of two": ({"rollouts": (rollout(),)}, "members: 1; this run's: 2"),
     "a token beyond the vocabulary": ({"rollouts": (rollout(100), rollout())}, "largest token id: 100; at most 99"),
@@ -291,6 +292,10 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         {"rollouts": (rollout(**ANEW), rollout())},
         "a row that begins anew; this run has environment.render other than 'split'",
     ),
+    "a prompt that goes on behind the group's": (
+        {"rollouts": (rollout(**BEGINS), rollout())},
+        "a completion that begins with what was read; this run has no agent",
+    ),
     "another temperature": ({"sampling": Sampling(temperature=0.5)}, "sampling: temperature=0.5 top_k=0"),
 }
 
@@ -304,6 +309,28 @@ def test_a_group_that_the_learner_could_not_use_is_refused_at_the_door(make_hub:
     (refused,) = hub.receive(ACTOR, wire.Put(group=header), arrays)
     assert refused.reason == "schema" and refused.detail.startswith(f"group 0: {message}"), refused
     assert hub.status()["ledger"]["queued"] == 0
+
+
+def test_what_of_an_agents_prompt_is_not_its_groups_may_be_as_long_as_a_prompt_and_its_chains_begin_anew(
+    make_hub: MakeHub,
+) -> None:
+    hub = make_hub(wanted={"schema": replace(SCHEMA, calls=True)})
+    hub.begin()
+    one, spans = np.array([1], np.int32), (Span(None, 1), Span(0, 3))
+    lead = rollout(length=4, logprobs=np.full(3, -0.5, np.float32), spans=spans)
+    for prompt_ids, rollouts, refused in (
+        (one, (lead, rollout(**ANEW)), None),
+        (np.array([1, 2], np.int32), (lead, rollout()), "tokens of a completion: 4; at most 3"),
+        (one, (rollout(length=4), rollout()), "tokens of a completion: 4; at most 3"),
+        (one, (replace(lead, completion_ids=np.full(5, 5, np.int32), spans=(Span(None, 2), spans[1])), lead), "tokens of"),
+    ):
+        made = replace(a_group(0, 0, 0, "anna"), prompt_ids=prompt_ids, rollouts=rollouts)
+        header, arrays = packing.pack_group(made)
+        if refused is None:
+            packing.check_group(header, [b"", *arrays], replace(SCHEMA, calls=True))
+        else:
+            (answer,) = hub.receive(ACTOR, wire.Put(group=header), arrays)
+            assert answer.reason == "schema" and refused in answer.detail
 
 
 def test_a_defect_of_the_hub_refuses_the_message_that_met_it_and_no_other(

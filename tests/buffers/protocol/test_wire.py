@@ -68,6 +68,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
     if len(observed) == 1 and draw(st.booleans()):
         observed = [replace(observed[0], restarts=True)]
     spans[1:1] = observed
+    spans = draw(st.lists(OBSERVATIONS, max_size=1)) + spans
     length = sum(span.num_tokens for span in spans)
     ids = draw(st.lists(st.integers(0, (1 << 31) - 1), min_size=length, max_size=length))
     chosen = [span.version is not None for span in spans for _ in range(span.num_tokens)]
@@ -83,7 +84,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
         timings=draw(st.dictionaries(TEXT, LIMITED, max_size=2)),
         sampling_mask=draw(st.none() | sampling_masks(sampled)),
         reference=draw(st.none() | st.just(np.array(reference, np.float32))),
-        turn_scores=draw(st.sampled_from([(), (0.5,) if None in [span.version for span in spans] else ()])),
+        turn_scores=draw(st.sampled_from([(), (0.5,) if observed else ()])),
     )
 
 

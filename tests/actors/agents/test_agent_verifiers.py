@@ -17,7 +17,8 @@ from async_rlhf.actors.environments import EnvironmentSpec, load, resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.user_files import import_file
 from async_rlhf.run.config import load as load_config
-from tests.actors.environments.played import Bench, call, walk
+from tests.actors.agents.by_hand import Played, driven, reply
+from tests.actors.environments.played import Bench, call
 
 with warnings.catch_warnings(action="ignore"):
     vf = pytest.importorskip("verifiers.v1")
@@ -60,8 +61,12 @@ class Loop(vf.Harness[vf.HarnessConfig]):
             return None
         if not self.STREAMS:
             return answer.json()["choices"][0]["message"]
-        (first, *_), message = answer.text.split("data: ")[1:], {}
-        return json.loads(first)["choices"][0]["delta"]
+        *chunks, done = answer.text.split("data: ")[1:]
+        deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+        calls = [{key: part for key, part in each.items() if key != "index"}
+                 for delta in deltas for each in delta.get("tool_calls") or ()]
+        content = "".join(delta.get("content") or "" for delta in deltas)
+        return {"role": "assistant", "content": content, "tool_calls": calls or None}
 
     def answer(self, called):
         arguments = json.loads(called["function"]["arguments"])
@@ -177,6 +182,10 @@ def spec_of(folder: Path, target: str, **options: Any) -> EnvironmentSpec:
     return resolve(f"verifiers:{folder / target}", folder, {"answer"}, {**HERE, **options})
 
 
+async def walk(spec: EnvironmentSpec, *texts: str, **row: Any) -> Played:
+    return await driven(load(spec)(seed=1, **row), lambda asked, number: texts[number - 1])
+
+
 def environment(folder: Path, target: str) -> Any:
     taskset = getattr(import_file(folder / target.partition(":")[0]), target.partition(":")[2])
     return vf.load_environment(vf.resolve_env_config({**HERE, "taskset": {"id": taskset.__module__}}))
@@ -239,23 +248,24 @@ async def test_a_task_says_and_scores_what_it_does_with_any_other_model(folder: 
             episode = await env.run_episode(next(iter(env.taskset)), vf.ModelContext(model="m", client=client))
     (trace,) = episode.traces
     assert episode.ok and trace.reward > 0
-    read, score = await walk(spec_of(folder, target), *script, **row_of(folder, env))
-    assert score.value == pytest.approx(trace.reward)
+    played = await walk(spec_of(folder, target), *script, **row_of(folder, env))
+    assert played.score.value == pytest.approx(trace.reward)
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
-    assert score.metrics == {**rewards, **trace.metrics, "unparsed_turns": 0}
+    ours = {"calls": len(script), "chains": 1, "retries_joined": 0, "unparsed_turns": 0}
+    assert played.score.metrics == {**ours, **rewards, **trace.metrics}
     theirs = [(each.role, each.content) for each in trace.messages if each.role != "assistant"]
-    assert [(message["role"], message["content"]) for each in read for message in each] == theirs
+    assert [(message["role"], message["content"]) for each in played.calls for message in each.messages] == theirs
 
 
-async def test_its_tools_and_its_limit_of_turns_are_known_before_a_run_and_its_options_are_given(folder: Path) -> None:
+async def test_its_limit_of_turns_is_known_before_a_run_and_its_options_are_given(folder: Path) -> None:
     options = {"agent": {**HERE["agent"], "max_turns": 2}, "taskset": {"rule": "Calculate."}}
     spec = spec_of(folder, "sums.py:Sums", **options)
     assert (spec.name, spec.max_turns, spec.kind) == ("Sums", 2, "async")
-    assert [tool["function"]["name"] for tool in spec.tools] == ["multiply"]
     calls = [call("multiply", a=2, b=2), call("multiply", a=1, b=4)]
-    read, score = await walk(spec, *calls, prompt="?", answer="4", system_prompt="Calculate.")
-    assert read[0][0] == {"role": "system", "content": "Calculate."}
-    assert score.value == pytest.approx(0.2) and score.metrics["turns"] == 2
+    played = await walk(spec, *calls, prompt="?", answer="4", system_prompt="Calculate.")
+    assert played.calls[0].messages[0] == {"role": "system", "content": "Calculate."}
+    assert [tool["function"]["name"] for tool in played.calls[0].tools] == ["multiply"]
+    assert played.score.value == pytest.approx(0.2) and played.score.metrics["turns"] == 2
 
 
 async def test_an_early_end_ends_its_episode_and_what_fails_is_named(folder: Path) -> None:
@@ -266,12 +276,13 @@ async def test_an_early_end_ends_its_episode_and_what_fails_is_named(folder: Pat
     await made.asend(None)
     await made.aclose()
     assert talk.left == before + 1
-    for said, reason in (("break", "OSError: the table fell"), ("beside", "does not go on with what the model has read")):
-        made = load(spec)(prompt="Guess.", answer="4", seed=1)
-        await made.asend(None)
-        with pytest.raises(Exception, match=reason):
-            await made.asend(said)
-    assert talk.left == before + 3
+    made = load(spec)(prompt="Guess.", answer="4", seed=1)
+    await made.asend(None)
+    with pytest.raises(Exception, match="OSError: the table fell"):
+        await made.asend(reply("break"))
+    assert talk.left == before + 2
+    played = await walk(spec, "beside", "1", "2", "4", prompt="Guess.", answer="4")
+    assert played.chains == [0, 1, 0, 0], "a second conversation is a chain"
 
 
 def test_episodes_are_played_side_by_side_in_a_process_of_their_own(folder: Path) -> None:
@@ -279,7 +290,7 @@ def test_episodes_are_played_side_by_side_in_a_process_of_their_own(folder: Path
         keys = range(6)
         for key in keys:
             bench.begin(key, prompt="Guess.", answer=str(key))
-        bench.until(lambda: all(map(bench.ended, keys)), lambda key, turn: str(turn - 1))
+        bench.until(lambda: all(map(bench.ended, keys)), lambda key, turn: reply(str(turn - 1)))
         ends = [bench.ended(key) for key in keys]
     assert [end.score.value for end in ends] == pytest.approx([1 / (key + 1) for key in keys])
 

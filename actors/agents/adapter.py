@@ -1,0 +1,166 @@
+"""An agent as a generator of ours: it yields what each call asks of the model, and answers the call with the model's turn.
+
+    the agent's thread or task -> its SDK -> endpoint -> session -> `next` -> yield Call ... Reply -> the call's answer
+
+A plain function runs in a thread of its own, which ends only with its process; an asynchronous one is a task on the process'
+loop. A step is the time from an answer to the next call, or to the agent's end; calls at the same time are answered one after
+the other. However an episode ends, its session ends first, so that the agent's clients fail at once, and then the agent is
+waited for; one that goes on is a cleanup that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+from async_rlhf.actors.agents.endpoint import endpoint
+from async_rlhf.actors.agents.sessions import Arrived
+from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
+from async_rlhf.actors.environments.from_trl import plain
+from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
+from async_rlhf.actors.environments.settings import Call, Declaration, EnvironmentFunction, Reply, settings_of
+from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
+from async_rlhf.actors.rewards.signature import Signature
+from async_rlhf.actors.workers.watchdog import watched
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.score import Score
+
+STEP_S = 120.0
+"""Of an agent that sets no `timeout_s` itself: between two calls it may run a program."""
+
+
+def from_function(target: str, function: EnvironmentFunction, signature: Signature, options: Mapping[str, Any]) -> Adapted:
+    """A function with a parameter `llm` and without a yield. options: its own, and `response_template`, by which what the model
+    writes is read. Raises ConfigError."""
+    declared = settings_of(function, max_turns=MAX_TURNS, timeout_s=STEP_S)
+    if declared.tools:
+        raise ConfigError(
+            f"environment {target!r}: an agent's tools are those of its requests; leave out @environment(tools=...)"
+        )
+    template = checked(options.get(RESPONSE_TEMPLATE, TEMPLATE))  # ours too: what reads it is imported here
+    required = tuple(name for name in signature.required if name != "llm")
+    fields = None if signature.any_column else (*required, *signature.optional, RESPONSE_TEMPLATE)
+    runner: Callable[[], _Runner] = _Task if signature.is_async else _Thread
+    play = functools.partial(played, runner, function, template)
+    return Adapted(play if signature.is_async else plain(play), replace(declared, calls=True), required, fields=fields)
+
+
+def agent_of(solve: Callable[..., Any], declared: Declaration, template: Mapping[str, Any]) -> Adapted:
+    """An asynchronous agent of ours around a foreign object, which takes any column."""
+    return Adapted(functools.partial(played, _Task, solve, checked(template)), replace(declared, calls=True))
+
+
+class _Runner(Protocol):
+    """An agent that runs."""
+
+    def arrived(self, call: Arrived, /) -> object:
+        """Takes the calls of its session, in any thread."""
+        ...
+
+    def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None: ...
+
+    async def next(self) -> Arrived | None:
+        """The next call; None once the agent has ended, whatever it left behind."""
+        ...
+
+    def result(self) -> Any:
+        """Of an agent that has ended. Raises what it raised."""
+        ...
+
+    async def end(self) -> None:
+        """Until nothing of the function runs."""
+        ...
+
+
+async def played(
+    run: Callable[[], _Runner], function: Callable[..., Any], template: Mapping[str, Any], /, **fields: Any
+) -> AsyncGenerator[Call | Score, Reply]:
+    """run: `_Thread` or `_Task`. fields: of the episode."""
+    fields.pop(RESPONSE_TEMPLATE, None)
+    turns, runner, server = Turns(template), run(), endpoint()
+    session, llm = server.open(runner.arrived)
+    try:
+        runner.start(function, {**fields, "llm": llm})
+        while (arrived := await runner.next()) is not None:
+            asked, answer = arrived
+            reply = yield turns.call(asked)
+            answer.set_result(turns.wrote(reply))
+        score = turns.score(runner.result(), session.num_joined)
+    finally:
+        server.end(session)
+        await runner.end()
+    yield score
+
+
+class _Thread:
+    """A plain function, in a thread of its own. Its methods block, where those of a task wait."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+        self._result: Future[Any] = Future()
+
+    def arrived(self, call: Arrived, /) -> None:
+        self._events.put(call)
+
+    def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(function, fields), name="agent", daemon=True)
+        self._thread.start()
+
+    async def next(self) -> Arrived | None:
+        call = self._events.get()  # the step's time-out ends the process
+        return None if self._result.done() else call
+
+    def result(self) -> Any:
+        return self._result.result()
+
+    async def end(self) -> None:
+        if self._thread.ident is not None:  # else there was none to be had
+            self._thread.join()  # so does that of the cleanup
+
+    def _run(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
+        try:
+            self._result.set_result(function(**fields))
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
+            self._result.set_exception(error)
+        self._events.put(None)
+
+
+class _Task:
+    """An asynchronous function, as a task on the loop of its process."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[Arrived | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def arrived(self, call: Arrived, /) -> None:
+        self._loop.call_soon_threadsafe(self._events.put_nowait, call)
+
+    def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
+        async def run() -> Any:
+            return await watched(function(**fields))
+
+        self._task = asyncio.create_task(run(), name="agent")
+        self._task.add_done_callback(lambda _: self._events.put_nowait(None))
+
+    async def next(self) -> Arrived | None:
+        call = await self._events.get()
+        return None if self._task.done() else call
+
+    def result(self) -> Any:
+        return self._task.result()
+
+    async def end(self) -> None:
+        """A task that does not end keeps this from ending, also where this is cancelled: it is then seen to run on."""
+        self._task.cancel()
+        while not self._task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.exception()  # it was asked for

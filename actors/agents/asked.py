@@ -1,0 +1,170 @@
+"""What a request asks of the model, whatever the dialect. Pure.
+
+Sampling is the trainer's: what a client sets to sample otherwise (temperature, top_p, penalties, seed, ...) is ignored. What
+would be a promise about the answer that nothing here keeps (several answers, a forced tool, log-probabilities, a schema of the
+text) is refused by name. What is neither is ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rlhf.actors.agents.conversations import digests
+from async_rlhf.actors.chat import chat_of
+from async_rlhf.actors.environments.settings import Message
+from async_rlhf.actors.environments.tool_calls import Tool
+from async_rlhf.actors.environments.yields import ROLES
+from async_rlhf.buffers.errors import EpisodeError
+
+# OpenAI takes 4 texts, Anthropic more; each is looked for after every token.
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+# More than any context: what is larger says the same.
+_MOST_TOKENS = 1 << 30
+_SAMPLED = "the answer is what the model samples as it is trained; leave it out"
+
+
+class RequestError(EpisodeError):
+    """A request that has no turn for an answer. status: of HTTP."""
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Asked:
+    """messages: the whole conversation, as the chat template reads it. tools: JSON schemas. max_tokens: of the turn, None for
+    no limit of the client's. stop: texts that end the turn. streams: the answer is wanted as events; shows_usage: with its
+    numbers of tokens. trained: as of `Call`."""
+
+    messages: list[Message]
+    tools: tuple[Tool, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    streams: bool = False
+    shows_usage: bool = True
+    trained: bool = True
+
+    @functools.cached_property
+    def prefixes(self) -> list[bytes]:
+        """As of `conversations.digests`."""
+        return digests(self.tools, self.messages)
+
+
+def conversation(given: Any) -> list[Message]:
+    """Messages in the form of OpenAI's chat as the chat template reads them: roles are ours, parts of text are joined,
+    arguments of calls are values, and the answer of a tool has its name.
+
+    Raises RequestError for what is no text, and for a conversation that the model cannot answer.
+    """
+    if not isinstance(given, list) or not given:
+        raise RequestError("messages: a list of at least one message was expected")
+    try:
+        messages = chat_of([_with_content(each) for each in given])
+        names: dict[Any, str] = {}
+        found = [_message(f"message {number}", each, names) for number, each in enumerate(messages, 1)]
+        "".join(message["content"] for message in found).encode()
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    if found[-1]["role"] == "assistant":
+        raise RequestError("the last message is the assistant's: the model begins its turns itself; leave it out")
+    return found
+
+
+def function_tool(name: Any, description: Any, parameters: Any) -> Tool:
+    """A tool as the chat template is given it, whichever dialect it came in. Raises RequestError."""
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"tools: {name!r:.60} is no name of a function; only tools that the client runs can be given")
+    shown = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in shown.items() if value is not None}}
+
+
+def listed(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """A list of objects, empty where there is none. Raises RequestError for anything else."""
+    found = body.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+        raise RequestError(f"{name}: a list of objects was expected")
+    return found
+
+
+def part(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object, empty where there is none. Raises RequestError for anything else."""
+    (found,) = listed({name: [body.get(name) or {}]}, name)
+    return found
+
+
+def refuse(body: Mapping[str, Any], promises: Mapping[str, Sequence[Any]]) -> None:
+    """promises: names that are refused, each with the values that ask for nothing, as None always does. Raises RequestError."""
+    for name, nothing in promises.items():
+        if (value := body.get(name)) is not None and value not in nothing:
+            raise RequestError(f"{name}={value!r:.80} cannot be kept: {_SAMPLED}")
+
+
+def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these limits that is set. Raises RequestError."""
+    for name in names:
+        if (value := body.get(name)) is not None:
+            if type(value) is not int or value < 1:
+                raise RequestError(f"{name}={value!r:.80}: a whole number of 1 or more was expected")
+            return min(value, _MOST_TOKENS)
+    return None
+
+
+def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Raises RequestError."""
+    value = body.get(name)
+    found = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+        raise RequestError(f"{name}={value!r:.80}: a text was expected, or a list of texts, none of them empty")
+    if len(found) > MAX_STOPS or max(map(len, found), default=0) > MAX_STOP_CHARS:
+        raise RequestError(f"{name}: at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters are taken")
+    return tuple(found)
+
+
+def _with_content(message: Any) -> Any:
+    """null and no text are the same."""
+    return {**message, "content": message.get("content") or ""} if isinstance(message, Mapping) else message
+
+
+def _message(which: str, given: Message, names: dict[Any, str]) -> Message:
+    """names: of the tools that were called so far, by the calls' ids. Raises ValueError."""
+    role = "system" if given["role"] == "developer" else given["role"]
+    if role not in ROLES:
+        raise ValueError(f"{which} has the role {role!r}; choose one of: {', '.join(ROLES)}")
+    found: Message = {"role": role, "content": given["content"]}
+    if role == "assistant":
+        if reasoning := given.get("reasoning_content") or given.get("reasoning"):
+            found["reasoning_content"] = reasoning
+        if calls := given.get("tool_calls"):
+            found["tool_calls"] = [_call(which, each, names) for each in (calls if isinstance(calls, list) else [calls])]
+    elif role == "tool":
+        id = given.get("tool_call_id")
+        found |= {"tool_call_id": id} if id else {}
+        found |= {"name": name} if (name := given.get("name") or names.get(id)) else {}
+    return found
+
+
+def _call(which: str, given: Any, names: dict[Any, str]) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
+        raise ValueError(f"{which} has a tool call without the name of a function; only calls of functions are read")
+    id = given.get("id")
+    if isinstance(id, str):
+        names[id] = name
+    arguments = _value(function.get("arguments"))
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _value(arguments: Any) -> Any:
+    """Of JSON text the object that it is; what is none stays as it is."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments

@@ -1,0 +1,106 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`. Pure. The names here are the dialect's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from async_rlhf.actors.agents.asked import (
+    Asked,
+    RequestError,
+    conversation,
+    function_tool,
+    listed,
+    most_tokens,
+    part,
+    refuse,
+    stops,
+)
+from async_rlhf.actors.agents.written import MODEL, Written, event
+
+_PROMISES: Mapping[str, Any] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+}
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    refuse(body, _PROMISES)
+    return Asked(
+        conversation(body.get("messages")),
+        tools_of(body, [part(each, "function") for each in listed(body, "tools")]),
+        most_tokens(body, "max_completion_tokens", "max_tokens"),
+        stops(body, "stop"),
+        streams=bool(body.get("stream")),
+        shows_usage=bool(part(body, "stream_options").get("include_usage")),
+    )
+
+
+def tools_of(body: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Those that the model is shown: with `tool_choice` "none" it is shown none. Raises RequestError for one that is forced."""
+    if any(each.get("type", "function") != "function" for each in listed(body, "tools")):
+        raise RequestError("tools: only functions, which the client runs, can be given")
+    if body.get("tool_choice") == "none":
+        return ()
+    refuse(body, {"tool_choice": ("auto",)})
+    return tuple(function_tool(each.get("name"), each.get("description"), each.get("parameters")) for each in functions)
+
+
+def whole(written: Written) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": written.text if written.text or not written.calls else None,
+        "refusal": None,
+    }
+    if written.reasoning:
+        message["reasoning_content"] = written.reasoning
+    if written.calls:
+        message["tool_calls"] = _calls(written)
+    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": written.finish_reason}
+    return {**_head(written, "chat.completion"), "choices": [choice], "usage": _usage(written)}
+
+
+def events(asked: Asked, written: Written) -> bytes:
+    head = _head(written, "chat.completion.chunk")
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{"reasoning_content": written.reasoning}] if written.reasoning else []
+    deltas += [{"content": written.text}] if written.text else []
+    deltas += [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(_calls(written))]
+    ends: list[str | None] = [None] * len(deltas) + [written.finish_reason]
+    grown = zip([*deltas, {}], ends, strict=True)
+    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": end} for delta, end in grown]
+    chunks = [{**head, "choices": [choice]} for choice in choices]
+    if asked.shows_usage:
+        chunks.append({**head, "choices": [], "usage": _usage(written)})
+    return b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
+
+
+def failure(status: int, reason: str) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
+    return {"error": {"message": reason, "type": kind, "param": None, "code": None}}
+
+
+def _head(written: Written, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{written.id}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _calls(written: Written) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
+        for call in written.calls
+    ]
+
+
+def _usage(written: Written) -> dict[str, Any]:
+    total = written.num_prompt + written.num_tokens
+    return {"prompt_tokens": written.num_prompt, "completion_tokens": written.num_tokens, "total_tokens": total}

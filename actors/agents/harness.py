@@ -1,0 +1,255 @@
+"""Sessions for harnesses that run elsewhere: an episode waits until a harness starts it, drives the model, and ends it.
+
+    actor --- begin, reply ---> Harnesses <--- start, set_reward, end --- a harness
+          <-- Call, the end ---           <--- /v1/chat/completions ----- its agent
+
+A session is a credit: it begins in an actor, which the queue's bound has allowed to, and only such a one can be started. So
+nothing is sampled that would come too late. The episode's own time begins when a harness starts it: until then it waits, and
+after that a harness that is silent for `timeout_s` between two requests has lost it (counted, failed, never 0).
+
+owns        the endpoint; the episodes that wait and those that run, which its thread and the server's share by a lock
+waits for   nothing: a request waits for its call's answer, which the end of its session bounds
+woken by    `wake`, for what `poll` then has
+on close    sessions end (503), and a harness is answered 410
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.actors.agents.asked import RequestError
+from async_rlhf.actors.agents.endpoint import Endpoint
+from async_rlhf.actors.agents.sessions import Arrived, Session
+from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
+from async_rlhf.actors.environments.config import EnvironmentConfig
+from async_rlhf.actors.environments.loading import MAX_TURNS, EnvironmentSpec
+from async_rlhf.actors.environments.pool import Event
+from async_rlhf.actors.environments.server import EnvironmentServer
+from async_rlhf.actors.environments.settings import Reply
+from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
+from async_rlhf.actors.environments.yields import End, fails, read_yield
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.score import Score
+
+WAIT_S = 1.0
+"""What a harness waits where no episode does."""
+SILENT_S = 240.0
+"""What a harness may take between two requests; a group without progress has longer (`queue.progress_timeout_s`)."""
+_ANY_TURNS = 1 << 62
+
+
+@dataclass(eq=False)
+class _Running:
+    """An episode that a harness has started. answering: the call that the model answers; calls: those behind it. reward: the
+    newest that was set. since: when something last came of the harness, or an answer was given to it; monotonic seconds."""
+
+    key: int
+    session: Session
+    turns: Turns
+    since: float
+    began: float
+    calls: deque[Arrived] = field(default_factory=deque)
+    answering: Arrived | None = None
+    num_turns: int = 0
+    reward: Any = None
+
+
+class Harnesses:
+    """What an environment's server plays with (`EnvironmentServer`), by its keys."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        template: Mapping[str, Any],
+        *,
+        port: int = 0,
+        harness_key: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """harness_key: with which sessions are started and ended; no agent has it. Raises OSError for a port that is taken."""
+        self._timeout_s, self._template, self._clock = timeout_s, template, clock
+        self.wake: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._ending: list[Session] = []
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._running: dict[str, _Running] = {}
+        self._events: queue.SimpleQueue[Event[int]] = queue.SimpleQueue()
+        self.counters = Counter({"started": 0, "ended": 0, "timed_out": 0, "given_up": 0})
+        actions = {"start_session": self._start, "set_reward": self._set_reward, "end_session": self._end}
+        self.endpoint = Endpoint(port, harness_key, actions)
+        self.origin = self.endpoint.origin
+
+    # -- the server's side, in its thread ----------------------------------------------------------------------------
+
+    def begin(self, key: int, fields: Mapping[str, Any]) -> None:
+        """An episode that a harness may start. fields: the columns of its row, `prompt` and `seed`."""
+        with self._changing():
+            self._waiting[key] = fields
+
+    def reply(self, key: int, sent: str | Reply) -> None:
+        """The model's turn in answer to the call of the last event."""
+        with self._changing():
+            running = self._of(key)
+            if running is None or running.answering is None:
+                return  # it ended meanwhile
+            assert isinstance(sent, Reply)
+            (_, answer), running.answering = running.answering, None
+            running.since = self._clock()
+            answer.set_result(running.turns.wrote(sent))
+            if running.calls:
+                self._ask(running, running.calls.popleft())
+
+    def poll(self) -> list[Event[int]]:
+        """What came of episodes, and of those that a harness has lost."""
+        with self._changing():
+            late = [each for each in self._running.values() if self._is_late(each)]
+            for running in late:
+                self.counters["timed_out"] += 1
+                self._over(running, fails("timed out", f"its harness sent nothing for {self._timeout_s:g} s (timeout_s)"))
+        return [self._events.get_nowait() for _ in range(self._events.qsize())]
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """The run has given these up."""
+        with self._changing():
+            for key in keys:
+                if self._waiting.pop(key, None) is None and (running := self._of(key)) is not None:
+                    self.counters["given_up"] += 1
+                    self._close_session(running)
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+    # -- the harness' side, in the endpoint's thread -----------------------------------------------------------------
+
+    def _start(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The episode that has waited longest, or how long to wait."""
+        with self._changing():
+            if not self._waiting:
+                return {"wait_s": WAIT_S}
+            key = next(iter(self._waiting))
+            row = self._waiting.pop(key)
+            session, llm = self.endpoint.open(lambda call: self._arrived(session.secret, call))
+            now = self._clock()
+            self._running[session.secret] = _Running(key, session, Turns(self._template), now, time.time())
+            self.counters["started"] += 1
+        urls = {"base_url": llm.base_url, "anthropic_url": llm.anthropic_url, "api_key": llm.api_key, "model": llm.model}
+        return {"session_id": session.secret, "row": dict(row), "environ": llm.environ, **urls}
+
+    def _set_reward(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The newest counts, when the session ends."""
+        with self._changing():
+            running = self._named(body)
+            running.reward, running.since = body.get("reward"), self._clock()
+        return {}
+
+    def _end(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Without a reward the episode has no score, and is not trained on; with a `failure` it has failed for that reason."""
+        with self._changing():
+            running = self._named(body)
+            reward = body.get("reward", running.reward)
+            score = running.turns.score(reward, running.session.num_joined)
+            if failure := body.get("failure"):
+                score = Score(failure=str(failure)[:1000])
+            if not running.num_turns:
+                end = fails("no turn", "its harness ended it before the model wrote anything")
+            elif score.failure is not None:
+                end = End("failed", score, "reported")
+            else:
+                end = End("scored", score)
+            self.counters["ended"] += 1
+            self._over(running, end)
+        return {"score": score.value, "failure": end.failure or None}
+
+    def _arrived(self, name: str, call: Arrived) -> None:
+        with self._changing():
+            if (running := self._running.get(name)) is None:
+                return  # its session has just ended, and answers it
+            if running.answering is None:
+                self._ask(running, call)
+            else:
+                running.calls.append(call)
+
+    # -- both, under the lock ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """With the lock. Sessions end behind it, for one that takes a call holds its own lock while it waits for this."""
+        with self._lock:
+            yield
+            ending, self._ending = self._ending, []
+        for session in ending:
+            self.endpoint.end(session)
+
+    def _ask(self, running: _Running, call: Arrived) -> None:
+        running.answering, running.since = call, self._clock()
+        read = read_yield(running.turns.call(call[0]), running.num_turns, _ANY_TURNS, calls=True)
+        running.num_turns += 1
+        if isinstance(read, End):
+            self._over(running, read)
+        else:
+            self._happened(running, read)
+
+    def _over(self, running: _Running, end: End) -> None:
+        self._close_session(running)
+        self._happened(running, end)
+
+    def _close_session(self, running: _Running) -> None:
+        del self._running[running.session.secret]
+        self._ending.append(running.session)
+
+    def _happened(self, running: _Running, came: Any) -> None:
+        self._events.put(Event(running.key, came, running.began, time.time()))
+        running.began = time.time()
+        self.wake()
+
+    def _is_late(self, running: _Running) -> bool:
+        return running.answering is None and self._clock() - running.since > self._timeout_s
+
+    def _of(self, key: int) -> _Running | None:
+        return next((each for each in self._running.values() if each.key == key), None)
+
+    def _named(self, body: Mapping[str, Any]) -> _Running:
+        running = self._running.get(str(body.get("session_id")))
+        if running is None:
+            raise RequestError("no session by this name is open: it has ended, or its run has given it up", 410)
+        return running
+
+
+def serve_harnesses(
+    address: str, port: int, key_file: Path, key_dir: Path | None, settings: Mapping[str, Any]
+) -> tuple[EnvironmentServer, str]:
+    """The server of a run's episodes at `address`, and the origin at which harnesses start them. key_dir: as of `Service`.
+    settings: of `[environment]`; `timeout_s` is the harness'. Raises ConfigError."""
+    config = EnvironmentConfig.model_validate(settings)
+    given = {"max_turns": MAX_TURNS, **config.given, "timeout_s": config.timeout_s or SILENT_S}
+    spec = EnvironmentSpec("sessions", "sessions", "async", calls=True, **given)
+    template = checked(config.options.get(RESPONSE_TEMPLATE, TEMPLATE))
+    try:
+        harnesses = Harnesses(spec.timeout_s, template, port=port, harness_key=_key(key_file))
+    except OSError as error:
+        raise ConfigError(f"sessions cannot be served: {error}") from error
+    try:
+        return EnvironmentServer(spec, config, address, key_dir, pool=harnesses), harnesses.origin
+    except ConfigError:
+        harnesses.close()
+        raise
+
+
+def _key(file: Path) -> str:
+    """Of the harnesses; a new one is readable by this user alone. Raises OSError, ConfigError for a file without one."""
+    with suppress(FileExistsError), open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as new:
+        new.write(secrets.token_urlsafe(32) + "\n")
+    key = file.read_text().strip()
+    if len(key) < 16:
+        raise ConfigError(f"{file} holds no key of at least 16 characters; remove it, and a new one is made")
+    return key

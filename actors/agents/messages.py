@@ -1,0 +1,130 @@
+"""Anthropic's messages: `POST /v1/messages`. Pure. The names here are the dialect's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from async_rlhf.actors.agents.asked import (
+    Asked,
+    RequestError,
+    conversation,
+    function_tool,
+    listed,
+    most_tokens,
+    part,
+    refuse,
+    stops,
+)
+from async_rlhf.actors.agents.written import MODEL, Written, event
+from async_rlhf.actors.environments.settings import Message
+from async_rlhf.actors.environments.tool_calls import Tool
+
+_PROMISES: Mapping[str, Any] = {"output_format": (), "mcp_servers": ([],), "container": ()}
+_ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    refuse(body, _PROMISES)
+    system: list[Message] = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    said = [message for each in listed(body, "messages") for message in _messages(each)]
+    return Asked(
+        conversation([*system, *said]),
+        _tools(body),
+        most_tokens(body, "max_tokens"),
+        stops(body, "stop_sequences"),
+        streams=bool(body.get("stream")),
+    )
+
+
+def whole(written: Written) -> dict[str, Any]:
+    return {
+        "id": f"msg_{written.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": _blocks(written),
+        **_end(written),
+        "usage": {"input_tokens": written.num_prompt, "output_tokens": written.num_tokens},
+    }
+
+
+def events(asked: Asked, written: Written) -> bytes:
+    found = whole(written)
+    usage = {"input_tokens": written.num_prompt, "output_tokens": 0}
+    begun = {**found, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    parts: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+    for index, block in enumerate(found["content"]):
+        empty, delta = _grown(block)
+        parts.append({"type": "content_block_start", "index": index, "content_block": empty})
+        parts.append({"type": "content_block_delta", "index": index, "delta": delta})
+        parts.append({"type": "content_block_stop", "index": index})
+    parts.append({"type": "message_delta", "delta": _end(written), "usage": {"output_tokens": written.num_tokens}})
+    parts.append({"type": "message_stop"})
+    return b"".join(event(part, part["type"]) for part in parts)
+
+
+def failure(status: int, reason: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": _KINDS.get(status, "api_error"), "message": reason}}
+
+
+def _messages(given: Mapping[str, Any]) -> Iterable[Message]:
+    """In the form of a chat: answers of tools are messages of their own, in their places among the user's text."""
+    blocks, texts = given.get("content"), list[Any]()
+    if not isinstance(blocks, list):
+        yield {"role": given.get("role"), "content": blocks}
+        return
+    calls, thoughts = list[dict[str, Any]](), list[str]()
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_result":
+            if texts:
+                yield {"role": given.get("role"), "content": texts}
+                texts = []
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind in ("thinking", "redacted_thinking"):
+            thoughts.append(str(block.get("thinking") or ""))
+        else:
+            texts.append(block)
+    if given.get("role") == "assistant":
+        yield {"role": "assistant", "content": texts, "reasoning_content": "".join(thoughts) or None, "tool_calls": calls}
+    elif texts or not blocks:
+        yield {"role": given.get("role"), "content": texts}
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
+    """Those that the model is shown: with `tool_choice` "none" it is shown none. Raises RequestError for one that is forced."""
+    given = listed(body, "tools")
+    if others := [each.get("type") for each in given if each.get("type", "custom") != "custom"]:
+        raise RequestError(f"tools: {others[0]!r:.60} is run by Anthropic; only tools that the client runs can be given")
+    if part(body, "tool_choice").get("type") == "none":
+        return ()
+    refuse(body, {"tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False})})
+    return tuple(function_tool(each.get("name"), each.get("description"), each.get("input_schema")) for each in given)
+
+
+def _blocks(written: Written) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if written.reasoning:
+        found.append({"type": "thinking", "thinking": written.reasoning, "signature": ""})
+    if written.text or not written.calls:
+        found.append({"type": "text", "text": written.text})
+    return found + [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in written.calls]
+
+
+def _grown(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A block as it begins, and what it grows by."""
+    if block["type"] == "tool_use":
+        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+    key = block["type"]
+    return {**block, key: ""}, {"type": f"{key}_delta", key: block[key]}
+
+
+def _end(written: Written) -> dict[str, Any]:
+    reason = "stop_sequence" if written.stopped_by and written.finish_reason == "stop" else _ENDS[written.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": written.stopped_by}

@@ -1,0 +1,160 @@
+"""OpenAI's responses: `POST /v1/responses`. Pure. The names here are the dialect's.
+
+No response is kept: `previous_response_id` and what else names one is refused, and a client sends its whole input, as OpenAI's
+agents do by themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from async_rlhf.actors.agents import chat
+from async_rlhf.actors.agents.asked import Asked, RequestError, conversation, listed, most_tokens, part, refuse
+from async_rlhf.actors.agents.written import MODEL, Written, event
+from async_rlhf.actors.environments.settings import Message
+
+_KEPT: Mapping[str, Any] = {"previous_response_id": (), "conversation": (), "prompt": (), "background": (False,)}
+_PROMISES: Mapping[str, Any] = {"top_logprobs": (0,), "parallel_tool_calls": (True,)}
+
+
+def read(body: Mapping[str, Any]) -> Asked:
+    for name, nothing in _KEPT.items():
+        if (value := body.get(name)) is not None and value not in nothing:
+            raise RequestError(f"{name}: nothing is kept between requests here; send the whole input")
+    refuse(body, _PROMISES)
+    refuse({"text.format": part(body, "text").get("format")}, {"text.format": ({"type": "text"},)})
+    given = body.get("input")
+    items = listed({"input": [{"role": "user", "content": given}]} if isinstance(given, str) else body, "input")
+    system: list[Message] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    return Asked(
+        conversation([*system, *_messages(items)]),
+        chat.tools_of(body, listed(body, "tools")),
+        most_tokens(body, "max_output_tokens"),
+        streams=bool(body.get("stream")),
+    )
+
+
+def whole(written: Written) -> dict[str, Any]:
+    is_cut = written.finish_reason == "length"
+    return {
+        **_begun(written),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _items(written),
+        "usage": {
+            "input_tokens": written.num_prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": written.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": written.num_prompt + written.num_tokens,
+        },
+    }
+
+
+def events(asked: Asked, written: Written) -> bytes:
+    begun, found = _begun(written), whole(written)
+    parts: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
+    parts.append({"type": "response.in_progress", "response": begun})
+    for index, item in enumerate(found["output"]):
+        parts += ({**part, "output_index": index} for part in _growth(item))
+    parts.append({"type": f"response.{found['status']}", "response": found})
+    return b"".join(event({**part, "sequence_number": at}, part["type"]) for at, part in enumerate(parts))
+
+
+failure = chat.failure
+
+
+def _messages(items: list[Mapping[str, Any]]) -> Iterator[Message]:
+    """In the form of a chat: reasoning, a message and the calls behind it are one turn of the assistant's."""
+    turn: Message = {}
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            turn = {"role": "assistant", **turn, "tool_calls": [*turn.get("tool_calls", ()), call]}
+            continue
+        # Only calls go on with a turn that has text or calls already.
+        if turn.keys() & {"content", "tool_calls"}:
+            yield turn
+            turn = {}
+        if kind == "reasoning":
+            texts = (each.get("text") or "" for each in [*listed(item, "content"), *listed(item, "summary")])
+            turn = {"reasoning_content": "".join(map(str, texts))}
+        elif kind == "message" and item.get("role") == "assistant":
+            turn = {"role": "assistant", **turn, "content": item.get("content")}
+        else:
+            turn = {}
+            yield _other(kind, item)
+    if turn.keys() & {"content", "tool_calls"}:
+        yield turn
+
+
+def _other(kind: str, item: Mapping[str, Any]) -> Message:
+    if kind == "message":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    raise RequestError(f"input: items of type {kind!r:.60} are not read; messages, reasoning and function calls are")
+
+
+def _begun(written: Written) -> dict[str, Any]:
+    return {
+        "id": f"resp_{written.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": MODEL,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "output": [],
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+    }
+
+
+def _items(written: Written) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if written.reasoning:
+        content = [{"type": "reasoning_text", "text": written.reasoning}]
+        found.append({"type": "reasoning", "id": f"rs_{written.id}", "summary": [], "content": content})
+    if written.text or not written.calls:
+        text = {"type": "output_text", "text": written.text, "annotations": [], "logprobs": []}
+        message = {"type": "message", "id": f"msg_{written.id}", "role": "assistant", "status": "completed"}
+        found.append({**message, "content": [text]})
+    for call in written.calls:
+        named = {"call_id": call.id, "name": call.name, "arguments": call.arguments_text, "status": "completed"}
+        found.append({"type": "function_call", "id": f"fc_{call.id}", **named})
+    return found
+
+
+def _growth(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of an item of the output, but for its place there."""
+    where = {"item_id": item["id"]}
+    begun = {**item, "status": "in_progress"} if "status" in item else {**item}
+    if item["type"] == "function_call":
+        yield {"type": "response.output_item.added", "item": {**begun, "arguments": ""}}
+        yield {"type": "response.function_call_arguments.delta", **where, "delta": item["arguments"]}
+        yield {
+            "type": "response.function_call_arguments.done",
+            **where,
+            "name": item["name"],
+            "arguments": item["arguments"],
+        }
+    else:
+        (part,) = item["content"]
+        where["content_index"] = 0
+        name = part["type"]
+        yield {"type": "response.output_item.added", "item": {**begun, "content": []}}
+        yield {"type": "response.content_part.added", **where, "part": {**part, "text": ""}}
+        yield {"type": f"response.{name}.delta", **where, "delta": part["text"], "logprobs": []}
+        yield {"type": f"response.{name}.done", **where, "text": part["text"], "logprobs": []}
+        yield {"type": "response.content_part.done", **where, "part": part}
+    yield {"type": "response.output_item.done", "item": item}

@@ -1,0 +1,90 @@
+"""The calls of one episode, between the server's thread, which takes requests, and the episode's own, which answers them.
+
+owns        the calls so far, by what they ask; the answers, for requests that come again
+waits for   nothing: a request waits for its call's `answer`, an episode for what `arrived` is given
+on close    `end`: every call without an answer fails with 503; so does each that comes later
+
+A retry is no second call. A request is one when it says so (`x-stainless-retry-count`), or when a request like it lost its
+connection before it had an answer: it then has the answer of that call, sampled already or not. Two like requests on open
+connections are two calls. A client that goes away leaves its call behind; the turn still counts.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from async_rlhf.actors.agents.asked import Asked, RequestError
+from async_rlhf.actors.agents.written import Written
+
+
+@dataclass(eq=False)
+class Pending:
+    """What is kept of a call: not what it asks, which grows with the conversation. num_waiting: connections on which the answer
+    is waited for; is_given: one had it."""
+
+    answer: Future[Written] = field(default_factory=Future)
+    num_waiting: int = 0
+    is_given: bool = False
+
+
+Arrived = tuple[Asked, Future[Written]]
+"""A call, and what takes the model's turn in answer to it."""
+
+
+class Session:
+    """See the module docstring. secret: names it in a URL or as a key. num_joined: requests that were no call of their own."""
+
+    def __init__(self, arrived: Callable[[Arrived], object]) -> None:
+        """arrived: takes each call once, in the server's thread."""
+        self.secret = secrets.token_urlsafe(24)
+        self.num_joined = 0
+        self._arrived = arrived
+        self._lock = threading.Lock()
+        self._calls: dict[bytes, list[Pending]] = {}
+        self._is_over = False
+
+    def ask(self, key: bytes, asked: Asked, is_retry: bool) -> Pending:
+        """The call whose answer a request waits for, until `left` or `gave`: its own, or one that it is a retry of.
+
+        key: equal for a request and its retries. Raises RequestError when the episode has ended.
+        """
+        with self._lock:
+            if self._is_over:
+                raise _over()
+            known = self._calls.setdefault(key, [])
+            alone = [each for each in known if not each.num_waiting and not each.is_given]
+            call = alone[0] if alone else known[-1] if known and is_retry else None
+            if call is None:
+                known.append(call := Pending())
+                self._arrived((asked, call.answer))
+            else:
+                self.num_joined += 1
+            call.num_waiting += 1
+            return call
+
+    def left(self, call: Pending) -> None:
+        """A request has lost its connection."""
+        with self._lock:
+            call.num_waiting -= 1
+
+    def gave(self, call: Pending) -> None:
+        """A request has its answer."""
+        with self._lock:
+            call.num_waiting -= 1
+            call.is_given = True
+
+    def end(self) -> None:
+        """The episode has ended."""
+        with self._lock:
+            self._is_over = True
+            left = [call for calls in self._calls.values() for call in calls if not call.answer.done()]
+        for call in left:
+            call.answer.set_exception(_over())
+
+
+def _over() -> RequestError:
+    return RequestError("the episode has ended; nothing more is answered in this session", 503)

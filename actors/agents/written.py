@@ -1,0 +1,124 @@
+"""What the model's turn is in answer to a request, whatever the dialect. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from async_rlhf.actors.agents.asked import Asked
+from async_rlhf.actors.environments.settings import Message, Reply
+from async_rlhf.actors.environments.tool_calls import Turn, parsed
+
+MODEL = "policy"
+"""What the model is called; requests may call it otherwise."""
+
+
+class WrittenCall(NamedTuple):
+    """arguments: by name."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def arguments_text(self) -> str:
+        return json.dumps(self.arguments)
+
+
+@dataclass(frozen=True)
+class Written:
+    """id: unique in its session. stopped_by: the client's text that ended the turn, which `text` is without. num_prompt: tokens
+    before the turn in its chain; num_tokens: of the turn. is_unparsed: what begins as a call could not be read, and is text."""
+
+    id: str
+    text: str
+    reasoning: str
+    calls: tuple[WrittenCall, ...]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stopped_by: str | None
+    num_prompt: int
+    num_tokens: int
+    is_unparsed: bool = False
+
+    @property
+    def message(self) -> Message:
+        """As a client has it, who may leave out the reasoning."""
+        calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in self.calls]
+        return {"role": "assistant", "content": self.text, "tool_calls": calls}
+
+
+class Dialect(Protocol):
+    """A module is one."""
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """Raises RequestError."""
+        ...
+
+    def whole(self, written: Written) -> dict[str, Any]:
+        """The answer as JSON data."""
+        ...
+
+    def events(self, asked: Asked, written: Written) -> bytes:
+        """The answer as server-sent events, all of them: a turn is given when it is whole."""
+        ...
+
+    def failure(self, status: int, reason: str) -> dict[str, Any]:
+        """An error as JSON data."""
+        ...
+
+
+def read_reply(reply: Reply, asked: Asked, template: Mapping[str, Any], number: int) -> Written:
+    """template: how the model writes reasoning and calls. number: of the turn in its session, from 1."""
+    text, stopped_by = _cut(reply.text, asked.stop)
+    turn = _turn(text, asked, template)
+    calls = tuple(
+        # Nine letters and digits, which Mistral's templates ask for.
+        WrittenCall(f"call{number:03}{at:02}", call["function"]["name"], call["function"]["arguments"])
+        for at, call in enumerate(turn.calls)
+    )
+    whole: Literal["stop", "tool_calls"] = "tool_calls" if calls else "stop"
+    return Written(
+        id=f"turn_{number}",
+        text=turn.message["content"],
+        reasoning=turn.message.get("reasoning_content") or "",
+        calls=calls,
+        finish_reason="length" if reply.finish_reason == "length" else whole,
+        stopped_by=stopped_by,
+        num_prompt=reply.num_prompt,
+        num_tokens=reply.num_tokens,
+        is_unparsed=turn.is_unparsed,
+    )
+
+
+def event(data: Mapping[str, Any], name: str = "") -> bytes:
+    """One server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data)}\n\n".encode()
+
+
+def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
+    """The text before the first of these, and which that is; of two in one place the longer."""
+    found = [(at, -len(each), each) for each in stop if (at := text.find(each)) >= 0]
+    if not found:
+        return text, None
+    at, _, first = min(found)
+    return text[:at], first
+
+
+def _turn(text: str, asked: Asked, template: Mapping[str, Any]) -> Turn:
+    """A call whose arguments a client could not be given as JSON cannot be read. What has neither calls nor reasoning stays as
+    it was written."""
+    if not asked.tools:
+        template = {**template, "fields": {name: each for name, each in template["fields"].items() if name != "tool_calls"}}
+    turn = parsed(text, asked.tools, template)
+    try:
+        for call in turn.calls:
+            json.dumps(call["function"]["arguments"], allow_nan=False)
+            if not isinstance(call["function"]["arguments"], dict):
+                raise ValueError("arguments have names")
+    except ValueError:
+        return Turn({"role": "assistant", "content": text}, is_unparsed=True)
+    is_plain = not turn.calls and not turn.message.get("reasoning_content")
+    return Turn({"role": "assistant", "content": text}, turn.is_unparsed) if is_plain else turn

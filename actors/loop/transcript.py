@@ -1,0 +1,182 @@
+"""One rollout as it grows, and what of it goes into the record. Pure.
+
+Its turns stand in *chains*. A chain is a row as the engine reads it: a whole prompt, and behind it turns of the model with what
+was read between them. Most episodes have one. Each conversation of an agent has its own, and a conversation whose earlier turns
+the chat template rewrites (`render = "split"`) goes on in another. What is here is never tokenised again: a chain only gets
+longer, exactly as the engine saw it.
+
+    in time            turn 0 in chain 0, turn 1 in chain 1, turn 2 in chain 0
+    in the record      chain 0: prompt, turn 0, answer, turn 2;  chain 1: prompt, turn 1
+
+In the record chains follow each other in the order of their first trained turns: the prompt of the first is the rollout's, and
+with those of the others its row begins anew. A turn that is not trained on stands there as what was read. A chain without a
+trained turn is left out, and of each chain what comes behind the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from async_rlhf.actors.engine import Completion, RolloutKey
+from async_rlhf.actors.environments import Content, Message
+from async_rlhf.actors.environments.rendering import conversation
+from async_rlhf.actors.rewards.answer import as_text
+from async_rlhf.buffers.record import FinishReason, SamplingMask, Span, pieces
+
+
+@dataclass(eq=False)
+class Turn:
+    """One of the model's, with what it reads before.
+
+    conversation: its number; an environment that is no agent has one. chain: numbered as they begin. content: what is read, as
+    the environment gave it; ids: tokens of that, of a new chain its whole prompt. tools: those of its conversation. score: the
+    environment's, of the turn before. trained: whether it is trained on. wrote, text: None and "" until it has ended. behind:
+    tokens between the prompt of its chain and what is sampled.
+    """
+
+    conversation: int
+    chain: int
+    content: Content
+    ids: tuple[int, ...]
+    tools: Sequence[Mapping[str, Any]] = ()
+    score: float | None = None
+    trained: bool = True
+    wrote: Completion | None = None
+    text: str = ""
+    behind: int = 0
+
+
+class Transcript:
+    """See the module docstring. turns: in time; of the last one the model may still be writing. length: tokens so far, without
+    the first prompt."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.length = 0
+
+    @property
+    def num_conversations(self) -> int:
+        return len({turn.conversation for turn in self.turns})
+
+    @property
+    def num_chains(self) -> int:
+        return len({turn.chain for turn in self.turns})
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of turns that have ended."""
+        return sum(len(turn.wrote.token_ids) for turn in self.turns if turn.wrote is not None)
+
+    @property
+    def behind(self) -> int:
+        """As of the last turn; 0 without one."""
+        return self.turns[-1].behind if self.turns else 0
+
+    @property
+    def first(self) -> Turn | None:
+        """The first of the turns that are trained on."""
+        return next((turn for turn in self.turns if turn.trained), None)
+
+    def conversation(self, number: int) -> list[Turn]:
+        return [turn for turn in self.turns if turn.conversation == number]
+
+    def chain(self, number: int) -> list[Turn]:
+        return [turn for turn in self.turns if turn.chain == number]
+
+    def row(self, chain: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The prompt of a chain, and all tokens behind it."""
+        first, *others = self.chain(chain)
+        behind = [] if first.wrote is None else first.wrote.token_ids.tolist()
+        for turn in others:
+            behind += [*turn.ids, *(() if turn.wrote is None else turn.wrote.token_ids.tolist())]
+        return first.ids, tuple(behind)
+
+    def begin(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What it reads, at least one token; returns the row that the engine goes on from."""
+        assert turn.ids and (not self.turns or self.turns[-1].wrote is not None)
+        self.length += len(turn.ids) if self.turns else 0
+        self.turns.append(turn)
+        prompt_ids, behind = self.row(turn.chain)
+        turn.behind = len(behind)
+        return prompt_ids, behind
+
+    def end(self, wrote: Completion, text: str) -> Turn:
+        """What the model wrote in the last turn."""
+        turn = self.turns[-1]
+        assert turn.wrote is None
+        turn.wrote, turn.text = wrote, text
+        self.length += len(wrote.token_ids)
+        return turn
+
+    # Of what follows each needs a trained turn, and none that is still being written.
+
+    def recorded(self) -> list[list[Turn]]:
+        """The turns of each chain in the record, in the record's order."""
+        trained = [turn for turn in self.turns if turn.trained]
+        last = {turn.chain: turn for turn in trained}
+        rows = [self.chain(number) for number in dict.fromkeys(turn.chain for turn in trained)]
+        return [row[: row.index(last[row[0].chain]) + 1] for row in rows]
+
+    def completion(self, key: RolloutKey, finish_reason: FinishReason) -> Completion:
+        """The whole of it, behind the prompt of the first chain in the record."""
+        if len(self.turns) == 1 and (wrote := self.turns[0].wrote) is not None and wrote.finish_reason == finish_reason:
+            return wrote
+        rows = self.recorded()
+        parts = list(_parts(rows))
+        sampled = [turn.wrote for row in rows for turn in row if turn.trained and turn.wrote is not None]
+        masks = [turn.sampling_mask for turn in sampled if turn.sampling_mask is not None]
+        return Completion(
+            key=key,
+            token_ids=np.array([id for ids, _ in parts for id in ids], np.int32),
+            logprobs=np.concatenate([turn.logprobs for turn in sampled]),
+            spans=_merged(span for _, spans in parts for span in spans),
+            finish_reason=finish_reason,
+            sampling_mask=_joined(masks) if len(masks) == len(sampled) else None,
+        )
+
+    def messages(self) -> tuple[list[Message], Content]:
+        """The conversation of the last turn that is trained on, up to it, as chat messages; and what it began with."""
+        last = next(turn for turn in reversed(self.turns) if turn.trained)
+        own = self.conversation(last.conversation)
+        own = own[: own.index(last) + 1]
+        read = [*(turn.content for turn in own[1:]), None]
+        return conversation(own[0].content, zip((turn.text for turn in own), read, strict=True)), own[0].content
+
+    def text(self, completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
+        """Of the completion, for people: where a chain begins, what was read there and not the whole prompt."""
+        if len(self.turns) == 1:
+            return self.turns[0].text
+        ids, (first, *others), shown = completion.token_ids.tolist(), pieces(completion.spans), list[str]()
+        for row, piece in zip(self.recorded()[1:], others, strict=True):
+            shown += [as_text(row[0].content), decode(ids[piece.start + piece.num_prompt : piece.stop])]
+        return "\n".join([decode(ids[: first.stop]), *shown])
+
+
+def _parts(rows: Sequence[Sequence[Turn]]) -> Iterator[tuple[Sequence[int], Sequence[Span]]]:
+    """Tokens and their spans, of what is read and of what was sampled."""
+    for number, row in enumerate(rows):
+        for at, turn in enumerate(row):
+            if number or at:
+                yield turn.ids, [Span(None, len(turn.ids), restarts=at == 0)]
+            assert turn.wrote is not None
+            ids = turn.wrote.token_ids.tolist()
+            yield ids, turn.wrote.spans if turn.trained else [Span(None, len(ids))]
+
+
+def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """What was read in one go, whoever wrote it, is one span."""
+    found: list[Span] = []
+    for span in spans:
+        if found and span.version is None and found[-1].version is None:
+            found[-1] = replace(found[-1], num_tokens=found[-1].num_tokens + span.num_tokens)
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+def _joined(masks: Sequence[SamplingMask]) -> SamplingMask:
+    return SamplingMask(np.concatenate([mask.sizes for mask in masks]), np.concatenate([mask.ids for mask in masks]))

@@ -1,0 +1,156 @@
+"""What it costs that an agent drives the model over HTTP: the same episodes as a generator of ours, side by side.
+
+Both play the actor's loop without a hub: the built-in engine, the environment's own process, turns of a few words behind a
+growing conversation. The agent posts each turn as a chat completion to the endpoint in its process.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alternate, cpu_s
+
+if TYPE_CHECKING:
+    from async_rlhf.actors.engine import Engine
+    from async_rlhf.actors.loop.work import Play, Work
+    from async_rlhf.actors.prompts import Row as Prompt
+
+_TURNS, _WAIT_S = 4, 300.0
+_TEMPLATE = """{%- for m in messages %}{{ m.role[0] }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}a: {% endif %}"""
+_ENVIRONMENTS = f"""
+import httpx
+from async_rlhf import Score, environment
+
+TURNS = {_TURNS}
+@environment(max_turns=TURNS + 1, timeout_s=120)
+async def agent(prompt, llm):
+    messages = [{{"role": "user", "content": prompt}}]
+    async with httpx.AsyncClient(timeout=None, verify=False) as client:  # of its own: one of all looks through its connections
+        for turn in range(TURNS):
+            answer = await client.post(llm.base_url + "/chat/completions", json={{"model": "policy", "messages": messages}})
+            messages += [answer.raise_for_status().json()["choices"][0]["message"], {{"role": "user", "content": "and"}}]
+    return 1.0
+
+@environment(max_turns=TURNS + 1, timeout_s=120)
+async def generator(prompt):
+    text = prompt
+    for turn in range(TURNS):
+        yield [{{"role": "user", "content": text}}]
+        text = "and"
+    yield Score(1.0)
+"""
+
+
+class _Played(NamedTuple):
+    """tokens: sampled a second. server_s: processor seconds of the environments' processes, of one turn."""
+
+    tokens: float
+    server_s: float
+
+
+def agents(bench: Bench) -> Iterator[Row]:
+    """Tokens a second of both, and the processor time of a turn in the environments' process."""
+    for sessions in (32, 256):
+        at_once = bench.size(sessions, sessions // 8)
+        with _player(at_once, "agent") as agent, _player(at_once, "generator") as generator:
+            found = alternate({"agent over HTTP": agent, "generator": generator}, bench.num_turns(5))
+        values = {name: [each.tokens for each in played] for name, played in found.items()}
+        own = {name: sorted(each.server_s for each in played)[len(played) // 2] for name, played in found.items()}
+        yield Row.of(
+            f"{at_once} episodes of {_TURNS} turns at once",
+            values,
+            "tokens/s",
+            at_least=0.85 if sessions == 32 else None,
+            figures={
+                "agent_ms_a_turn": 1e3 * own["agent over HTTP"],
+                "generator_ms_a_turn": 1e3 * own["generator"],
+            },
+        )
+
+
+@contextmanager
+def _player(sessions: int, name: str) -> Iterator[Callable[[], _Played]]:
+    """Plays so many episodes, all at once."""
+    from transformers import AutoTokenizer
+
+    from async_rlhf.actors.data.rows import load_rows
+    from async_rlhf.actors.engine import load_engine
+    from async_rlhf.buffers.model_directory import from_pretrained
+    from async_rlhf.run.config import load
+    from async_rlhf.run.processes.evaluation import environment_of
+    from async_rlhf.run.processes.roles import make_work
+
+    bell = threading.Event()
+    with tempfile.TemporaryDirectory() as directory:
+        config = load({"model": str(_chat_model(Path(directory)))}, _settings(Path(directory), sessions, name))
+        tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
+        engine = load_engine(config.model, config.served_engine, version=0)
+        try:
+            rows = load_rows(config.data)[0]
+            work = make_work(config, rows, tokenizer)
+            with environment_of(config, tokenizer, bell.set) as play:
+                own = list[psutil.Process]()  # those that the first turn, which warms up, has brought
+                yield lambda: _measured(engine, work, play, rows, bell, own)
+        finally:
+            engine.close()
+
+
+def _measured(
+    engine: Engine, work: Work, play: Play | None, rows: Sequence[Prompt], bell: threading.Event, own: list[psutil.Process]
+) -> _Played:
+    from async_rlhf.actors.loop.episodes import Episodes
+
+    episodes = Episodes(engine, work.decode, play)
+    before = set(psutil.Process().children(recursive=True))
+    began, cpu = time.perf_counter(), sum(map(cpu_s, own))
+    episodes.begin([(row, number, work.requests(number, 0, row)[2][:1]) for number, row in enumerate(rows)])
+    left, tokens, turns, until = len(rows), 0, 0, time.monotonic() + _WAIT_S
+    while left:
+        for played in episodes.step():
+            if played.score is None or played.score.failure is not None or len(played.turns) != _TURNS:
+                raise RuntimeError(f"an episode did not come to its end: {played.score}")
+            left, tokens, turns = left - 1, tokens + played.num_sampled, turns + len(played.turns)
+        if not engine.num_unfinished:
+            if time.monotonic() > until:
+                raise RuntimeError(f"{left} episodes did not end within {_WAIT_S:.0f} s")
+            bell.wait(0.05)
+            bell.clear()
+    seconds = time.perf_counter() - began
+    found = _Played(tokens / seconds, (sum(map(cpu_s, own)) - cpu) / turns)
+    own += [each for each in psutil.Process().children(recursive=True) if each not in before and not own]
+    return found
+
+
+def _chat_model(directory: Path) -> Path:
+    model = shutil.copytree(MODEL, directory / "model")
+    (model / "chat_template.jinja").write_text(_TEMPLATE)
+    return model
+
+
+def _settings(directory: Path, sessions: int, name: str) -> dict[str, Any]:
+    (directory / "environments.py").write_text(_ENVIRONMENTS)
+    (directory / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(sessions)))
+    return {
+        "environment.function": f"{directory / 'environments.py'}:{name}",
+        "environment.max_concurrency": sessions,
+        "data.source": str(directory / "rows.jsonl"),
+        "data.held_out": 0,
+        "data.chat": True,
+        "rewards.functions": [],
+        "generation.max_prompt_length": 64,
+        "generation.max_completion_length": 16,
+        "generation.max_episode_length": 256,
+        "engine.slots": min(sessions, 64),
+        "engine.threads": 1,
+    }

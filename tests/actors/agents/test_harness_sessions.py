@@ -1,0 +1,319 @@
+"""Sessions that a harness elsewhere plays: over the real sockets on both sides, the actor's and the harness'."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import stat
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIStatusError, OpenAI
+
+from async_rlhf.actors.agents.harness import Harnesses, serve_harnesses
+from async_rlhf.actors.environments.settings import Reply
+from async_rlhf.actors.environments.tool_calls import TEMPLATE
+from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.buffers.errors import ConfigError
+from tests.actors.environments.played import Bench
+from tests.actors.served import running
+from tests.conftest import wait_for
+
+KEY = "the key of the harness"
+
+
+class Harness:
+    """A client of the control side."""
+
+    def __init__(self, origin: str, key: str = KEY) -> None:
+        self._address, self._key = origin.removeprefix("http://"), key
+
+    def post(self, action: str, /, **body: Any) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(self._address, timeout=60)
+        try:
+            headers = {"authorization": f"Bearer {self._key}"}
+            connection.request("POST", f"/{action}", json.dumps(body), headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def start(self) -> Any:
+        """The next session, as soon as there is one."""
+        found: list[Any] = []
+
+        def started() -> bool:
+            status, data = self.post("start_session")
+            assert status == 200, data
+            found.append(data)
+            return "session_id" in data
+
+        wait_for(started, "an episode waits")
+        return found[-1]
+
+
+def client(session: Any, **more: Any) -> OpenAI:
+    return OpenAI(base_url=session["base_url"], api_key=session["api_key"], **more)
+
+
+def ask(session: Any, *texts: str) -> str:
+    """texts: of user and assistant in turn."""
+    roles = ("user", "assistant")
+    messages: Any = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+    return client(session).chat.completions.create(model="policy", messages=messages).choices[0].message.content or ""
+
+
+# -- the whole way --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Bench, Harness]]:
+    with ExitStack() as made:
+        key_file = tmp_path / "key"
+        server, origin = serve_harnesses("tcp://127.0.0.1:*", 0, key_file, None, {"max_turns": 3})
+        made.enter_context(running(server))
+        bench = made.enter_context(Bench(tmp_path, f"remote:{server.address}"))
+        yield bench, Harness(origin, key_file.read_text().strip())
+
+
+def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(served: tuple[Bench, Harness]) -> None:
+    bench, harness = served
+    texts = {1: Reply("four", "stop", 5, 2), 2: Reply("five", "length", 9, 3)}
+
+    def play() -> list[Any]:
+        session = harness.start()
+        said = [session["row"]["question"], first := ask(session, "2+2?"), ask(session, "2+2?", first, "sure?")]
+        harness.post("set_reward", session_id=session["session_id"], reward=0.25)
+        harness.post("set_reward", session_id=session["session_id"], reward={"right": 1.0, "short": 0.5})
+        return [*said, harness.post("end_session", session_id=session["session_id"])]
+
+    with ThreadPoolExecutor(1) as thread:
+        bench.begin("episode", question="what is 2+2?")
+        playing = thread.submit(play)
+        bench.until(lambda: bench.ended("episode") is not None, lambda key, turn: texts[turn])
+        assert playing.result(60) == ["what is 2+2?", "four", "five", (200, {"score": 1.5, "failure": None})]
+    one, two, end = bench.events["episode"]
+    assert isinstance(one, Read) and isinstance(two, Read) and isinstance(end, End) and end.score is not None
+    assert one.call is not None and two.call is not None and (one.call.chain, two.call.chain) == (0, 0)
+    assert two.content == [{"role": "user", "content": "sure?"}]
+    assert (end.reason, end.score.value) == ("scored", 1.5)
+    assert end.score.metrics == {
+        "calls": 2.0, "unparsed_turns": 0.0, "chains": 1.0, "retries_joined": 0.0, "right": 1.0, "short": 0.5,
+    }  # fmt: skip
+
+
+def test_an_episode_that_no_harness_starts_waits_and_one_that_is_given_up_can_be_started_no_more(
+    served: tuple[Bench, Harness],
+) -> None:
+    bench, harness = served
+    for number in range(3):
+        bench.begin(number, question=str(number))
+    first = harness.start()
+    assert first["row"]["question"] == "0"
+    bench.pool.discard([0, 1])
+    wait_for(lambda: harness.post("end_session", session_id=first["session_id"])[0] == 410, "the session has ended")
+    assert harness.start()["row"]["question"] == "2"
+    assert harness.post("start_session") == (200, {"wait_s": 1.0})
+    with pytest.raises(APIStatusError) as refused:
+        client(first, max_retries=0).chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
+    assert refused.value.status_code in (404, 503)
+
+
+def test_an_episode_has_as_many_turns_as_its_run_allows(served: tuple[Bench, Harness]) -> None:
+    bench, harness = served
+    refused: list[int] = []
+
+    def play() -> None:
+        session = harness.start()
+        try:
+            for number in range(10):
+                ask(session, f"question {number}")
+        except APIStatusError as error:
+            refused.append(error.status_code)
+
+    with ThreadPoolExecutor(1) as thread:
+        bench.begin("episode")
+        playing = thread.submit(play)
+        bench.until(lambda: bench.ended("episode") is not None, lambda key, turn: Reply(str(turn), "stop", 5, 1))
+        playing.result(60)
+    end = bench.ended("episode")
+    assert end is not None and end.reason == "max_turns" and refused[0] in (404, 503)
+
+
+# -- what a session is, by hand ------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def board(clock: Clock) -> Iterator[Harnesses]:
+    made = Harnesses(10.0, TEMPLATE, harness_key=KEY, clock=clock)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def harness(board: Harnesses) -> Harness:
+    return Harness(board.origin)
+
+
+def event(board: Harnesses) -> Any:
+    """The next."""
+    found: list[Any] = []
+    wait_for(lambda: bool(found.extend(board.poll()) or found), "an event")
+    (only,) = found
+    return only.came
+
+
+def test_a_session_is_given_to_one_harness(board: Harnesses, harness: Harness) -> None:
+    for key in range(20):
+        board.begin(key, {"n": key})
+    with ThreadPoolExecutor(8) as threads:
+        answers = [*threads.map(lambda _: harness.post("start_session")[1], range(24))]
+    assert sorted(answer["row"]["n"] for answer in answers if "row" in answer) == [*range(20)]
+    assert len({answer["session_id"] for answer in answers if "row" in answer}) == 20
+
+
+def test_only_the_harness_key_starts_and_ends_and_it_asks_the_model_for_nothing(board: Harnesses, harness: Harness) -> None:
+    board.begin(1, {})
+    session = harness.start()
+    for key in (session["api_key"], "", KEY + "."):
+        other = Harness(board.origin, key)
+        assert other.post("start_session")[0] == other.post("end_session", session_id=session["session_id"])[0] == 401
+    with pytest.raises(APIStatusError, match="no open session"):
+        OpenAI(base_url=f"{board.origin}/v1", api_key=KEY, max_retries=0).models.with_raw_response.list() and OpenAI(
+            base_url=f"{board.origin}/v1", api_key=KEY, max_retries=0
+        ).chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
+
+
+def test_a_harness_that_is_silent_loses_its_session_and_one_that_waits_for_the_model_does_not(
+    board: Harnesses, harness: Harness, clock: Clock
+) -> None:
+    board.begin(1, {})
+    board.begin(2, {})
+    clock.now = 1e6  # nobody had started them: their time had not begun
+    assert not board.poll()
+    asking, silent = harness.start(), harness.start()
+    with ThreadPoolExecutor(1) as thread:
+        text = thread.submit(ask, asking, "?")
+        assert isinstance(event(board), Read)
+        clock.now += 11.0
+        end = event(board)
+        assert isinstance(end, End) and end.failure == "its harness sent nothing for 10 s (timeout_s)"
+        assert harness.post("end_session", session_id=silent["session_id"])[0] == 410
+        board.reply(1, Reply("late", "stop", 1, 1))
+        assert text.result(60) == "late"
+    clock.now += 9.0
+    assert harness.post("set_reward", session_id=asking["session_id"], reward=1)[0] == 200
+    clock.now += 9.0
+    assert not board.poll()
+    clock.now += 2.0
+    assert isinstance(event(board), End) and board.counters["timed_out"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ends", "reason", "failure"),
+    [
+        ({}, "scored", None),
+        ({"reward": 0}, "scored", None),
+        ({"reward": "much"}, "failed", "much"),
+        ({"reward": {"one": 1, "two": None}}, "scored", None),
+        ({"failure": "the sandbox died"}, "failed", "the sandbox died"),
+        ({"failure": "it died", "reward": 1}, "failed", "it died"),
+    ],
+)
+def test_without_a_reward_an_episode_has_no_score_and_what_is_no_reward_is_a_failure(
+    board: Harnesses, harness: Harness, ends: dict[str, Any], reason: str, failure: str | None
+) -> None:
+    board.begin(1, {})
+    session = harness.start()
+    with ThreadPoolExecutor(1) as thread:
+        text = thread.submit(ask, session, "?")
+        assert isinstance(event(board), Read)
+        board.reply(1, Reply("!", "stop", 1, 1))
+        text.result(60)
+    status, _ = harness.post("end_session", session_id=session["session_id"], **ends)
+    end = event(board)
+    assert status == 200 and isinstance(end, End) and end.reason == reason and (failure or "") in end.failure
+    value = {"reward": ends.get("reward")}["reward"]
+    assert end.score is not None and end.score.value == (None if reason == "failed" or value is None else float(
+        sum(each for each in value.values() if each is not None) if isinstance(value, dict) else value
+    ))  # fmt: skip
+
+
+def test_an_episode_without_a_call_fails_and_calls_at_once_are_answered_one_after_the_other(
+    board: Harnesses, harness: Harness
+) -> None:
+    board.begin(1, {})
+    session = harness.start()
+    harness.post("end_session", session_id=session["session_id"], reward=1)
+    end = event(board)
+    assert isinstance(end, End) and end.kind == "no turn"
+
+    board.begin(2, {})
+    session = harness.start()
+    with ThreadPoolExecutor(3) as threads:
+        texts = {text: threads.submit(ask, session, text) for text in "abc"}
+        for number in range(3):
+            read = event(board)
+            assert isinstance(read, Read) and read.call is not None and read.call.chain == number and not board.poll()
+            board.reply(2, Reply(read.content[0]["content"] * 2, "stop", 1, 1))  # type: ignore[index, call-overload]
+        assert {text: answer.result(60) for text, answer in texts.items()} == {"a": "aa", "b": "bb", "c": "cc"}
+
+
+def test_a_call_that_runs_when_the_run_gives_its_episode_up_fails_and_what_comes_for_it_later_is_ignored(
+    board: Harnesses, harness: Harness
+) -> None:
+    board.begin(1, {})
+    session, refused = harness.start(), list[int]()
+
+    def asks() -> None:
+        try:
+            client(session, max_retries=0).chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+        except APIStatusError as error:
+            refused.append(error.status_code)
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    assert isinstance(event(board), Read)
+    board.discard([1, 7])
+    thread.join(60)
+    board.reply(1, Reply("too late", "stop", 1, 1))
+    assert refused == [503] and not board.poll()
+    board.begin(1, {"again": True})
+    assert harness.start()["row"] == {"again": True}
+
+
+# -- before anything is served -------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_made_once_for_this_user_alone_and_a_file_without_one_is_refused(tmp_path: Path) -> None:
+    def serve(file: Path) -> None:
+        server, _ = serve_harnesses("tcp://127.0.0.1:*", 0, file, None, {})
+        with running(server):
+            pass
+
+    serve(tmp_path / "key")
+    first = (tmp_path / "key").read_text()
+    serve(tmp_path / "key")
+    assert (tmp_path / "key").read_text() == first and stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+    (tmp_path / "empty").write_text("short\n")
+    with pytest.raises(ConfigError, match="holds no key of at least 16 characters"):
+        serve(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="sessions cannot be served"):
+        serve(tmp_path / "no" / "such" / "key")

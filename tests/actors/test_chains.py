@@ -1,0 +1,438 @@
+"""Episodes of an agent: its calls over several conversations, whatever their order, and what of them goes into the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.environments import Call, Message, Reply
+from async_rlhf.actors.environments.pool import Event
+from async_rlhf.actors.environments.rendering import Renderer
+from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.rollouts import behind_one_prompt
+from async_rlhf.actors.loop.work import Played
+from async_rlhf.actors.prompts import turn_seed
+from async_rlhf.actors.scoring.pool import fields_of
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.record import Group, Piece, Rollout, Score, Span
+from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.inspect.episodes import _parts
+from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
+from tests.actors.scripted import (
+    PROMPT,
+    RIGHT,
+    ROW,
+    Agency,
+    Scene,
+    assert_every_token_is_that_of_a_plain_pass,
+    play_of,
+    played_with_updates,
+    text_of,
+)
+from tests.actors.test_split_episodes import BRACKETS
+from tests.actors.torch_models import own_model
+from tests.actors.vllm_model import save_model
+
+Shown = tuple[str, tuple[Span, ...], str]
+
+
+def of(text: str) -> tuple[int, ...]:
+    return tuple(map(ord, text))
+
+
+class Agents(Scene):
+    """A group of agents."""
+
+    def __init__(self, group_size: int = 1, max_length: int = 40, **of_spec: Any) -> None:
+        super().__init__(group_size, max_length, calls=True, **of_spec)
+
+    def asks(self, chain: int, text: str, member: int = 0, **more: Any) -> list[Played]:
+        self.pool.calls(self.keys[member], chain, text, **more)
+        return self.poll()
+
+    def answers(self, text: str, member: int = 0, **how: Any) -> list[Played]:
+        return self.writes(self.keys[member], *map(ord, text), **how)
+
+    def turn_of(self, chain: int, text: str, answer: str, member: int = 0, version: int = 0, **more: Any) -> None:
+        """A call, and what the model writes."""
+        assert self.asks(chain, text, member, **more) == [] == self.answers(answer, member, version=version)
+
+    def over(self, member: int = 0, score: Score | None = RIGHT, reason: Any = "scored") -> Played:
+        self.pool.ends(self.keys[member], score, reason)
+        (played,) = self.poll()
+        return played
+
+    @property
+    def newest(self) -> Request:
+        return self.engine.submitted[-1]
+
+
+def shown(played: Played) -> Shown:
+    """Its prompt, spans, and tokens as text."""
+    completion = played.completion
+    return text_of(played.prompt_ids), completion.spans, text_of(completion.token_ids.tolist())
+
+
+def test_calls_of_two_conversations_are_one_rollout_whose_chains_follow_each_other() -> None:
+    scene = Agents(max_turns=5)
+    assert scene.asks(0, "ask", max_tokens=4, stop=("!",)) == []
+    first = scene.newest
+    assert (first.prompt_ids, first.context, first.max_new_tokens, first.stop, first.seed) == (of("ask"), (), 4, ("!",), 100)
+    assert first.hold
+    scene.answers("ab", version=1)
+    scene.turn_of(1, "sub", "c", version=2)
+    other = scene.newest
+    assert (other.prompt_ids, other.context, other.seed, other.max_new_tokens) == (of("sub"), (), turn_seed(100, 1), 5)
+    scene.turn_of(0, "xy", "d", version=3, max_tokens=99)
+    again = scene.newest
+    assert (again.prompt_ids, again.context, again.seed) == (of("ask"), of("abxy"), turn_seed(100, 2))
+    scene.turn_of(1, "z", "e", version=4)
+    assert (scene.newest.prompt_ids, scene.newest.context) == (of("sub"), of("cz"))
+    scene.turn_of(0, "w", "f", version=5)
+    assert not scene.newest.hold, "no turn follows"
+    key = scene.keys[0]
+    assert scene.pool.replies == [
+        (key, Reply("ab", "stop", 3, 2)),
+        (key, Reply("c", "stop", 3, 1)),
+        (key, Reply("d", "stop", 7, 1)),
+        (key, Reply("e", "stop", 5, 1)),
+        (key, Reply("f", "stop", 9, 1)),
+    ]
+    played = scene.over(reason="max_turns", score=None)
+    anew = Span(None, 3, restarts=True)
+    read, one = Span(None, 2), Span(None, 1)
+    spans = (Span(1, 2), read, Span(3, 1), one, Span(5, 1), anew, Span(2, 1), one, Span(4, 1))
+    assert shown(played) == ("ask", spans, "abxydwfsubcze")
+    assert (played.completion.finish_reason, played.score, played.turns) == (
+        "max_turns",
+        Score(0.0),
+        ("ab", "c", "d", "e", "f"),
+    )
+    assert played.text == "abxydwf\nsub\ncze" and played.answer == "f" and played.num_sampled == 6
+    assert [each["content"] for each in played.messages] == ["ask", "ab", "xy", "d", "w", "f"]
+    assert fields_of(ROW, played.prompt_ids, played.completion, "f")["row_pieces"] == [[0, 0, 7], [7, 3, 13]]
+    parts = _parts(played, text_of, lambda ids: [])
+    assert [part.content for part in parts][-4:] == [[{"role": "user", "content": "sub"}], "c", "z", "e"] and parts[6].anew == 3
+
+
+def test_a_turn_that_is_not_trained_on_is_read_and_what_follows_the_last_that_is_leaves_the_record() -> None:
+    scene = Agents()
+    for chain, text, answer, trained in (
+        (0, "title", "t", False),  # a chain that is never trained on
+        (1, "ask", "u", False),
+        (1, "v", "ab", True),
+        (2, "sub", "c", True),
+        (1, "w", "x", False),
+        (1, "y", "d", True),
+        (2, "z", "no", False),
+        (1, "no", "no", False),
+    ):
+        scene.turn_of(chain, text, answer, trained=trained)
+    played = scene.over()
+    spans = (Span(None, 2), Span(0, 2), Span(None, 3), Span(0, 1), Span(None, 3, restarts=True), Span(0, 1))
+    assert shown(played) == ("ask", spans, "uvabwxydsubc") and len(played.completion.logprobs) == 4
+    assert (played.answer, played.num_sampled, len(played.turns), played.text) == ("d", 11, 8, "uvabwxyd\nsub\nc")
+    assert [each["content"] for each in played.messages] == ["ask", "u", "v", "ab", "w", "x", "y", "d"]
+
+
+def test_a_chain_whose_first_turns_are_not_trained_on_begins_with_all_that_stands_before_its_first_trained_one() -> None:
+    scene = Agents()
+    scene.turn_of(0, "ask", "a")
+    scene.turn_of(1, "sub", "b", trained=False)
+    scene.turn_of(1, "c", "d")
+    played = scene.over()
+    assert shown(played) == ("ask", (Span(0, 1), Span(None, 5, restarts=True), Span(0, 1)), "asubbcd")
+    rollout = Rollout(played.completion.token_ids, played.completion.logprobs, played.completion.spans, "stop")
+    assert rollout.pieces == [Piece(0, 0, 1), Piece(1, 5, 7)]
+
+
+def test_members_begin_by_themselves_and_their_first_prompts_may_differ() -> None:
+    scene = Agents(3)
+    assert scene.episodes.num_opening == 3
+    scene.turn_of(0, "ask", "a", member=1)
+    assert scene.episodes.num_opening == 2 and scene.engine.submitted[0].prompt_ids == of("ask")
+    ended = [scene.over(1)]
+    scene.turn_of(0, "ale", "b", member=0)
+    ended.append(scene.over(0))
+    assert scene.asks(0, "no", member=2) == [] and scene.keys[2] not in scene.pool.live
+    assert (scene.newest.prompt_ids, scene.newest.max_new_tokens, scene.newest.hold) == (of("ask"), 1, False)
+    (failed,) = scene.answers("?", member=2, reason="length")
+    assert "its first prompt shares no token with that of its group" in str(failed.score)
+    assert shown(failed) == ("ask", (Span(0, 1),), "?") and scene.episodes.num_opening == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "failure"),
+    [
+        (lambda scene: scene.pool.ends(scene.keys[0], Score(failure="raised"), "failed"), "raised"),
+        (lambda scene: scene.pool.ends(scene.keys[0], None, "returned"), "it ended before the model wrote anything"),
+        (lambda scene: scene.pool.calls(scene.keys[0], 0, ""), "the prompt has no tokens"),
+        (lambda scene: scene.pool.calls(scene.keys[0], 0, "much too long"), "its first call has 13 tokens, the limit is 6"),
+        (lambda scene: scene.pool.calls(scene.keys[0], 1, "ask"), "of chain 1, and the next one to begin is 0"),
+    ],
+)
+def test_a_member_without_a_prompt_waits_for_one_of_its_group(spoil: Callable[[Agents], None], failure: str) -> None:
+    for has_one in (True, False):
+        scene = Agents(2)
+        spoil(scene)
+        assert scene.poll() == [] and not scene.engine.submitted and scene.keys[0] not in scene.pool.live
+        if has_one:
+            scene.asks(0, "ask", member=1)
+            without, _ = scene.engine.submitted
+            assert (without.key, without.prompt_ids, without.max_new_tokens) == (scene.keys[0], of("ask"), 1)
+        else:
+            scene.pool.ends(scene.keys[1], Score(failure="too"), "failed")
+            assert scene.poll() == [] and [each.prompt_ids for each in scene.engine.submitted] == [PROMPT] * 2
+        (played,) = scene.answers("?", reason="length")
+        assert failure in str(played.score) and played.completion.token_ids.tolist() == [ord("?")]
+
+
+def test_an_episode_without_a_trained_turn_fails_and_has_no_say_in_how_its_group_begins() -> None:
+    scene = Agents(2)
+    scene.turn_of(0, "no", "a", trained=False)
+    scene.pool.ends(scene.keys[0], RIGHT)
+    assert scene.poll() == [] and len(scene.engine.submitted) == 1 and not scene.engine.held
+    scene.turn_of(0, "title", "a", member=1, trained=False)
+    scene.turn_of(1, "ask", "b", member=1)
+    (failed,) = scene.answers("?", reason="length")
+    assert failed.score == Score(failure="no call of it is trained") and shown(failed) == ("ask", (Span(0, 1),), "?")
+    assert shown(scene.over(1))[0] == "ask"
+
+
+@pytest.mark.parametrize(
+    ("chain", "text", "room"),
+    [(0, "four", 1), (0, "fives", 0), (1, "four", 1), (1, "fives", 0), (1, "much too long", 0)],
+)
+def test_the_tokens_of_all_chains_count_into_the_length_of_the_episode(chain: int, text: str, room: int) -> None:
+    scene = Agents(max_length=8)
+    scene.turn_of(0, "ask", "abc")
+    ended = scene.asks(chain, text)
+    if room:
+        assert ended == [] and scene.newest.max_new_tokens == room
+    else:
+        (full,) = ended
+        assert shown(full) == ("ask", (Span(0, 3),), "abc")
+        assert (full.completion.finish_reason, full.score) == ("context", Score(0.0))
+        assert scene.engine.held == set() and scene.keys[0] not in scene.pool.live
+
+
+@pytest.mark.parametrize(
+    ("call", "failure"),
+    [
+        ({"chain": 2, "text": "x"}, "its call is of chain 2, and the next one to begin is 1"),
+        ({"chain": 0, "text": "x", "tools": ({"function": {"name": "t"}},)}, "gives chain 0 other tools than those that it"),
+        ({"chain": 0, "text": ""}, "its observation is empty"),
+    ],
+)
+def test_a_call_that_cannot_follow_fails(call: dict[str, Any], failure: str) -> None:
+    scene = Agents()
+    scene.turn_of(0, "ask", "a")
+    (played,) = scene.asks(**call)
+    assert failure in str(played.score) and scene.keys[0] not in scene.pool.live
+    assert shown(played) == ("ask", (Span(0, 1),), "a")
+
+
+def test_one_that_lost_its_process_in_its_second_conversation_begins_again_as_it_began() -> None:
+    scene = Agents(2)
+    scene.turn_of(0, "ask", "a", version=1)
+    scene.asks(1, "sub")
+    scene.pool.events.append(Event(scene.keys[0], None))
+    scene.poll()
+    assert not scene.engine.requests and scene.episodes.num_opening == 2
+    scene.asks(0, "ask")
+    assert scene.engine.submitted[-1] == scene.engine.submitted[0]
+    scene.answers("b")
+    assert shown(scene.over()) == ("ask", (Span(0, 1),), "b")
+
+
+def test_a_member_that_was_lost_with_its_first_words_joins_its_group_once() -> None:
+    """An environment that is no agent: the others have theirs later."""
+    scene = Scene()
+    one, other = scene.keys
+    scene.pool.says(one, "go")
+    scene.pool.events.append(Event(one, None))
+    scene.pool.says(other, "go")
+    scene.poll()
+    assert scene.engine.submitted == []
+    scene.pool.says(one, "go")
+    scene.poll()
+    assert [request.key for request in scene.engine.submitted] == [one, other]
+
+
+def test_only_the_first_chain_of_the_record_is_read_ahead_and_only_what_stays_in_it() -> None:
+    scene = Agents()
+    key = scene.keys[0]
+    scene.asks(0, "no", trained=False)
+    assert scene.episodes.partials({}) == []
+    scene.answers("x")
+    scene.asks(1, "ask")
+    ((partial, prompt_ids),) = scene.episodes.partials({})
+    assert (partial.token_ids.tolist(), prompt_ids) == ([9], of("ask"))
+    scene.answers("ab")
+    scene.asks(2, "sub")
+    assert scene.episodes.partials({key: 1}) == []
+    scene.answers("c")
+    scene.asks(1, "d")
+    ((partial, prompt_ids),) = scene.episodes.partials({key: 1})
+    assert (partial.token_ids.tolist(), prompt_ids) == ([*of("abd"), 9], of("ask"))
+    scene.answers("e")
+    scene.asks(1, "f", trained=False)
+    assert scene.episodes.partials({key: 3}) == []
+    scene.pool.events.append(Event(key, None))
+    scene.poll()
+    assert scene.episodes.partials({key: 3}) == [], "it begins again"
+
+
+def talks(member: int) -> Generator[Any, Any, None]:
+    """Over three conversations, of which the last begins as the second does; two of its turns are not trained on."""
+
+    def user(text: str) -> list[Message]:
+        return [{"role": "user", "content": text}]
+
+    first = yield Call(0, user(f"go {member % 3}"), max_tokens=2 + member)
+    assert isinstance(first, Reply) and first.num_tokens <= 2 + member
+    sub = yield Call(1, user("sub"), stop=("q",))
+    back = yield Call(0, user(sub.text))
+    yield Call(1, user("note"), trained=False)
+    yield Call(2, user("sub"))
+    yield Call(1, user(back.text[:2]))
+    yield Call(3, user("title"), trained=False)
+    last = yield Call(0, user("end"))
+    assert last.num_prompt > first.num_prompt
+    yield Score(1.0)
+
+
+@pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
+@pytest.mark.parametrize("render", ["conversation", "split"])
+def test_engine_and_learner_say_of_every_call_what_a_plain_pass_of_its_chain_says(
+    render: Any, on_update: Any, tmp_path: Path
+) -> None:
+    made = tokenizer(BRACKETS if render == "split" else CHATML)
+    models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=700) for seed in range(3)]
+    engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=4), on_update=on_update, version=0)
+    play = play_of(Agency(talks), Renderer(made, chat=True, render=render), 80, 600, calls=True)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), play)
+    keys = [RolloutKey(0, 0, member) for member in range(6)]
+    episodes.begin([(ROW, 1, [Request(key, PROMPT, 5, Sampling(temperature=0.8), seed=key.member) for key in keys])])
+    done = played_with_updates(episodes, engine, models, len(keys))
+    group = assert_every_token_is_that_of_a_plain_pass(models, done, 0.8, on_update)
+    assert len(group.prompt_ids) < min(len(each.prompt_ids) for each in done)
+    assert all(rollout.spans[0].version is None for rollout in group.rollouts)
+    if render == "conversation":
+        assert [
+            rollout.turn_lengths[0] <= 2 + each.completion.key.member
+            for rollout, each in zip(group.rollouts, done, strict=True)
+        ]
+        assert {len(rollout.restarts) for rollout in group.rollouts} == {2}
+
+
+# -- laws ------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: st.DataObject) -> None:
+    """Members that call, end, fail and lose their process in any order; against a twin that keeps each chain as a text."""
+    scene = Agents(data.draw(st.integers(1, 3)), max_length=60)
+    ended: dict[RolloutKey, Played] = {}
+    rows: dict[RolloutKey, list[list[tuple[str, bool | None]]]] = {key: [] for key in scene.keys}  # (text, trained; None: read)
+    order: dict[RolloutKey, list[int]] = {key: [] for key in scene.keys}
+    waits = dict.fromkeys(scene.keys, "agent")
+    for _ in range(300):
+        for played in scene.poll():
+            assert played.completion.key not in ended
+            ended[played.completion.key] = played
+        if len(ended) == len(scene.keys):
+            break
+        able = [key for key in scene.keys if key in scene.pool.live or key in scene.engine.requests]
+        key = data.draw(st.sampled_from(able))
+        own = rows[key]
+        if key in scene.engine.requests:
+            text = data.draw(st.text("abc", min_size=1, max_size=min(3, scene.engine.requests[key].max_new_tokens)))
+            scene.engine.end(key, of(text), version=len(scene.engine.submitted))
+            if key in scene.pool.live:
+                own[order[key][-1]].append((text, waits[key] == "trained"))
+            waits[key] = "agent"
+            continue
+        what = data.draw(st.sampled_from(["call"] * 6 + ["end", "lost" if len(scene.pool.begun) < 9 else "end"]))
+        if what == "lost":
+            scene.pool.events.append(Event(key, None))
+            rows[key], order[key] = [], []
+        elif what == "end":
+            scene.pool.ends(key)
+        else:
+            chain, trained = data.draw(st.integers(0, min(2, len(own)))), data.draw(st.booleans())
+            text = "g" * (chain == len(own)) + data.draw(st.text("xyz", min_size=1, max_size=3))
+            scene.pool.calls(key, chain, text, trained=trained)
+            own += [[]] * 0 if chain < len(own) else [[]]
+            own[chain].append((text, None))
+            order[key].append(chain)
+            waits[key] = "trained" if trained else "untrained"
+    assert ended.keys() == set(scene.keys)
+    assert not scene.pool.live and not scene.engine.requests and not scene.engine.held and not scene.episodes.num_opening
+    rollouts, prompts = [], []
+    for key, played in ended.items():
+        if played.score is None or played.score.failure is None:
+            assert shown(played)[::2] == twin(rows[key], order[key])
+        completion = played.completion
+        rollouts.append(Rollout(completion.token_ids, completion.logprobs, completion.spans, completion.finish_reason))
+        prompts.append(played.prompt_ids)
+    prompt_ids, made = behind_one_prompt(prompts, rollouts, text_of)
+    Group(0, 0, prompt_ids, made, Sampling())
+
+
+def twin(rows: list[list[tuple[str, bool | None]]], order: list[int]) -> tuple[str, str]:
+    """The first prompt, and what stands behind it."""
+    counts, firsts = dict.fromkeys(range(len(rows)), 0), list[int]()
+    for chain in order:
+        turns = [trained for _, trained in rows[chain] if trained is not None]
+        if counts[chain] < len(turns) and turns[counts[chain]] and chain not in firsts:
+            firsts.append(chain)
+        counts[chain] += 1
+    kept = []
+    for chain in firsts:
+        last = max(at for at, (_, trained) in enumerate(rows[chain]) if trained)
+        kept.append([text for text, _ in rows[chain][: last + 1]])
+    return kept[0][0], "".join(kept[0][1:]) + "".join("".join(row) for row in kept[1:])
+
+
+@st.composite
+def members(draw: st.DrawFn) -> tuple[tuple[int, ...], Rollout]:
+    prompt = (5, *draw(st.lists(st.integers(0, 2), max_size=4)))
+    lead, counts = draw(st.integers(0, 2)), draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    spans = [Span(None, lead)] * (lead > 0)
+    for at, count in enumerate(counts):
+        spans += [Span(None, 2, restarts=draw(st.booleans()))] * (at > 0) + [Span(at, count)]
+    length = sum(span.num_tokens for span in spans)
+    ids = np.array(draw(st.lists(st.integers(0, 9), min_size=length, max_size=length)), np.int32)
+    return prompt, Rollout(ids, np.full(sum(counts), -0.5, np.float32), tuple(spans), "stop", text="said")
+
+
+@given(st.lists(members(), min_size=1, max_size=4))
+def test_a_group_stands_behind_the_longest_prompt_that_all_share_and_nothing_of_a_member_is_lost(
+    drawn: list[tuple[tuple[int, ...], Rollout]],
+) -> None:
+    prompts, before = zip(*drawn, strict=True)
+    shared, after = behind_one_prompt(prompts, before, lambda ids: "".join(map(str, ids)))
+    assert shared.dtype == np.int32 and len(shared) >= 1
+    least = min(map(len, prompts))
+    assert len(shared) == least or len({prompt[len(shared)] for prompt in prompts}) > 1, "no longer one is shared"
+    for prompt, one, other in zip(prompts, before, after, strict=True):
+        extra = len(prompt) - len(shared)
+        assert [*shared.tolist(), *other.completion_ids.tolist()] == [*prompt, *one.completion_ids.tolist()]
+        assert other.sampled.tolist() == [False] * extra + one.sampled.tolist()
+        assert other.versions.tolist() == one.versions.tolist() and other.logprobs is one.logprobs
+        assert (other.turn_lengths, other.piece_lengths) == (one.turn_lengths, one.piece_lengths)
+        first, *others = one.pieces
+        further = [Piece(start + extra, own, stop + extra) for start, own, stop in others]
+        assert other.pieces == [Piece(0, 0, first.stop + extra), *further]
+        assert other.text == "".join(map(str, prompt[len(shared) :])) + "said"
+        assert extra or other is one, "what is equal stays as it was"
