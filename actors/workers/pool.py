@@ -273,7 +273,9 @@ class WorkerPool:
 
     def _turn(self, until: float) -> None:
         """Wait for something, until so many monotonic seconds, and see to all of it."""
-        wait_ms = max(0.0, 1000 * (until - time.monotonic())) if self._actions.empty() else 0
+        # What is asked for later waits for the next turn, which first sees whose process has ended by then.
+        num_actions = self._actions.qsize()
+        wait_ms = 0 if num_actions else max(0.0, 1000 * (until - time.monotonic()))
         ready = [descriptor for descriptor, _ in self._poll.poll(wait_ms)]
         workers = [self._by_descriptor[descriptor] for descriptor in ready if descriptor in self._by_descriptor]
         if len(workers) < len(ready):
@@ -286,7 +288,7 @@ class WorkerPool:
                     self._take(worker)
                 except (EOFError, OSError):
                     self._replace(worker, Failed("died", worker.ended()), worker.running())
-        for _ in range(self._actions.qsize()):
+        for _ in range(num_actions):
             self._actions.get_nowait()()
         if (now := time.monotonic()) >= self._look_at:
             self._look_at_all(now)

@@ -102,7 +102,10 @@ def test_an_uncorrected_asynchronous_run_is_refused_unless_asked_for(tmp_path: P
 def test_a_configuration_that_is_not_there_or_no_toml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("name = [")
     for name, message in (
-        (tmp_path / "nowhere.toml", "nowhere.toml' does not exist; shipped ones go by their names, .*: ablation, chaos, chat"),
+        (
+            tmp_path / "nowhere.toml",
+            "nowhere.toml' does not exist; shipped ones go by their names, .*: ablation, agent, chaos, chat",
+        ),
         ("qick", "'qick' is no file, and none of this name is shipped; did you mean 'quick'?"),
         (tmp_path / "broken.toml", "cannot be read"),
     ):
