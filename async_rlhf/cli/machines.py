@@ -61,7 +61,7 @@ def serve_sessions(
     address: Address,
     port: Annotated[
         int,
-        typer.Option(min=0, max=65535, help="Of http://127.0.0.1, where harnesses start sessions and agents ask the model."),
+        typer.Option(min=0, max=65535, help="Of http://127.0.0.1: harnesses start sessions there, agents ask the model."),
     ],
     key_file: Annotated[Path, typer.Option(help="The harnesses' key; a new one where there is no such file.")],
     keys: Keys = None,

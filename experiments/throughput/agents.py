@@ -100,20 +100,16 @@ def _player(sessions: int, name: str) -> Iterator[Callable[[], _Played]]:
             rows = load_rows(config.data)[0]
             work = make_work(config, rows, tokenizer)
             with environment_of(config, tokenizer, bell.set) as play:
-                own = list[psutil.Process]()  # those that the first turn, which warms up, has brought
-                yield lambda: _measured(engine, work, play, rows, bell, own)
+                yield lambda: _measured(engine, work, play, rows, bell)
         finally:
             engine.close()
 
 
-def _measured(
-    engine: Engine, work: Work, play: Play | None, rows: Sequence[Prompt], bell: threading.Event, own: list[psutil.Process]
-) -> _Played:
+def _measured(engine: Engine, work: Work, play: Play | None, rows: Sequence[Prompt], bell: threading.Event) -> _Played:
     from async_rlhf.actors.loop.episodes import Episodes
 
     episodes = Episodes(engine, work.decode, play)
-    before = set(psutil.Process().children(recursive=True))
-    began, cpu = time.perf_counter(), sum(map(cpu_s, own))
+    began, cpu = time.perf_counter(), _children_s()
     episodes.begin([(row, number, work.requests(number, 0, row)[2][:1]) for number, row in enumerate(rows)])
     left, tokens, turns, until = len(rows), 0, 0, time.monotonic() + _WAIT_S
     while left:
@@ -127,9 +123,12 @@ def _measured(
             bell.wait(0.05)
             bell.clear()
     seconds = time.perf_counter() - began
-    found = _Played(tokens / seconds, (sum(map(cpu_s, own)) - cpu) / turns)
-    own += [each for each in psutil.Process().children(recursive=True) if each not in before and not own]
-    return found
+    return _Played(tokens / seconds, (_children_s() - cpu) / turns)
+
+
+def _children_s() -> float:
+    """Processor seconds of the environments' processes; those of the other side do nothing meanwhile."""
+    return sum(map(cpu_s, psutil.Process().children(recursive=True)))
 
 
 def _chat_model(directory: Path) -> Path:
