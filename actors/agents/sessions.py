@@ -4,7 +4,7 @@ owns        the calls so far, by what they ask; the answers, for requests that c
 waits for   nothing: a request waits for its call's `answer`, an episode for what `arrived` is given
 on close    `end`: every call without an answer fails with 503; so does each that comes later
 
-A retry is no second call. A request is one when it says so (`x-stainless-retry-count`), or when a request like it lost its
+A retry is no second call. A request is one by its header (`x-stainless-retry-count`), or when a request like it lost its
 connection before it had an answer: it then has the answer of that call, sampled already or not. Two like requests on open
 connections are two calls. A client that goes away leaves its call behind; the turn still counts.
 """
@@ -58,12 +58,12 @@ class Session:
             known = self._calls.setdefault(key, [])
             alone = [each for each in known if not each.num_waiting and not each.is_given]
             call = alone[0] if alone else known[-1] if known and is_retry else None
-            if call is None:
-                known.append(call := Pending())
-                self._arrived((asked, call.answer))
-            else:
+            if call is not None:
                 self.num_joined += 1
-            call.num_waiting += 1
+                call.num_waiting += 1
+                return call
+            known.append(call := Pending(num_waiting=1))
+            self._arrived((asked, call.answer))
             return call
 
     def left(self, call: Pending) -> None:
