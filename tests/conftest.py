@@ -229,6 +229,20 @@ class Command:
         return found
 
 
+class Clock:
+    """Stands still until it is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 T = TypeVar("T")
 
 

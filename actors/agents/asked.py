@@ -17,11 +17,9 @@ from async_rlhf.actors.agents.conversations import digests
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.environments.settings import Message
 from async_rlhf.actors.environments.tool_calls import Tool
-from async_rlhf.actors.environments.yields import ROLES
+from async_rlhf.actors.environments.yields import MAX_STOP_CHARS, MAX_STOPS, ROLES
 from async_rlhf.buffers.errors import EpisodeError
 
-# OpenAI takes 4 texts, Anthropic more; each is looked for after every token.
-MAX_STOPS, MAX_STOP_CHARS = 16, 256
 # More than any context: what is larger says the same.
 _MOST_TOKENS = 1 << 30
 _SAMPLED = "the answer is what the model samples as it is trained; leave it out"

@@ -163,7 +163,7 @@ class Endpoint:
             call = session.ask(key, asked, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
             if not await _has_answer(request, call):
                 session.left(call)
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # no client reads it
             session.gave(call)
             written = call.answer.result()
         except RequestError as error:

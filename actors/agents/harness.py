@@ -34,7 +34,7 @@ from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import MAX_TURNS, EnvironmentSpec
 from async_rlhf.actors.environments.pool import Event
-from async_rlhf.actors.environments.server import EnvironmentServer
+from async_rlhf.actors.environments.server import ANY_TURNS, EnvironmentServer
 from async_rlhf.actors.environments.settings import Reply
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
 from async_rlhf.actors.environments.yields import End, fails, read_yield
@@ -45,7 +45,6 @@ WAIT_S = 1.0
 """What a harness waits where no episode does."""
 SILENT_S = 240.0
 """What a harness may take between two requests; a group without progress has longer (`queue.progress_timeout_s`)."""
-_ANY_TURNS = 1 << 62
 
 
 @dataclass(eq=False)
@@ -60,7 +59,6 @@ class _Running:
     began: float
     calls: deque[Arrived] = field(default_factory=deque)
     answering: Arrived | None = None
-    num_turns: int = 0
     reward: Any = None
 
 
@@ -160,7 +158,7 @@ class Harnesses:
             score = running.turns.score(reward, running.session.num_joined)
             if failure := body.get("failure"):
                 score = Score(failure=str(failure)[:1000])
-            if not running.num_turns:
+            if not running.turns.num_calls:
                 end = fails("no turn", "its harness ended it before the model wrote anything")
             elif score.failure is not None:
                 end = End("failed", score, "reported")
@@ -192,8 +190,8 @@ class Harnesses:
 
     def _ask(self, running: _Running, call: Arrived) -> None:
         running.answering, running.since = call, self._clock()
-        read = read_yield(running.turns.call(call[0]), running.num_turns, _ANY_TURNS, calls=True)
-        running.num_turns += 1
+        asked = running.turns.call(call[0])
+        read = read_yield(asked, running.turns.num_calls - 1, ANY_TURNS, calls=True)
         if isinstance(read, End):
             self._over(running, read)
         else:
@@ -227,8 +225,8 @@ class Harnesses:
 
 def serve_harnesses(
     address: str, port: int, key_file: Path, key_dir: Path | None, settings: Mapping[str, Any]
-) -> tuple[EnvironmentServer, str]:
-    """The server of a run's episodes at `address`, and the origin at which harnesses start them. key_dir: as of `Service`.
+) -> tuple[EnvironmentServer, Harnesses]:
+    """The server of a run's episodes at `address`, and what harnesses start them at. key_dir: as of `Service`.
     settings: of `[environment]`; `timeout_s` is the harness'. Raises ConfigError."""
     config = EnvironmentConfig.model_validate(settings)
     given = {"max_turns": MAX_TURNS, **config.given, "timeout_s": config.timeout_s or SILENT_S}
@@ -239,7 +237,7 @@ def serve_harnesses(
     except OSError as error:
         raise ConfigError(f"sessions cannot be served: {error}") from error
     try:
-        return EnvironmentServer(spec, config, address, key_dir, pool=harnesses), harnesses.origin
+        return EnvironmentServer(spec, config, address, key_dir, pool=harnesses), harnesses
     except ConfigError:
         harnesses.close()
         raise

@@ -25,6 +25,10 @@ class Turns:
         self._asked: tuple[Asked, int] | None = None
         self._counts = Counter({"calls": 0, "unparsed_turns": 0})
 
+    @property
+    def num_calls(self) -> int:
+        return self._counts["calls"]
+
     def call(self, asked: Asked) -> Call:
         assert self._asked is None
         self._counts["calls"] += 1

@@ -56,14 +56,14 @@ _FORM = (
 class Adapted:
     """A generator of ours, called with the fields of an episode, and what it or its foreign object declares.
 
-    required: columns that every row must have. tools: what the model's chat template is given, or what finds them out. judges:
-    whether it gives a score; else rewards must. fields: the fields and columns it takes, None for all.
+    required: columns that every row must have. tools: what the model's chat template is given. judges: whether it gives a
+    score; else rewards must. fields: the fields and columns it takes, None for all.
     """
 
     function: EnvironmentFunction
     settings: Declaration
     required: tuple[str, ...] = ()
-    tools: tuple[Tool, ...] | Callable[[], tuple[Tool, ...]] = ()
+    tools: tuple[Tool, ...] = ()
     judges: bool = True
     fields: tuple[str, ...] | None = None
 
@@ -149,7 +149,7 @@ def _spec(
         found.required,
         found.fields,
         dict(options),
-        found.tools() if callable(found.tools) else found.tools,
+        found.tools,
         found.judges,
         **{each.name: getattr(given, each.name) for each in dataclass_fields(EnvironmentSettings)},
     )

@@ -23,7 +23,8 @@ from async_rlhf.actors.workers.messages import CallFields, EnvironmentFields, St
 from async_rlhf.actors.workers.service import Client, Service, Session
 from async_rlhf.buffers.errors import WireError
 
-_ANY_TURNS = 1 << 62
+ANY_TURNS = 1 << 62
+"""A run bounds them itself."""
 
 
 class Episodes(Protocol):
@@ -62,8 +63,8 @@ class EnvironmentServer(Service):
         `Service`. Raises ConfigError."""
         super().__init__(address, key_dir, **service)
         self._spec = spec
-        unbounded = replace(spec, max_turns=_ANY_TURNS)
-        self._pool = EpisodePool[int](unbounded, config, self._wake, function) if pool is None else pool
+        unbounded = replace(spec, max_turns=ANY_TURNS)
+        self._pool = EpisodePool[int](unbounded, config, function=function) if pool is None else pool
         self._pool.wake = self._wake
 
     def _wake(self) -> None:

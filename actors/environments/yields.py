@@ -21,7 +21,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 # No model's context holds more; an environment that reads a page of the web or a log shortens it.
 MAX_BYTES = 1 << 20
-_MAX_STOPS, _MAX_STOP_CHARS = 16, 256
+# OpenAI takes 4 texts, Anthropic more; each is looked for after every token.
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
 _EXPECTED = "text, a list of chat messages, Feedback or Score was expected"
 
 
@@ -123,11 +124,9 @@ def _problem_of(call: Call, turn: int) -> str | None:
         return f"whose tools are {shown(call.tools)}; schemas {{'type': 'function', 'function': {{'name': ...}}}} were expected"
     if call.max_tokens is not None and not (type(call.max_tokens) is int and call.max_tokens >= 1):
         return f"whose max_tokens is {shown(call.max_tokens)}; a whole number of 1 or more was expected, or None"
-    is_list = isinstance(call.stop, list | tuple) and len(call.stop) <= _MAX_STOPS
-    if not is_list or not all(isinstance(each, str) and 0 < len(each) <= _MAX_STOP_CHARS for each in call.stop):
-        return (
-            f"whose stop is {shown(call.stop)}; at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARS} characters were expected"
-        )
+    is_list = isinstance(call.stop, list | tuple) and len(call.stop) <= MAX_STOPS
+    if not is_list or not all(isinstance(each, str) and 0 < len(each) <= MAX_STOP_CHARS for each in call.stop):
+        return f"whose stop is {shown(call.stop)}; at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters were expected"
     return None if isinstance(call.trained, bool) else f"whose trained is {shown(call.trained)}; True or False was expected"
 
 

@@ -276,15 +276,15 @@ class Episodes:
         del self._episodes[key]
         if self._play is not None:
             self._over.append(key)  # what is held for a turn that will not come
-        completion = transcript.completion(key, reason)
+        completion, rows = transcript.completion(key, reason), transcript.recorded()
         said, prompt = ((), "") if self._play is None else transcript.messages()
         return Played(
             completion,
-            transcript.recorded()[0][0].ids,
+            rows[0][0].ids,
             transcript.text(completion, self._decode),
             tuple(turn.text for turn in transcript.turns),
             prompt=episode.group.text,
-            anew=tuple(row[0].content for row in transcript.recorded()[1:]),
+            anew=tuple(row[0].content for row in rows[1:]),
             messages=said,
             num_prompt=len(as_messages(prompt)),
             is_chat=self._play is not None and self._play.rendering.is_chat(prompt),

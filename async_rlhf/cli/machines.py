@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,18 +74,18 @@ def serve_sessions(
     from async_rlhf.run.config import parse_settings
 
     given = parse_settings(("environment",), overrides or [])["environment"]
-    server, origin = serve_harnesses(address, port, key_file, keys, given)
-    typer.echo(f"harnesses start sessions at {origin}, with the key in {key_file}")
-    _serve("sessions", server)
+    server, harnesses = serve_harnesses(address, port, key_file, keys, given)
+    typer.echo(f"harnesses start sessions at {harnesses.origin}, with the key in {key_file}")
+    _serve("sessions", server, harnesses.counters)
 
 
-def _serve(name: str, server: Any) -> None:
-    """Until SIGINT or SIGTERM; then say what it has answered."""
+def _serve(name: str, server: Any, further: Mapping[str, int] | None = None) -> None:
+    """Until SIGINT or SIGTERM; then say what it has answered. further: what else was counted."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     typer.echo(f"{name} is served at {server.address}")
     server.run()
-    typer.echo(", ".join(f"{count} {name}" for name, count in server.counters.items()))
+    typer.echo(", ".join(f"{count} {name}" for name, count in {**server.counters, **(further or {})}.items()))
 
 
 @command(serve, "relay")

@@ -274,8 +274,8 @@ def plain_passes(
 def assert_every_token_is_that_of_a_plain_pass(
     models: Sequence[PreTrainedModel], done: Sequence[Played], temperature: float, on_update: str
 ) -> Group:
-    """Engine and learner say of each sampled token what a plain pass of its version over its piece says. The learner reads
-    siblings in one row, and each for itself. Returns the group."""
+    """Engine and learner give each sampled token the log-probability of a plain pass of its version over its piece. The
+    learner reads siblings in one row, and each for itself. Returns the group."""
     made = [
         Rollout(each.completion.token_ids, each.completion.logprobs, each.completion.spans, each.completion.finish_reason)
         for each in done

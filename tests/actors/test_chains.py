@@ -312,7 +312,7 @@ def talks(member: int) -> Generator[Any, Any, None]:
 
 @pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
 @pytest.mark.parametrize("render", ["conversation", "split"])
-def test_engine_and_learner_say_of_every_call_what_a_plain_pass_of_its_chain_says(
+def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_chain(
     render: Any, on_update: Any, tmp_path: Path
 ) -> None:
     made = tokenizer(BRACKETS if render == "split" else CHATML)

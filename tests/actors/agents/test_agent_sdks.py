@@ -27,7 +27,7 @@ CLAUDE = {"name": "price", "description": PRICE["description"], "input_schema": 
 
 
 def buys(asked: Call, number: int) -> str:
-    """The scripted model: it asks for a price, and says what the tool answered."""
+    """The scripted model: it asks for a price, and repeats the tool's answer."""
     last = asked.messages[-1]
     if last["role"] == "tool":
         return f"<think>easy</think>It costs {last['content']}."

@@ -22,7 +22,7 @@ from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.buffers.errors import ConfigError
 from tests.actors.environments.played import Bench
 from tests.actors.served import running
-from tests.conftest import wait_for
+from tests.conftest import Clock, wait_for
 
 KEY = "the key of the harness"
 
@@ -75,10 +75,10 @@ def ask(session: Any, *texts: str) -> str:
 def served(tmp_path: Path) -> Iterator[tuple[Bench, Harness]]:
     with ExitStack() as made:
         key_file = tmp_path / "key"
-        server, origin = serve_harnesses("tcp://127.0.0.1:*", 0, key_file, None, {"max_turns": 3})
+        server, harnesses = serve_harnesses("tcp://127.0.0.1:*", 0, key_file, None, {"max_turns": 3})
         made.enter_context(running(server))
         bench = made.enter_context(Bench(tmp_path, f"remote:{server.address}"))
-        yield bench, Harness(origin, key_file.read_text().strip())
+        yield bench, Harness(harnesses.origin, key_file.read_text().strip())
 
 
 def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(served: tuple[Bench, Harness]) -> None:
@@ -148,18 +148,6 @@ def test_an_episode_has_as_many_turns_as_its_run_allows(served: tuple[Bench, Har
 # -- what a session is, by hand ------------------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture
 def board(clock: Clock) -> Iterator[Harnesses]:
     made = Harnesses(10.0, TEMPLATE, harness_key=KEY, clock=clock)
@@ -206,7 +194,7 @@ def test_a_harness_that_is_silent_loses_its_session_and_one_that_waits_for_the_m
 ) -> None:
     board.begin(1, {})
     board.begin(2, {})
-    clock.now = 1e6  # nobody had started them: their time had not begun
+    clock.now = 1e6  # no harness had started them: their time had not begun
     assert not board.poll()
     asking, silent = harness.start(), harness.start()
     with ThreadPoolExecutor(1) as thread:

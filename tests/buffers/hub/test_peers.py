@@ -21,20 +21,9 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from tests.buffers.hub.in_process import ACTOR, LEARNER, OPERATOR, OTHER, InProcessHub
 from tests.buffers.hub.place import a_group, tensors
+from tests.conftest import Clock
 
 MakeHub = Callable[..., InProcessHub]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
