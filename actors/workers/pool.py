@@ -130,6 +130,7 @@ class WorkerPool:
         left = [worker for worker in self._workers.values() if not is_over(worker.process, by - time.monotonic())]
         if self._thread.is_alive() or left:
             raise DeadlineError(f"{self._what} did not end within {deadline_s:g} s")
+        self._workers, self._by_descriptor = {}, {}  # with the descriptors that they hold
         self._waker.close()
 
     def _kill(self) -> None:

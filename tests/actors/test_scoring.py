@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -311,13 +313,16 @@ def test_want_of_memory_in_a_function_of_the_calling_process_is_its_own_error_an
     threads.close(60.0)
 
 
-def test_a_closed_pool_leaves_no_process(bench: Callable[..., Bench]) -> None:
+def test_a_closed_pool_leaves_no_process_and_no_descriptor(bench: Callable[..., Bench]) -> None:
+    resource_tracker.ensure_running()  # of this process, which keeps it
+    descriptors = {*os.listdir("/proc/self/fd")}
     pool = bench("act act_async", workers=2)
     pool.score("1")
     wait_for(lambda: len(workers()) == 3, "two workers and the process of the event loop")
     pool.pool.submit(0, {"completion": "swallow"})
     pool.pool.close(60.0)
     assert not workers()
+    assert {*os.listdir("/proc/self/fd")} == descriptors
 
 
 def test_without_rewards_a_completion_is_back_at_once() -> None:
