@@ -24,6 +24,20 @@ def test_long_freezes_on_both_sides_of_the_watchdog_cost_no_group(small: Any) ->
     assert problems(run, config) == [] and run.read_ledger()["ledger"]["quarantined"] == 0
 
 
+@pytest.mark.rest
+def test_kills_and_freezes_beside_the_device_channel_cost_no_group_and_versions_go_on_being_broadcast(small: Any) -> None:
+    settings = {"max_steps": 120, "actors.count": 2, "checkpoint.save_every": 2, "weights.transport": "device"}
+    config = small(**settings, **{"weights.device_timeout_s": 2.0})
+    supervisor, run = prepare(config, max_deaths=50)
+    with Monkey(supervisor.processes, lambda: supervisor.num_records, 16, 5) as monkey:
+        supervisor.run()
+    assert len(monkey.blows) == 16 and {blow.kind for blow in monkey.blows} == {"kill", "freeze"}, monkey.blows
+    assert {"hub", "learner", "actor-0", "actor-1"} <= {blow.name for blow in monkey.blows}
+    assert problems(run, config) == []
+    weights = run.read_ledger()["weights"]
+    assert weights["broadcasts"] > 0 and weights["broadcasts_refused"] == 0, weights
+
+
 GOOD = [[0, 1, 2, 3], [4, 5, 6, 7]]
 SILENT, ENDED = "attempt 0: anna was silent for 2 s", "attempt 1: ben ended: its process is gone"
 
