@@ -33,7 +33,7 @@ from async_rlhf.actors.torch_engine.sampling import sample
 from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, Plan, Scheduler, Size
 from async_rlhf.actors.torch_engine.weights import Base, adopt_weights, check_weights
 from async_rlhf.buffers.errors import EngineError
-from async_rlhf.buffers.record import Float32Array
+from async_rlhf.buffers.record import FinishReason, Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
 # Tokens that each row may take before a newest one is sent back.
@@ -65,6 +65,7 @@ class TorchEngine:
         base: Base | None = None,
         batch_invariant: bool = False,
         kv_policy: KVPolicy | None = None,
+        record_routing: bool = False,
     ) -> None:
         """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
 
@@ -73,7 +74,8 @@ class TorchEngine:
         `slots` sequences of any length. recorder: replay decode passes instead of computing them anew (see `graphs`).
         base: the weights that adapters are added to, where they come alone. batch_invariant: a completion's bits do not
         depend on its batch (on a CPU with one thread, of a model that `llama_invariant.can_be_invariant`). kv_policy: which
-        keys and values stay, None for all (not together with `recorder` or `batch_invariant`).
+        keys and values stay, None for all (not together with `recorder` or `batch_invariant`). record_routing: completions carry the
+        experts of each position (not together with `kv_policy`). Raises ConfigError where those cannot be recorded.
         """
         self._model, self._base = model.eval(), base
         self._version, self._on_update = version, on_update
@@ -97,6 +99,8 @@ class TorchEngine:
             self._forward = (InvariantLlamaForward if batch_invariant else LlamaForward)(model, self._cache)
         else:
             self._forward = Forward(model, self._cache)
+        if record_routing:
+            self._cache.record_routing(model)
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
@@ -282,10 +286,11 @@ class TorchEngine:
         stopped = self._stopping.stopped(self._rows, tokens, ready, lambda row: self._scheduler.request(row).stop)
         full = self._rows.counts[ready] == self._rows.limits[ready]
         ended = [(int(ready[index]), bool(stopped[index])) for index in np.flatnonzero(stopped | full)]
-        completions = [
-            self._rows.completion(row, self._scheduler.request(row), self._version, "stop" if stops else "length")
-            for row, stops in ended
-        ]
+        completions = []
+        for row, stops in ended:
+            routing = self._cache.routing_of(row, int(self._rows.positions[row]))
+            reason: FinishReason = "stop" if stops else "length"
+            completions.append(self._rows.completion(row, self._scheduler.request(row), self._version, reason, routing))
         for (row, _), completion in zip(ended, completions, strict=True):
             if self._scheduler.request(row).hold:
                 length = int(self._rows.positions[row])

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from async_rlhf.buffers.attention import FAMILIES, Reach, attention, max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
+from async_rlhf.buffers.routing import Routing, routing_of
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias, attention_mask
 from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
@@ -29,6 +30,7 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, token_cost, tokens_within
 from async_rlhf.learner.model.blocks import attend_in_blocks, planned
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.routing import Replay
 from async_rlhf.learner.model.sequence import Share, share_attention
 
 _log = logging.getLogger(__name__)
@@ -87,8 +89,10 @@ class Policy(nn.Module):
             self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.compiled = config.compile
+        replays = config.ranks_per_row == 1 and not config.compile and routing_of(self.model.config.get_text_config())
+        self._replay = Replay(model) if replays else None
         if config.gradient_checkpointing:
-            _checkpoint_gradients(model)
+            _checkpoint_gradients(model, self._replay)
         if config.compile:
             _compile(self)
         with self._plainly():
@@ -107,6 +111,11 @@ class Policy(nn.Module):
             return ("none",)
         plain = config.device == "cpu" and config.sequence_parallel == 1 and not config.compile
         return ("blocks", "rows", "none") if plain and attend_in_blocks(self.model) else ("rows", "none")
+
+    @property
+    def routing(self) -> Routing | None:
+        """Of recorded experts that passes replay; None where none are."""
+        return None if self._replay is None else self._replay.routing
 
     @property
     def packs(self) -> bool:
@@ -176,7 +185,8 @@ class Policy(nn.Module):
         inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
         if masks is not None:
             inputs |= {"position_ids": batch.positions_RL, "attention_mask": masks}
-        with torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
+        replayed = nullcontext() if self._replay is None else self._replay.given(batch.experts_PMk)
+        with replayed, torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
             if self._chunked:
                 hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
                 head = self.output_layer
@@ -222,11 +232,12 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
 
 
-def _checkpoint_gradients(model: nn.Module) -> None:
+def _checkpoint_gradients(model: nn.Module, replay: Replay | None) -> None:
     """Layers forget what they computed and compute it again in the backward pass."""
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if replay is None else {"context_fn": replay.again})
     # Before transformers 5.24 it has the other name only.
     name = "activation_checkpointing_enable"
-    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")(options)
     for layer in _layers(model):
         layer.training = True  # checkpointing asks the layer; its children, and so dropout, stay in evaluation mode
 

@@ -11,9 +11,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from async_rlhf.buffers.attention import max_length
+from async_rlhf.buffers.config import MAX_FRAME_BYTES
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.model_directory import INDEX, from_pretrained, tensor_shapes
 from async_rlhf.buffers.parsing import json_value
+from async_rlhf.buffers.routing import has_experts, routing_of
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
 
@@ -77,6 +79,37 @@ def _is_tied(config: Config, described: dict[str, Any]) -> bool:
 
     found = described if "tie_word_embeddings" in described else vars(from_pretrained(AutoConfig, Path(config.model)))
     return bool(found.get("tie_word_embeddings"))
+
+
+def check_routing(config: Config) -> Iterator[str]:
+    """A remark where engine and learner of a model with experts choose them apart. Raises ConfigError where a group with its
+    experts can be larger than what the hub takes at once."""
+    if not any("expert" in key for key in _described(Path(config.model))):
+        return
+    from transformers import AutoConfig
+
+    described, replays = from_pretrained(AutoConfig, Path(config.model)).get_text_config(), config.engine.replay_routing
+    routing, generation = routing_of(described), config.generation
+    if routing is None:
+        if has_experts(described):
+            yield (
+                f"model type {described.model_type!r} has experts, which engine and learner choose apart, and whose choice cannot be "
+                "recorded: where rounding or an update changes it, log-probabilities differ."
+            )
+    elif not replays:
+        yield (
+            f"engine.replay_routing = false: engine and learner choose {routing.choices} of {routing.experts} experts in each of "
+            f"{routing.layers} layers apart, and where rounding or an update changes the choice, log-probabilities differ. true "
+            f"takes {routing.position_bytes} bytes a token in the journal."
+        )
+    else:
+        most = (MAX_FRAME_BYTES // routing.position_bytes - generation.max_prompt_length) // generation.group_size
+        if generation.longest_completion > most:
+            raise ConfigError(
+                f"engine.replay_routing = true with generation.{_longest(config)} = {generation.longest_completion}: at "
+                f"{routing.position_bytes} bytes a token a group of {generation.group_size} can have more than "
+                f"{MAX_FRAME_BYTES >> 20} MiB, which the hub takes at once; highest: {max(0, most)}, or set it to false"
+            )
 
 
 def names_end(directory: Path) -> bool:
