@@ -130,8 +130,8 @@ class Completion:
 
     logprobs: of the distribution really sampled from, what is left after truncation being renormalised.
     sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine does not report it.
-    routing: of all positions that were computed (the prefix, and all tokens but the last), by the pass whose keys and values are
-        there; None where it is not recorded.
+    routing: of all positions that were computed (the prefix, and all tokens but the last), by the pass whose keys and values
+        are there; None where it is not recorded.
     """
 
     key: RolloutKey

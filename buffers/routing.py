@@ -19,8 +19,8 @@ RoutingArray = npt.NDArray[np.unsignedinteger[Any]]
 
 SOFTMAX = frozenset(("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"))
 SIGMOID = frozenset(("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "solar_open"))
-"""Model types whose experts are mixed by the softmax, or the sigmoids, of their logits. Their routers return logits, weights and
-numbers of experts. Of others nothing is recorded."""
+"""Model types whose experts are mixed by the softmax, or the sigmoids, of their logits. Their routers return logits, weights
+and numbers of experts. Of others nothing is recorded."""
 
 # As configurations call the number of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

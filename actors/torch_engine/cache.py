@@ -31,8 +31,8 @@ COLUMNS_STEP = 16
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
-    """Owns `keys[layer]` and `values[layer]`, both [R, H, T, D], made when a layer is first seen; and where they are recorded the
-    experts that computed each position, `routing[0]` [R, 1, T, layers x choices], which go where keys and values go.
+    """Owns `keys[layer]` and `values[layer]`, both [R, H, T, D], made when a layer is first seen; and where they are recorded
+    the experts that computed each position, `routing[0]` [R, 1, T, layers x choices], which go where keys and values go.
 
     max_length: tokens of the longest row. max_places: most R x T, or None for `slots` rows at any length. step: columns
     are a multiple of it, a power of two. While a buffer is replaced by a larger one, both exist: one layer's keys, or

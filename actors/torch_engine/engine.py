@@ -74,8 +74,8 @@ class TorchEngine:
         `slots` sequences of any length. recorder: replay decode passes instead of computing them anew (see `graphs`).
         base: the weights that adapters are added to, where they come alone. batch_invariant: a completion's bits do not
         depend on its batch (on a CPU with one thread, of a model that `llama_invariant.can_be_invariant`). kv_policy: which
-        keys and values stay, None for all (not together with `recorder` or `batch_invariant`). record_routing: completions carry the
-        experts of each position (not together with `kv_policy`). Raises ConfigError where those cannot be recorded.
+        keys and values stay, None for all (not together with `recorder` or `batch_invariant`). record_routing: completions
+        carry the experts of each position (not together with `kv_policy`). Raises ConfigError where those cannot be recorded.
         """
         self._model, self._base = model.eval(), base
         self._version, self._on_update = version, on_update

@@ -114,8 +114,8 @@ def _check_routing(config: Config) -> None:
     for key, (value, only, reason) in served.items():
         if value != only:
             raise ConfigError(
-                f"engine.replay_routing = true with {key} = {value!r}: {reason}. Set {key} = {only!r}, or engine.replay_routing = "
-                "false"
+                f"engine.replay_routing = true with {key} = {value!r}: {reason}. Set {key} = {only!r}, or "
+                "engine.replay_routing = false"
             )
 
 

@@ -117,7 +117,7 @@ class GroupHeader(MessageBase):
 
     int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs
     of sampled tokens, then of each member that has them the reference's.
-    routing: layers, experts in each, bytes of a number. They follow the ids: of the prompt (the first member's), of each member.
+    routing: layers, experts in each, bytes of a number. They follow the ids: of the prompt (first member's), of each member.
     num_tokens: behind the prompt. spans: (version or None of an observation, tokens, oldest version in the cache or None).
     restarts: which spans begin a row anew, by index; like turn_scores empty where no member has any. scores: a number, the text
     of a failure, or None where the reward does not apply.

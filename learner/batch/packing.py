@@ -275,8 +275,8 @@ class _Layout:
         self.end = -(-self.end // width) * width
 
     def _read(self, rollout: Rollout, piece: Piece, position: int, routed: int, predicting: np.ndarray) -> int:
-        """Where it begins. routed: its first position in the rollout's routing. predicting: int64 [T], filled in where the tokens
-        of the piece are predicted, all but its first."""
+        """Where it begins. routed: its first position in the rollout's routing. predicting: int64 [T], filled in where the
+        tokens of the piece are predicted, all but its first."""
         begin = self.end
         self._put(rollout.completion_ids[piece.start : piece.stop - 1], position, rollout.routing, routed)
         predicting[piece.start : piece.stop] = np.arange(begin - 1, self.end)

@@ -93,14 +93,14 @@ def check_routing(config: Config) -> Iterator[str]:
     if routing is None:
         if has_experts(described):
             yield (
-                f"model type {described.model_type!r} has experts, which engine and learner choose apart, and whose choice cannot be "
-                "recorded: where rounding or an update changes it, log-probabilities differ."
+                f"model type {described.model_type!r} has experts, which engine and learner choose apart, and whose choice "
+                "cannot be recorded: where rounding or an update changes it, log-probabilities differ."
             )
     elif not replays:
         yield (
-            f"engine.replay_routing = false: engine and learner choose {routing.choices} of {routing.experts} experts in each of "
-            f"{routing.layers} layers apart, and where rounding or an update changes the choice, log-probabilities differ. true "
-            f"takes {routing.position_bytes} bytes a token in the journal."
+            f"engine.replay_routing = false: engine and learner choose {routing.choices} of {routing.experts} experts in each "
+            f"of {routing.layers} layers apart, and where rounding or an update changes the choice, log-probabilities differ. "
+            f"true takes {routing.position_bytes} bytes a token in the journal."
         )
     else:
         most = (MAX_FRAME_BYTES // routing.position_bytes - generation.max_prompt_length) // generation.group_size
