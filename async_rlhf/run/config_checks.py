@@ -5,6 +5,7 @@ Each refusal names the setting, its value, the reason, and the nearest choice th
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,7 @@ def _check_routing(config: Config) -> None:
     for key, (value, only, reason) in served.items():
         if value != only:
             raise ConfigError(
-                f"engine.replay_routing = true with {key} = {value!r}: {reason}. Set {key} = {only!r}, or "
+                f"engine.replay_routing = true with {key} = {json.dumps(value)}: {reason}. Set {key} = {json.dumps(only)}, or "
                 "engine.replay_routing = false"
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_models import finished, own_model
+from torch_models import chosen_experts, finished, own_model
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
@@ -43,17 +43,6 @@ def raw(model: PreTrainedModel) -> dict[str, RawTensor]:
     }
 
 
-@torch.no_grad()
-def chosen(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """The oracle: [T, layers, k], ascending, of one plain pass."""
-    found: list[torch.Tensor] = []
-    hooks = [each.register_forward_hook(lambda _, inputs, outputs: found.append(outputs[2])) for each in routers(model)]
-    model(input_ids=torch.tensor([ids]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(found, 1).sort(-1)[0].numpy()
-
-
 def recorded(completion: Completion) -> np.ndarray:
     assert completion.routing is not None and completion.routing.dtype == np.uint8
     return np.sort(completion.routing, axis=-1)
@@ -74,7 +63,7 @@ def test_of_each_position_the_experts_are_those_of_a_plain_pass(kind: str) -> No
     done = finished(engine, asked)
     assert engine.num_suspended > 0
     for each in asked:
-        np.testing.assert_array_equal(recorded(done[each.key]), chosen(model, all_ids(each, done[each.key])))
+        np.testing.assert_array_equal(recorded(done[each.key]), chosen_experts(model, all_ids(each, done[each.key])))
 
 
 def test_a_pass_that_is_replayed_on_the_device_records_too() -> None:
@@ -85,7 +74,7 @@ def test_a_pass_that_is_replayed_on_the_device_records_too() -> None:
     model = moe("qwen3_moe")
     done = finished(TorchEngine(model, slots=4, recorder=record, record_routing=True), [request(n) for n in range(3)])
     for key, completion in done.items():
-        np.testing.assert_array_equal(recorded(completion), chosen(model, all_ids(request(key.group), completion)))
+        np.testing.assert_array_equal(recorded(completion), chosen_experts(model, all_ids(request(key.group), completion)))
 
 
 @pytest.mark.parametrize("on_update", ["keep", "interrupt"])
@@ -98,12 +87,14 @@ def test_what_new_weights_compute_again_has_their_experts_and_what_is_kept_has_t
     engine.load_weights(1, raw(new))
     done = finished(engine)[asked.key]
     ids = all_ids(asked, done)
-    assert (chosen(old, ids) != chosen(new, ids)).any(axis=(1, 2)).all(), "the two can be told apart at every position"
+    assert (chosen_experts(old, ids) != chosen_experts(new, ids)).any(axis=(1, 2)).all(), (
+        "the two can be told apart at every position"
+    )
     known = len(PROMPTS[0]) + 4  # its last token is computed by the next pass
     if on_update == "interrupt":
-        np.testing.assert_array_equal(recorded(done), chosen(new, ids))
+        np.testing.assert_array_equal(recorded(done), chosen_experts(new, ids))
     else:
-        np.testing.assert_array_equal(recorded(done)[:known], chosen(old, ids)[:known])
+        np.testing.assert_array_equal(recorded(done)[:known], chosen_experts(old, ids)[:known])
 
 
 def test_a_turn_that_continues_another_has_the_experts_of_the_whole_row() -> None:
@@ -112,7 +103,7 @@ def test_a_turn_that_continues_another_has_the_experts_of_the_whole_row() -> Non
     first = finished(engine, [asked])[asked.key]
     goes_on = replace(asked, context=(*first.token_ids.tolist(), 7, 8, 9), seed=5)
     second = finished(engine, [request(0), goes_on])[asked.key]
-    np.testing.assert_array_equal(recorded(second), chosen(model, all_ids(goes_on, second)))
+    np.testing.assert_array_equal(recorded(second), chosen_experts(model, all_ids(goes_on, second)))
 
 
 def test_a_probe_leaves_nothing_and_without_the_setting_nothing_is_recorded() -> None:
@@ -122,7 +113,7 @@ def test_a_probe_leaves_nothing_and_without_the_setting_nothing_is_recorded() ->
     engine.step()
     engine.probe(range(3, 30))
     done = finished(engine)[asked.key]
-    np.testing.assert_array_equal(recorded(done), chosen(model, all_ids(asked, done)))
+    np.testing.assert_array_equal(recorded(done), chosen_experts(model, all_ids(asked, done)))
     plain = moe("qwen3_moe")
     assert finished(TorchEngine(plain, slots=2), [asked])[asked.key].routing is None
     assert not any(each._forward_hooks for each in routers(plain))
