@@ -12,8 +12,7 @@ Axes: `R` rows, `N` running rows, `K` chunks, `P` chunk columns, `H` key heads, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +45,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.routing: list[torch.Tensor] = []
-        self._records, self._choices = False, 0
+        self._choices = 0
+        # Whether a pass that was begun is computed: others, of a probe, leave nothing.
+        self.is_in_pass = False
         self._slots = slots
         self._max_length, self._max_places, self._step = max_length, max_places, step
         self._num_columns = 0
@@ -133,7 +134,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         return keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
 
     def record_routing(self, model: Any) -> None:
-        """From now on, of passes within `recording`. Raises ConfigError for a model whose experts cannot be recorded."""
+        """From now on. Raises ConfigError for a model whose experts cannot be recorded."""
         found = routers(model)
         dtype = torch.uint8 if found[0].num_experts <= 256 else torch.int16
         for layer, router in enumerate(found):
@@ -141,18 +142,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
             router.register_forward_hook(partial(self._routed, part, torch.empty(0, 1, len(found) * router.top_k, dtype=dtype)))
         self._choices = found[0].top_k
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Passes within are those that were begun; others, of a probe, leave nothing."""
-        self._records = True
-        try:
-            yield
-        finally:
-            self._records = False
-
     def _routed(self, part: slice, like: torch.Tensor, router: Any, inputs: Any, outputs: Any) -> None:
         """Store what a router chose, int64 [K P or N, k], in its part of each position's numbers."""
-        if not self._records:
+        if not self.is_in_pass:
             return
         chosen: torch.Tensor = outputs[2]
         buffer = self._buffer(self.routing, 0, like.to(chosen.device))

@@ -15,6 +15,7 @@ Axes: `N` running rows, `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from async_rlhf.actors.torch_engine.sampling import sample
 from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, Plan, Scheduler, Size
 from async_rlhf.actors.torch_engine.weights import Base, adopt_weights, check_weights
 from async_rlhf.buffers.errors import EngineError
-from async_rlhf.buffers.record import FinishReason, Float32Array
+from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
 # Tokens that each row may take before a newest one is sent back.
@@ -286,11 +287,13 @@ class TorchEngine:
         stopped = self._stopping.stopped(self._rows, tokens, ready, lambda row: self._scheduler.request(row).stop)
         full = self._rows.counts[ready] == self._rows.limits[ready]
         ended = [(int(ready[index]), bool(stopped[index])) for index in np.flatnonzero(stopped | full)]
-        completions = []
-        for row, stops in ended:
-            routing = self._cache.routing_of(row, int(self._rows.positions[row]))
-            reason: FinishReason = "stop" if stops else "length"
-            completions.append(self._rows.completion(row, self._scheduler.request(row), self._version, reason, routing))
+        completions = [
+            replace(
+                self._rows.completion(row, self._scheduler.request(row), self._version, "stop" if stops else "length"),
+                routing=self._cache.routing_of(row, int(self._rows.positions[row])),
+            )
+            for row, stops in ended
+        ]
         for (row, _), completion in zip(ended, completions, strict=True):
             if self._scheduler.request(row).hold:
                 length = int(self._rows.positions[row])

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, SamplingMask, Span
-from async_rlhf.buffers.routing import RoutingArray
 from async_rlhf.buffers.sampling import Sampling
 
 # Keeps u * total strictly below total after rounding, so that a token of probability 0 is never chosen.
@@ -147,9 +146,7 @@ class Rows:
             sampling_masks=tuple(self._sampling_masks[row]),
         )
 
-    def completion(
-        self, row: int, request: Request, version: int, finish_reason: FinishReason, routing: RoutingArray | None
-    ) -> Completion:
+    def completion(self, row: int, request: Request, version: int, finish_reason: FinishReason) -> Completion:
         """What a finished row produced, copied out of the arrays; `version` are the present weights."""
         progress = self.progress(row, version)
         return Completion(
@@ -159,7 +156,6 @@ class Rows:
             spans=progress.spans,
             finish_reason=finish_reason,
             sampling_mask=_joined(progress.sampling_masks) if progress.sampling_masks else None,
-            routing=routing,
         )
 
     def _all_spans(self, row: int, version: int) -> tuple[Span, ...]:

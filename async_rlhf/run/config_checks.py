@@ -107,10 +107,10 @@ def _check_routing(config: Config) -> None:
         return
     served = {
         "engine.kind": (engine.kind, "torch", "vLLM returns experts by its second model runner, which its CPU build has not"),
-        "engine.kv_policy": (engine.kv_policy, "full", "experts are kept beside keys and values, and those are evicted"),
-        "learner.compile": (learner.compile, False, "what is compiled has no place for experts that change"),
+        "engine.kv_policy": (engine.kv_policy, "full", "experts stand beside keys and values, and those are evicted"),
+        "learner.compile": (learner.compile, False, "compiled layers choose by themselves"),
         "learner.sequence_parallel": (learner.sequence_parallel, 1, "no rank has the experts of whole rows"),
-        "learner.tensor_parallel": (learner.tensor_parallel, 1, "layers that are split choose in another way"),
+        "learner.tensor_parallel": (learner.tensor_parallel, 1, "experts of split layers are not replayed"),
     }
     for key, (value, only, reason) in served.items():
         if value != only:

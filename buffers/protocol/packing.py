@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from async_rlhf.buffers.errors import RecordError, WireError
 from async_rlhf.buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
 from async_rlhf.buffers.record import MAX_LOGPROB, Entry, Float32Array, Group, Int32Array, Rollout, SamplingMask, Score, Span
-from async_rlhf.buffers.routing import Routing, RoutingArray
+from async_rlhf.buffers.routing import Routing, RoutingArray, misfit
 from async_rlhf.buffers.sampling import Sampling
 
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
@@ -71,9 +71,8 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
 
 
 def _routing_bytes(group: Group) -> bytes:
-    prompt = len(group.prompt_ids)
-    found = [rollout.routing for rollout in group.rollouts if rollout.routing is not None]
-    parts = [found[0][:prompt], *(each[prompt:] for each in found)] if found else []
+    prompts = (0, *[len(group.prompt_ids)] * (len(group.rollouts) - 1))  # the first member's stands for all
+    parts = [each.routing[start:] for start, each in zip(prompts, group.rollouts, strict=True) if each.routing is not None]
     return b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in parts)
 
 
@@ -126,7 +125,7 @@ class GroupSchema:
     calls: bool = False
     routing: Routing | None = None
 
-    def check(self, header: GroupHeader, ids: Int32Array) -> None:
+    def check(self, header: GroupHeader, ids: Int32Array, routing: RoutingArray | None) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
         for name, value, wanted in (
             ("members", len(header.num_tokens), self.group_size),
@@ -153,12 +152,8 @@ class GroupSchema:
             raise _not_of_run(header.number, "a row that begins anew; this run has environment.render other than 'split'")
         if not self.calls and any(begins_read):
             raise _not_of_run(header.number, "a completion that begins with what was read; this run has no agent")
-
-    def check_routing(self, header: GroupHeader, routing: RoutingArray) -> None:
-        """The experts of all its positions exist. Raises WireError (`schema`)."""
-        misfit = "routing, which the model has not" if self.routing is None else self.routing.misfit(routing)
-        if misfit is not None:
-            raise _not_of_run(header.number, misfit)
+        if routing is not None and (found := misfit(self.routing, routing)):
+            raise _not_of_run(header.number, found)
 
     def check_supports(self, group: Group) -> None:
         """The tokens that others were chosen among exist. Raises WireError (`schema`)."""
@@ -192,9 +187,7 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
     if int(ids.min()) < 0:
         raise _wrong(header, "tokens", f"token ids must be at least 0, got {ids.min()}")
     if schema is not None:
-        schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)])
-        if routing is not None:
-            schema.check_routing(header, routing)
+        schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)], routing)
     if header.metrics or header.turn_scores or header.restarts or header.num_support.count(None) < len(header.num_support):
         group = unpack_group(header, frames[1:])
         if schema is not None:
@@ -263,7 +256,8 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
     if len(header.routing) not in (0, 3) or (header.routing and header.routing[2] > 2):
         raise _wrong(header, "lengths", f"routing must be layers, experts, and 1 or 2 bytes, got {header.routing}")
     num_ids, num_logprobs = map(sum, _lengths(header))
-    wanted = [4 * num_ids + sum(_num_routed(header)) * math.prod(header.routing), 4 * num_logprobs]
+    num_routed = sum(_num_routed(header)) * math.prod(header.routing) if header.routing else 0
+    wanted = [4 * num_ids + num_routed, 4 * num_logprobs]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header has {wanted}")
     ids, logprobs = np.frombuffer(arrays[0], "<i4", num_ids), np.frombuffer(arrays[1], "<f4")
@@ -276,8 +270,6 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
 
 def _num_routed(header: GroupHeader) -> list[int]:
     """Positions whose experts are recorded: of the prompt, and of each member."""
-    if not header.routing:
-        return []
     restarts = header.restarts or [[]] * len(header.num_tokens)
     read = (max(0, count - 1 - len(own)) for count, own in zip(header.num_tokens, restarts, strict=True))
     return [header.num_prompt_tokens, *read]

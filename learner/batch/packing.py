@@ -190,7 +190,9 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
     if packing.sharing == "blocks":
         shares, width, num_rows = True, sum(row.length for row in rows), 1
     members = [member for row in rows for member in row.members]
-    layout = _Layout.of(num_rows, width, [member.rollout for member in members])
+    recorded = next((member.rollout.routing for member in members if member.rollout.routing is not None), None)
+    experts = None if recorded is None else np.full((num_rows * width, *recorded.shape[1:]), -1, np.int16)
+    layout = _Layout(np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width), np.int64), experts=experts)
     samplings = [row.group.sampling for row in rows for _ in row.members]
     sources: list[np.ndarray] = []
     for at, row in enumerate(rows):
@@ -200,8 +202,8 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
     rollouts = [member.rollout for member in members]
     lengths = [rollout.num_tokens for rollout in rollouts]
     optional = _targets(members)
-    if layout.experts is not None:
-        optional["experts_PMk"] = torch.from_numpy(layout.experts)
+    if experts is not None:
+        optional["experts_PMk"] = torch.from_numpy(experts)
     if packing.recorded_references:
         optional["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
     comparable = [_comparable(r, not sampling.truncation) for r, sampling in zip(rollouts, samplings, strict=True)]
@@ -235,14 +237,6 @@ class _Layout:
     own: list[tuple[int, int, int, int]] = field(default_factory=list)
     of_prompts: list[tuple[int, int, int, int]] = field(default_factory=list)
     experts: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, num_rows: int, width: int, rollouts: Sequence[Rollout]) -> _Layout:
-        """Empty, for these."""
-        recorded = next((rollout.routing for rollout in rollouts if rollout.routing is not None), None)
-        shape = (num_rows, width)
-        experts = None if recorded is None else np.full((num_rows * width, *recorded.shape[1:]), -1, np.int16)
-        return cls(np.zeros(shape, np.int64), np.zeros(shape, np.int64), experts=experts)
 
     def add(self, row: Row, shares: bool) -> list[np.ndarray]:
         """From here on, with a row for each piece that begins anew where completions do not share theirs. Returns of each

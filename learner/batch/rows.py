@@ -13,7 +13,7 @@ import numpy as np
 
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout
-from async_rlhf.buffers.routing import Routing
+from async_rlhf.buffers.routing import Routing, misfit
 from async_rlhf.learner.objective.estimation import TokenTargets
 
 
@@ -113,9 +113,9 @@ def check_row(row: Row, vocabulary: int, routing: Routing | None, *, sampling_ma
             f"group {number} carries no log-probabilities under the reference. Its actor had no such stage: set "
             'scoring.stages.reference.placement = "learner", which computes them here'
         )
-    misfits = ("routing" if routing is None else routing.misfit(each.routing) for each in rollouts if each.routing is not None)
-    if misfit := next(filter(None, misfits), None):
+    misfits = (misfit(routing, each.routing) for each in rollouts if each.routing is not None)
+    if found := next(filter(None, misfits), None):
         raise RecordError(
-            f"group {number} was recorded with {misfit}, which this learner does not replay: use the model and the settings "
+            f"group {number} was recorded with {found}, which this learner does not replay: use the model and the settings "
             "that it was made with (engine.replay_routing)"
         )

@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from async_rlhf.buffers.attention import FAMILIES, Reach, attention, max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.buffers.routing import Routing, routing_of
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias, attention_mask
 from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
@@ -89,8 +88,11 @@ class Policy(nn.Module):
             self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.compiled = config.compile
-        replays = config.ranks_per_row == 1 and not config.compile and routing_of(self.model.config.get_text_config())
-        self._replay = Replay(model) if replays else None
+        self._replay: Replay | None = None
+        if config.ranks_per_row == 1 and not config.compile:
+            with suppress(ConfigError):  # a model of which nothing is recorded
+                self._replay = Replay(model)
+        self.routing = None if self._replay is None else self._replay.routing  # of what passes replay
         if config.gradient_checkpointing:
             _checkpoint_gradients(model, self._replay)
         if config.compile:
@@ -111,11 +113,6 @@ class Policy(nn.Module):
             return ("none",)
         plain = config.device == "cpu" and config.sequence_parallel == 1 and not config.compile
         return ("blocks", "rows", "none") if plain and attend_in_blocks(self.model) else ("rows", "none")
-
-    @property
-    def routing(self) -> Routing | None:
-        """Of recorded experts that passes replay; None where none are."""
-        return None if self._replay is None else self._replay.routing
 
     @property
     def packs(self) -> bool:

@@ -22,9 +22,6 @@ from torch import Tensor, nn
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.routing import SIGMOID, Routing, not_recorded, routers
 
-# Of the weights of a router's own choice, by which its family is proven to be the one described here.
-_SAME_WEIGHTS = 1e-5
-
 
 class Replay:
     """Owns a hook on each router of a model; without experts given it changes nothing. Raises ConfigError for a model whose
@@ -72,7 +69,8 @@ class Replay:
 
     @torch.no_grad()
     def _check(self, router: Any) -> None:
+        """Of a router's own choice the weights are its own."""
         states = torch.randn(8, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(router.weight)
         logits_PE, weights_Pk, own_Pk = router(states)
-        if not torch.allclose(self._weights(router, logits_PE, own_Pk).to(weights_Pk.dtype), weights_Pk, rtol=_SAME_WEIGHTS):
+        if not torch.allclose(self._weights(router, logits_PE, own_Pk).to(weights_Pk.dtype), weights_Pk, rtol=1e-5):
             raise ConfigError(not_recorded(self._kind))

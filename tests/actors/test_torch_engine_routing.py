@@ -26,10 +26,7 @@ PROMPTS = [tuple(range(3 + number, 24 + 5 * number)) for number in range(3)]
 
 def moe(kind: str, seed: int = 1) -> PreTrainedModel:
     """3 of 8 experts, so that a wrong position shows."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    sizes = {name: 8 for name in names if hasattr(families.config(kind), name)}
-    groups = {"n_group": 4, "topk_group": 3} if kind == "deepseek_v3" else {}
-    return own_model(kind, seed, **sizes, num_experts_per_tok=3, **groups)
+    return own_model(kind, seed, **families.experts(kind, 8, 3))
 
 
 def request(number: int, member: int = 0, num_new: int = 12, **own: Any) -> Request:

@@ -39,7 +39,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("key", "value", "message"),
     [
         ("engine.kind", "vllm", '= "vllm": vLLM returns experts by its second model runner.*Set engine.kind = "torch", or'),
-        ("engine.kv_policy", "window", '= "window": experts are kept beside keys.*Set engine.kv_policy = "full", or'),
+        ("engine.kv_policy", "window", '= "window": experts stand beside keys.*Set engine.kv_policy = "full", or'),
         ("learner.compile", True, "= true: .* Set learner.compile = false, or engine.replay_routing = false"),
         ("learner.sequence_parallel", 2, "= 2: .* Set learner.sequence_parallel = 1, or"),
         ("learner.tensor_parallel", 2, "= 2: .* Set learner.tensor_parallel = 1, or"),
@@ -63,7 +63,10 @@ def test_a_model_without_experts_is_refused_and_a_group_that_is_too_large(moe: P
 
 def test_without_it_check_says_what_it_costs(moe: Path, small: Any) -> None:
     (remark,) = (each for each in preflight(small(model=str(moe))).remarks if "experts" in each)
-    assert "choose 2 of 4 experts in each of 4 layers apart" in remark and "true takes 8 bytes a token in the journal" in remark
+    assert (
+        "2 of 4 experts in each of 4 layers, which engine and learner choose apart" in remark
+        and "true takes 8 bytes a token in the journal" in remark
+    )
     assert not any("experts" in each for each in preflight(small(model=str(moe), **REPLAYED)).remarks)
     assert schema(small(model=str(moe))).routing is not None and schema(small()).routing is None
 

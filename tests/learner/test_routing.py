@@ -48,7 +48,7 @@ def routed(group: Group, routing: Routing) -> Group:
 
     def drawn(count: int) -> np.ndarray:
         order = rng.random((count, routing.layers, routing.experts)).argsort(-1)
-        return order[..., : routing.choices].astype(routing.dtype)
+        return order[..., : routing.choices].astype(np.uint8)
 
     prompt = drawn(len(group.prompt_ids))
     rollouts = (replace(each, routing=np.concatenate((prompt, drawn(each.num_read)))) for each in group.rollouts)
@@ -166,7 +166,10 @@ def test_experts_of_another_model_are_refused(change: Any, message: str, tmp_pat
 
 def test_a_learner_that_cannot_replay_says_so(model_dir: Path) -> None:
     group = routed(make_group(0, [3, 4]), Routing(4, 2, 4))
-    with pytest.raises(RecordError, match="group 0 was recorded with routing, which this learner does not replay"):
+    with pytest.raises(
+        RecordError,
+        match="group 0 was recorded with experts, and the model has none that are known here, which",
+    ):
         making.make_backend(model_dir).partition([make_rows([group], [[1.0, 1.0]])])
 
 

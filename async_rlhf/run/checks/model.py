@@ -15,7 +15,7 @@ from async_rlhf.buffers.config import MAX_FRAME_BYTES
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.model_directory import INDEX, from_pretrained, tensor_shapes
 from async_rlhf.buffers.parsing import json_value
-from async_rlhf.buffers.routing import has_experts, routing_of
+from async_rlhf.buffers.routing import read_routing
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
 
@@ -84,23 +84,17 @@ def _is_tied(config: Config, described: dict[str, Any]) -> bool:
 def check_routing(config: Config) -> Iterator[str]:
     """A remark where engine and learner of a model with experts choose them apart. Raises ConfigError where a group with its
     experts can be larger than what the hub takes at once."""
-    if not any("expert" in key for key in _described(Path(config.model))):
-        return
-    from transformers import AutoConfig
-
-    described, replays = from_pretrained(AutoConfig, Path(config.model)).get_text_config(), config.engine.replay_routing
-    routing, generation = routing_of(described), config.generation
+    described, generation = _described(Path(config.model)), config.generation
+    kind = str(described.get("model_type"))
+    routing = read_routing(Path(config.model), kind)
+    differ = "engine and learner choose apart, and log-probabilities differ where rounding or an update changes the choice"
     if routing is None:
-        if has_experts(described):
-            yield (
-                f"model type {described.model_type!r} has experts, which engine and learner choose apart, and whose choice "
-                "cannot be recorded: where rounding or an update changes it, log-probabilities differ."
-            )
-    elif not replays:
+        if described.get("num_experts_per_tok"):
+            yield f"model type {kind!r} has experts, which are not recorded: {differ}."
+    elif not config.engine.replay_routing:
         yield (
-            f"engine.replay_routing = false: engine and learner choose {routing.choices} of {routing.experts} experts in each "
-            f"of {routing.layers} layers apart, and where rounding or an update changes the choice, log-probabilities differ. "
-            f"true takes {routing.position_bytes} bytes a token in the journal."
+            f"engine.replay_routing = false: {routing.choices} of {routing.experts} experts in each of {routing.layers} "
+            f"layers, which {differ}. true takes {routing.position_bytes} bytes a token in the journal."
         )
     else:
         most = (MAX_FRAME_BYTES // routing.position_bytes - generation.max_prompt_length) // generation.group_size

@@ -150,12 +150,8 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
         raise ConfigError(
             f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
         )
-    known = [
-        *remarks(config.learner),
-        *check_routing(config),
-        *_of_prompts(config, found, len(repeated)),
-        *tokenizer.remarks(texts, are_chats),
-    ]
+    known = [*remarks(config.learner), *check_routing(config), *_of_prompts(config, found, len(repeated))]
+    known += tokenizer.remarks(texts, are_chats)
     return Prepared(kept, len(epoch_of(config.data, kept[0])), environment, len(left_out), known)
 
 
