@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Request, RolloutKey, completed
+from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey, completed
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.routing import routers
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.doctor import families, routing
+from async_rlhf.experiments.doctor import families
 from async_rlhf.experiments.throughput.learner import advantages_of, make_groups
+from async_rlhf.learner.batch.packing import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.model.files import load_model
+from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run.shipped import model_directory
 
@@ -34,7 +40,12 @@ _FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma2", "mistral", "phi
 _STEPS = 4
 # Of the loss and of the gradient's norm after rounding to bfloat16; float32 on another device differs by 1e-6 or so.
 _BFLOAT16, _FLOAT32 = 0.05, 1e-3
-# Nats a token between engine and learner with the same weights and experts.
+MIXTURES = ("qwen3_moe", "olmoe", "deepseek_v3")
+# The learner's type, and how far its weights have moved, in standard deviations of each tensor.
+_BETWEEN: Mapping[str, tuple[Literal["float32", "bfloat16"], float]] = {
+    "nothing": ("float32", 0.0), "bfloat16": ("bfloat16", 0.0), "an update": ("float32", 0.003),
+}  # fmt: skip
+# Nats a token, with the same weights and experts.
 _SAME = 1e-4
 
 
@@ -55,15 +66,56 @@ def check_families(device: str, directory: Path) -> str:
     return f"{len(_FAMILIES)} families, engine and learner: {', '.join(_FAMILIES)}"
 
 
-def check_routing(device: str, directory: Path) -> str:
+def check_experts(device: str, directory: Path) -> str:
     """A learner that replays the experts which sampled is nearer to the engine than one that chooses its own."""
     found = []
-    for kind in routing.KINDS:
-        for case, (own, replayed, differ) in routing.mismatches(kind, directory / kind, device).items():
+    for kind in MIXTURES:
+        for case, (own, replayed, differ) in mismatches(kind, directory / kind, device).items():
             if not (replayed < _SAME if case == "nothing" else replayed < own):
                 raise CheckFailedError(f"{kind}, {case} between: {replayed:.3g} nats a token replayed, {own:.3g} with its own")
             found.append(f"{kind}, {case}: {own:.2g} -> {replayed:.2g} nats a token, {differ:.2%} of the experts differ")
     return "; ".join(found)
+
+
+def mismatches(kind: str, directory: Path, device: str = "cpu") -> dict[str, tuple[float, float, float]]:
+    """Of a model with 4 of 16 experts, by what is between learner and engine (`_BETWEEN`): mean difference of log-probabilities
+    in nats, with the learner's own experts and with replayed ones; in which share of predicting positions x layers its own are
+    others."""
+    families.model(kind, **families.experts(kind, 16, 4)).save_pretrained(directory)
+    engine = load_engine(str(directory), EngineConfig(device=device, slots=6, prefill_tokens=16, replay_routing=True))
+    groups, found = [_sampled(engine, number) for number in range(4)], {}
+    for case, (dtype, moved) in _BETWEEN.items():
+        policy = Policy(load_model(directory, torch.device(device)), LearnerConfig(device=device, dtype=dtype))
+        drawn = torch.Generator().manual_seed(1)
+        for each in policy.parameters():
+            each.data += moved * each.std(correction=0) * torch.randn(each.shape, generator=drawn).to(each.device)
+        found[case] = _mismatch(policy, groups)
+    return found
+
+
+def _sampled(engine: Engine, number: int) -> Group:
+    prompt = tuple(range(number, 12 + 5 * number))
+    asked = [Request(RolloutKey(number, 0, member), prompt, 32, Sampling(), 8 * number + member) for member in range(4)]
+    ended = completed(engine, asked).values()
+    rollouts = (Rollout(each.token_ids, each.logprobs, each.spans, "length", routing=each.routing) for each in ended)
+    return Group(number, 0, np.array(prompt, np.int32), tuple(rollouts), Sampling())
+
+
+@torch.no_grad()
+def _mismatch(policy: Policy, groups: list[Group]) -> tuple[float, float, float]:
+    own, replayed, differ, chosen = [], [], [], list[torch.Tensor]()
+    for router in routers(policy.model):
+        router.register_forward_hook(lambda module, inputs, outputs: chosen.append(outputs[2]))
+    for packed in make_micro_batches(make_rows(groups, [[0.0] * 4] * len(groups)), Packing(1 << 12, policy.sharing)):
+        batch = packed.to(policy.device)
+        replayed.append((policy(batch)[0] - batch.logp_behaviour_N).abs())
+        chosen.clear()
+        own.append((policy(replace(batch, experts_PMk=None))[0] - batch.logp_behaviour_N).abs())
+        assert batch.experts_PMk is not None
+        pair = (each[batch.source_N].long().sort(-1)[0] for each in (torch.stack(chosen, 1), batch.experts_PMk))
+        differ.append(torch.ne(*pair).any(-1).flatten().float())
+    a, b, c = (float(torch.cat(each).mean()) for each in (own, replayed, differ))
+    return a, b, c
 
 
 def check_types(device: str, directory: Path) -> str:
@@ -130,7 +182,7 @@ def check_run(device: str, directory: Path, package: str = "", overrides: Mappin
 
 CHECKS: Mapping[str, Check] = {
     "model families": check_families,
-    "experts": check_routing,
+    "experts": check_experts,
     "16-bit engine": check_types,
     "CUDA graphs": check_graphs,
     "learner": check_learner,
