@@ -302,9 +302,8 @@ class Group:
 
 def _check_routing(prompt: int, rollouts: Sequence[Rollout]) -> None:
     """That of all members is of the same layers and of all positions, or there is none."""
-    found = [None if rollout.routing is None else rollout.routing.shape for rollout in rollouts]
-    first = found[0]
-    wanted = [None if first is None else (prompt + rollout.num_read, *first[1:]) for rollout in rollouts]
+    found = [None if each.routing is None else each.routing.shape for each in rollouts]
+    wanted = [None if found[0] is None else (prompt + each.num_read, *found[0][1:]) for each in rollouts]
     if found != wanted:
         raise RecordError(f"routing of all {len(rollouts)} rollouts must be {wanted[:8]}, got {found[:8]}")
 

@@ -31,10 +31,6 @@ class Routing(NamedTuple):
     choices: int
     experts: int
 
-    @property
-    def position_bytes(self) -> int:
-        return self.layers * self.choices * (1 if self.experts <= 256 else 2)
-
 
 def misfit(known: Routing | None, routing: RoutingArray) -> str | None:
     """What of a recorded one is not of this model."""

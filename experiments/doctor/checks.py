@@ -77,7 +77,7 @@ def check_experts(device: str, directory: Path) -> str:
     return "; ".join(found)
 
 
-def mismatches(kind: str, directory: Path, device: str = "cpu") -> dict[str, tuple[float, float, float]]:
+def mismatches(kind: str, directory: Path, device: str = "cpu") -> dict[str, list[float]]:
     """Of a model with 4 of 16 experts, by what is between learner and engine (`_BETWEEN`): mean difference of log-probabilities
     in nats, with the learner's own experts and with replayed ones; in which share of predicting positions x layers its own are
     others."""
@@ -102,7 +102,7 @@ def _sampled(engine: Engine, number: int) -> Group:
 
 
 @torch.no_grad()
-def _mismatch(policy: Policy, groups: list[Group]) -> tuple[float, float, float]:
+def _mismatch(policy: Policy, groups: list[Group]) -> list[float]:
     own, replayed, differ, chosen = [], [], [], list[torch.Tensor]()
     for router in routers(policy.model):
         router.register_forward_hook(lambda module, inputs, outputs: chosen.append(outputs[2]))
@@ -114,8 +114,7 @@ def _mismatch(policy: Policy, groups: list[Group]) -> tuple[float, float, float]
         assert batch.experts_PMk is not None
         pair = (each[batch.source_N].long().sort(-1)[0] for each in (torch.stack(chosen, 1), batch.experts_PMk))
         differ.append(torch.ne(*pair).any(-1).flatten().float())
-    a, b, c = (float(torch.cat(each).mean()) for each in (own, replayed, differ))
-    return a, b, c
+    return [float(torch.cat(each).mean()) for each in (own, replayed, differ)]
 
 
 def check_types(device: str, directory: Path) -> str:

@@ -1,10 +1,9 @@
 """Rollout routing replay: in a pass of the policy each router takes the experts that were recorded (Ma et al. 2025, arXiv
 2510.11370), so that a token's log-probability is that of the same part of the network under any weights.
 
-Experts are mixed by the router's own logits of this pass, as its family mixes those that it chooses itself: their softmax over
-all experts, or their sigmoids, divided by the sum over the chosen ones where the model does so (`norm_topk_prob`), times its
-`routed_scaling_factor`. Gradients reach the logits through these numbers, as they do without replay; what only chooses (groups,
-correction biases) is left out.
+They are mixed by the router's own logits of this pass: their softmax over all experts, or their sigmoids, divided by the sum
+over the chosen ones where the model does so (`norm_topk_prob`), times its `routed_scaling_factor`. Through these numbers
+gradients reach the logits, as without replay; what only chooses (groups, correction biases) is left out.
 
 Axes: P positions, M mixture layers, k experts of a position in each, E experts.
 """

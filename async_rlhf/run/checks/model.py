@@ -85,8 +85,8 @@ def check_routing(config: Config) -> Iterator[str]:
     """A remark where engine and learner of a model with experts choose them apart. Raises ConfigError where a group with its
     experts can be larger than what the hub takes at once."""
     described, generation = _described(Path(config.model)), config.generation
-    kind = str(described.get("model_type"))
-    routing = read_routing(Path(config.model), kind)
+    routing = read_routing(Path(config.model), kind := str(described.get("model_type")))
+    position_bytes = 0 if routing is None else routing.layers * routing.choices * (1 if routing.experts <= 256 else 2)
     differ = "engine and learner choose apart, and log-probabilities differ where rounding or an update changes the choice"
     if routing is None:
         if described.get("num_experts_per_tok"):
@@ -94,14 +94,14 @@ def check_routing(config: Config) -> Iterator[str]:
     elif not config.engine.replay_routing:
         yield (
             f"engine.replay_routing = false: {routing.choices} of {routing.experts} experts in each of {routing.layers} "
-            f"layers, which {differ}. true takes {routing.position_bytes} bytes a token in the journal."
+            f"layers, which {differ}. true takes {position_bytes} bytes a token in the journal."
         )
     else:
-        most = (MAX_FRAME_BYTES // routing.position_bytes - generation.max_prompt_length) // generation.group_size
+        most = (MAX_FRAME_BYTES // position_bytes - generation.max_prompt_length) // generation.group_size
         if generation.longest_completion > most:
             raise ConfigError(
                 f"engine.replay_routing = true with generation.{_longest(config)} = {generation.longest_completion}: at "
-                f"{routing.position_bytes} bytes a token a group of {generation.group_size} can have more than "
+                f"{position_bytes} bytes a token a group of {generation.group_size} can have more than "
                 f"{MAX_FRAME_BYTES >> 20} MiB, which the hub takes at once; highest: {max(0, most)}, or set it to false"
             )
 
