@@ -89,10 +89,11 @@ async def played(
     try:
         runner.start(function, {**fields, "llm": llm})
         while (arrived := await runner.next()) is not None:
-            asked, answer = arrived
-            reply = yield turns.call(asked)
-            answer.set_result(turns.wrote(reply))
-        score = turns.score(runner.result(), session.num_joined)
+            asked, call = arrived
+            if session.begins(call):
+                reply = yield turns.call(asked)
+                call.answer.set_result(turns.wrote(reply))
+        score = turns.score(runner.result(), session)
     finally:
         server.end(session)
         await runner.end()

@@ -8,6 +8,7 @@ from typing import Any
 
 from async_rlhf.actors.agents.asked import Asked
 from async_rlhf.actors.agents.conversations import Conversations
+from async_rlhf.actors.agents.sessions import Session
 from async_rlhf.actors.agents.written import Written, read_reply
 from async_rlhf.actors.environments.settings import Call, Reply
 from async_rlhf.actors.rewards.answer import read
@@ -45,10 +46,11 @@ class Turns:
         self._conversations.wrote(chain, asked.prefixes, written.message)
         return written
 
-    def score(self, result: Any, num_joined: int) -> Score:
+    def score(self, result: Any, session: Session) -> Score:
         """What an episode ended with: a number, a `Score` or None (not scorable), or such by name, whose sum is the score and
-        each of which is a metric. Anything else is a failure. num_joined: requests that were retries of others."""
-        counts = {**self._counts, "chains": self._conversations.num_chains, "retries_joined": num_joined}
+        each of which is a metric. Anything else is a failure."""
+        counts = {**self._counts, "chains": self._conversations.num_chains}
+        counts |= {"retries_joined": session.num_joined, "calls_left": session.num_left}
         if not isinstance(result, Mapping):
             answer = read(result)
             return Score(answer.value, answer.failure, {**counts, **answer.metrics})

@@ -12,13 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.actors.agents.endpoint import HEADER, Llm
+from async_rlhf.actors.agents.endpoint import HEADER, Llm, endpoint
 from async_rlhf.actors.environments import resolve
-from async_rlhf.actors.environments.settings import Reply
+from async_rlhf.actors.environments.settings import Call, Reply
 from async_rlhf.actors.environments.yields import Read
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
-from tests.actors.agents.by_hand import generator_of, play, post, reply, said
+from tests.actors.agents.by_hand import answer, asked, generator_of, play, post, reply, said
 from tests.actors.environments.played import Bench
 from tests.conftest import has_ended, wait_for
 
@@ -157,6 +157,40 @@ def test_an_agent_that_is_over_is_not_waited_for_by_threads_that_it_left(tmp_pat
     is_over.set()
     threads[0].join(300)
     assert len(played.calls) == 1 and played.score.value == 1.0 and after == [401]
+
+
+def test_a_call_behind_another_whose_client_has_gone_is_left_out_unless_a_retry_came_before_its_turn() -> None:
+    may_go_on = threading.Event()
+
+    def solve(llm: Llm) -> float:
+        session = endpoint()._sessions[llm.api_key]
+
+        def waits(*counts: int) -> None:
+            is_so = lambda: [call.num_waiting for calls in session._calls.values() for call in calls] == [*counts]  # noqa: E731
+            wait_for(is_so, f"calls with {counts} connections")
+
+        with asked(llm, said("first")) as first, ExitStack() as lost:
+            waits(1)
+            lost.enter_context(asked(llm, said("gone")))
+            waits(1, 1)
+            lost.enter_context(asked(llm, said("joined")))
+            waits(1, 1, 1)
+            lost.close()
+            waits(1, 0, 0)
+            with asked(llm, said("joined"), x_stainless_retry_count="1") as again:
+                waits(1, 0, 1)
+                may_go_on.set()
+                assert answer(first).status == answer(again).status == 200
+        assert post(llm, said("gone"), x_stainless_retry_count="1").status == 200
+        return 1.0
+
+    def model(call: Call, number: int) -> str:
+        may_go_on.wait(300)
+        return "x"
+
+    played = play(solve, model)
+    assert [call.messages[0]["content"] for call in played.calls] == ["first", "joined", "gone"]
+    assert played.score.metrics.items() >= {"calls": 3, "calls_left": 1, "retries_joined": 1}.items()
 
 
 def test_closing_the_generator_ends_the_agents_open_call_and_waits_for_the_agent() -> None:
