@@ -35,7 +35,7 @@ from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import MAX_TURNS, EnvironmentSpec
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.server import ANY_TURNS, EnvironmentServer
-from async_rlhf.actors.environments.settings import Reply
+from async_rlhf.actors.environments.settings import Reply, Scores
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
 from async_rlhf.actors.environments.yields import End, fails, read_yield
 from async_rlhf.buffers.errors import ConfigError
@@ -137,35 +137,34 @@ class Harnesses:
             row = self._waiting.pop(key)
             session, llm = self.endpoint.open(lambda call: self._arrived(session.secret, call))
             now = self._clock()
-            self._running[session.secret] = _Running(key, session, Turns(self._template), now, time.time())
+            self._running[session.secret] = _Running(key, session, Turns(self._template, session), now, time.time())
             self.counters["started"] += 1
         urls = {"base_url": llm.base_url, "anthropic_url": llm.anthropic_url, "api_key": llm.api_key, "model": llm.model}
         return {"session_id": session.secret, "row": dict(row), "environ": llm.environ, **urls}
 
     def _set_reward(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The newest counts, when the session ends."""
+        """Of the episode, of which the newest counts when the session ends; with a `call_id` of that call, once."""
         with self._lock:
             running = self._named(body)
-            running.reward, running.since = body.get("reward"), self._clock()
+            running.since = self._clock()
+            if (id := body.get("call_id")) is None:
+                running.reward = body.get("reward")
+            else:
+                running.turns.reward(id, body.get("reward"))
         return {}
 
     def _end(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Without a reward the episode has no score, and is not trained on; with a `failure` it has failed for that reason."""
         with self._lock:
             running = self._named(body)
-            reward = body.get("reward", running.reward)
-            score = running.turns.score(reward, running.session)
+            scores = running.turns.end(body.get("reward", running.reward))
             if failure := body.get("failure"):
-                score = Score(failure=str(failure)[:1000])
-            if not running.turns.num_calls:
-                end = fails("no turn", "its harness ended it before the model wrote anything")
-            elif score.failure is not None:
-                end = End("failed", score, "reported")
-            else:
-                end = End("scored", score)
+                scores = Scores(Score(failure=str(failure)[:1000]))
+            end = read_yield(scores, running.turns.num_calls, ANY_TURNS, calls=True)
+            assert isinstance(end, End)
             self.counters["ended"] += 1
             self._over(running, end)
-        return {"score": score.value, "failure": end.failure or None}
+        return {"score": scores.score.value, "failure": end.failure or None}
 
     def _arrived(self, name: str, call: Arrived) -> None:
         with self._lock:

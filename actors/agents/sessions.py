@@ -41,12 +41,12 @@ Arrived = tuple[Asked, Pending]
 
 
 class Session:
-    """See the module docstring. secret: names it in a URL or as a key. num_joined: requests that were no call of their own.
-    num_left: calls that nobody waited for when their turn came."""
+    """See the module docstring. secret: names it in a URL or as a key. name: in the ids of its answers, and in no others.
+    num_joined: requests that were no call of their own. num_left: calls that nobody waited for when their turn came."""
 
     def __init__(self, arrived: Callable[[Arrived], object]) -> None:
         """arrived: takes each call once, in the server's thread."""
-        self.secret = secrets.token_urlsafe(24)
+        self.secret, self.name = secrets.token_urlsafe(24), secrets.token_hex(4)
         self.num_joined = self.num_left = 0
         self._arrived = arrived
         self._lock = threading.Lock()

@@ -33,7 +33,7 @@ class Opened:
     def write(self, call: Arrived, text: str, number: int = 1) -> Written:
         """Answer a call."""
         asked, pending = call
-        found = read_reply(reply(text), asked, TEMPLATE, number)
+        found = read_reply(reply(text), asked, TEMPLATE, number, self.session.name)
         pending.answer.set_result(found)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from async_rlhf.actors.agents.endpoint import HEADER, Llm, endpoint
 from async_rlhf.actors.environments import resolve
 from async_rlhf.actors.environments.settings import Call, Reply
 from async_rlhf.actors.environments.yields import Read
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, EpisodeError
 from async_rlhf.buffers.score import Score
 from tests.actors.agents.by_hand import answer, asked, generator_of, play, post, reply, said
 from tests.actors.environments.played import Bench
@@ -117,6 +118,37 @@ def test_a_request_says_whether_its_turn_is_trained() -> None:
         return 1.0
 
     assert [call.trained for call in play(solve).calls] == [False, True]
+
+
+def test_a_reward_of_one_call_is_set_by_the_id_of_its_answer_once_and_what_cannot_count_is_refused() -> None:
+    llms: list[Llm] = []
+
+    def solve(llm: Llm) -> float:
+        ids = [str(post(llm, said("hi"), f"/v1/{path}").data["id"]) for path in ("chat/completions", "messages")]
+        ids.append(str(post(llm, {"input": "hi"}, "/v1/responses").data["id"]))
+        title = str(post(llm, said("title?"), **{HEADER: "false"}).data["id"])
+        assert [id.partition("turn")[0] for id in ids] == ["chatcmpl-", "msg_", "resp_"]
+        llm.reward(ids[0], 0.25)
+        llm.reward(ids[2], True)
+        of_another = re.sub("_[0-9a-f]+$", "_00000000", ids[1])
+        for id, value, reason in [
+            (ids[0], 0.25, "has the reward 0.25 already"),
+            (title, 1.0, "is not trained on"),
+            (of_another, 1.0, "no call of this episode; the newest that it has answered is 'turn_4_"),
+            (None, 1.0, "None is no call"),
+            (ids[1], None, "a number was expected"),
+            (ids[1], float("nan"), "must be finite"),
+            (ids[1], "much", "returned str 'much'"),
+        ]:
+            with pytest.raises(EpisodeError, match=reason):
+                llm.reward(id, value)  # type: ignore[arg-type]
+        llms.append(llm)
+        return 1.0
+
+    played = play(solve)
+    assert (played.score.value, played.turn_scores) == (1.0, (0.25, None, 1.0, None))
+    with pytest.raises(EpisodeError, match="the episode has ended"):
+        llms[0].reward("turn_1", 1.0)
 
 
 def test_what_cannot_be_read_as_a_call_is_counted_and_the_template_may_be_the_users() -> None:

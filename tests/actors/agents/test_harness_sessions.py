@@ -63,11 +63,13 @@ def client(session: Any, **more: Any) -> OpenAI:
     return OpenAI(base_url=session["base_url"], api_key=session["api_key"], **more)
 
 
-def ask(session: Any, *texts: str) -> str:
+def answered(session: Any, *texts: str) -> Any:
     """texts: of user and assistant in turn."""
-    roles = ("user", "assistant")
-    messages: Any = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
-    return client(session).chat.completions.create(model="policy", messages=messages).choices[0].message.content or ""
+    return client(session).chat.completions.create(model="policy", **said(*texts))
+
+
+def ask(session: Any, *texts: str) -> str:
+    return answered(session, *texts).choices[0].message.content or ""
 
 
 # -- the whole way --------------------------------------------------------------------------------------------------------
@@ -89,9 +91,12 @@ def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(serve
 
     def play() -> list[Any]:
         session = harness.start()
-        said = [session["row"]["question"], first := ask(session, "2+2?"), ask(session, "2+2?", first, "sure?")]
+        first, second = ask(session, "2+2?"), answered(session, "2+2?", "four", "sure?")
+        said = [session["row"]["question"], first, second.choices[0].message.content]
         harness.post("set_reward", session_id=session["session_id"], reward=0.25)
         harness.post("set_reward", session_id=session["session_id"], reward={"right": 1.0, "short": 0.5})
+        for id, reward, status in [(second.id, "?", 400), (second.id, -0.5, 200), (second.id, -0.5, 409), ("turn_2", 1.0, 404)]:
+            assert harness.post("set_reward", session_id=session["session_id"], call_id=id, reward=reward)[0] == status
         return [*said, harness.post("end_session", session_id=session["session_id"])]
 
     with ThreadPoolExecutor(1) as thread:
@@ -103,7 +108,7 @@ def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(serve
     assert isinstance(one, Read) and isinstance(two, Read) and isinstance(end, End) and end.score is not None
     assert one.call is not None and two.call is not None and (one.call.chain, two.call.chain) == (0, 0)
     assert two.content == [{"role": "user", "content": "sure?"}]
-    assert (end.reason, end.score.value) == ("scored", 1.5)
+    assert (end.reason, end.score.value, end.turn_scores) == ("scored", 1.5, (None, -0.5))
     assert end.score.metrics == {
         "calls": 2.0, "unparsed_turns": 0.0, "chains": 1.0, "retries_joined": 0.0, "calls_left": 0.0,
         "right": 1.0, "short": 0.5,
