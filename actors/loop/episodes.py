@@ -7,8 +7,7 @@
 Without an environment the prompt is the row's own and a rollout is one turn. With one, its first observation is the prompt:
 the members of a group begin together when all have theirs, which must be equal, for a baseline compares them. Those of an
 agent's group begin each by itself, and their first prompts may differ behind a first token that all share. An agent's calls are
-turns of one rollout, whichever conversation they are of. The engine holds the keys and values of the newest turn alone: a call
-that goes on in another chain is computed from its prompt on.
+turns of one rollout, whichever conversation they are of.
 
 An episode is ended by its environment, or by a limit: there is no room (`context`: in all chains together, or for the prompt of
 one), it has had its turns (`max_turns`); it then has the score that the environment's settings name for that. An episode
