@@ -147,10 +147,10 @@ class Harnesses:
         with self._lock:
             running = self._named(body)
             running.since = self._clock()
-            if (id := body.get("call_id")) is None:
-                running.reward = body.get("reward")
+            if "call_id" in body:
+                running.turns.reward(body["call_id"], body.get("reward"))
             else:
-                running.turns.reward(id, body.get("reward"))
+                running.reward = body.get("reward")
         return {}
 
     def _end(self, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ RESPONSE_TEMPLATE = "response_template"
 """The option by which what the model writes is read."""
 
 
-_PREFIX = re.compile("chatcmpl-|msg_|resp_")
+# Of a dialect, before what it shares with the others.
+_PREFIX = re.compile("^(chatcmpl-|msg_|resp_)")
 
 
 class Turns:
@@ -58,7 +59,7 @@ class Turns:
 
     def reward(self, id: str, value: Any) -> None:
         """A score of one call, once. id: of its answer, as the client has it. Raises RequestError."""
-        named, known = _PREFIX.sub("", str(id), count=1), tuple(self._trained)
+        named, known = _PREFIX.sub("", str(id)), tuple(self._trained)
         if self._is_over:
             raise RequestError("the episode has ended; rewards of its calls are set before", 410)
         if named not in known:
@@ -74,13 +75,12 @@ class Turns:
         self._rewards[named] = answer.value
 
     def end(self, result: Any) -> Scores:
-        """result: as of `score`."""
+        """What an episode ended with: a number, a `Score` or None (not scorable), or such by name, whose sum is the score and
+        each of which is a metric. Anything else is a failure."""
         self._is_over = True
         return Scores(self._score(result), tuple(map(self._rewards.get, self._trained)))
 
     def _score(self, result: Any) -> Score:
-        """What an episode ended with: a number, a `Score` or None (not scorable), or such by name, whose sum is the score and
-        each of which is a metric. Anything else is a failure."""
         counts = {**self._counts, "chains": self._conversations.num_chains}
         counts |= {"retries_joined": self._session.num_joined, "calls_left": self._session.num_left}
         if not isinstance(result, Mapping):

@@ -95,7 +95,13 @@ def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(serve
         said = [session["row"]["question"], first, second.choices[0].message.content]
         harness.post("set_reward", session_id=session["session_id"], reward=0.25)
         harness.post("set_reward", session_id=session["session_id"], reward={"right": 1.0, "short": 0.5})
-        for id, reward, status in [(second.id, "?", 400), (second.id, -0.5, 200), (second.id, -0.5, 409), ("turn_2", 1.0, 404)]:
+        for id, reward, status in [
+            (second.id, "?", 400),
+            (second.id, -0.5, 200),
+            (second.id, -0.5, 409),
+            ("turn_2", 1.0, 404),
+            (None, 1.0, 404),
+        ]:
             assert harness.post("set_reward", session_id=session["session_id"], call_id=id, reward=reward)[0] == status
         return [*said, harness.post("end_session", session_id=session["session_id"])]
 
