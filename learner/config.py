@@ -26,7 +26,7 @@ class AdvantageConfig(Section):
     a critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
     level: Literal["completion", "turn"] = "completion"
     """`turn`: each turn of an episode has an advantage (`group_relative`, `leave_one_out`): its return, the reward and what the
-    environment gave from this turn on, compared with its siblings' same turn."""
+    environment gave from this turn on (an agent: for it alone), compared with its siblings' same turn."""
     scale_by_std: bool = True
     """`group_relative`: divide a group's centred rewards by their standard deviation."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"

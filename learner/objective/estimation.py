@@ -195,9 +195,13 @@ def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float 
 
 
 def turn_returns(rollout: Rollout, reward: float) -> list[float]:
-    """Of each turn t: R_t = r + sum of s_k over k >= t, the reward and what the environment gave for it and later ones."""
+    """Of each turn t: R_t = r + sum of s_k over k >= t, the reward and what the environment gave for it and later ones; of an
+    agent's R_t = r + s_t, for its calls are of several conversations."""
+    turns, scores = len(rollout.turn_lengths), rollout.turn_scores
+    if len(scores) == turns:
+        return [reward + (score or 0.0) for score in scores]
     returns = [reward]
-    for score in reversed(rollout.turn_scores or (None,) * (len(rollout.turn_lengths) - 1)):
+    for score in reversed(scores or (None,) * (turns - 1)):
         returns.append(returns[-1] + (score or 0.0))
     return returns[::-1]
 
