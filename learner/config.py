@@ -106,7 +106,7 @@ class LossConfig(Section):
     fixed_length: int | None = Field(default=None, ge=1)
     """`fixed`: tokens that a completion counts for; as a rule `generation.max_completion_length`."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the frozen initial model."""
+    """Weight of the KL divergence from the reference: the frozen initial model, or a teacher (`scoring.reference.path`)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """log p/q, its square halved, or q/p - 1 - log q/p, with p the policy and q the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -129,6 +129,9 @@ class LossConfig(Section):
     """`vespo`: the power of a completion's ratio in its weight, for advantages of at least 0 and for negative ones."""
     vespo_lambda: PositivePair = (3.0, 2.0)
     """`vespo`: how fast the weight of a large ratio falls, for the same two."""
+
+    teacher_cap: float = Field(default=10.0, gt=0)
+    """`forward_kl`: upper truncation of a token's probabilities under teacher and policy over the one it was sampled with."""
 
     @property
     def kl_in_reward(self) -> bool:

@@ -133,6 +133,16 @@ def best_of_n(c: Completion, t: int, config: LossConfig) -> Tensor:
     return -c.current[t]
 
 
+def reverse_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
+    weight = 1.0 if config.is_cap is None else float(exp(c.now(t) - c.behaviour[t]).clamp(max=config.is_cap))
+    return -weight * (c.reference[t] - float(c.now(t))) * c.current[t]
+
+
+def forward_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
+    teacher, own = (math.exp(min(20, x - c.behaviour[t])) for x in (c.reference[t], float(c.now(t))))
+    return -(min(teacher, config.teacher_cap) - min(own, config.teacher_cap)) * c.current[t]
+
+
 def gspo(c: Completion, config: LossConfig) -> Tensor:
     logs = torch.stack([logp - c.between(t, config) for t, logp in enumerate(c.current)])
     return -surrogate(exp(logs.mean()), c.advantage, config)
@@ -156,7 +166,7 @@ def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tenso
 
 OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
     f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, dppo_tv, dppo_kl, ipo, sapo, vespo, topr, best_of_n)
-}
+} | {f.__name__: f for f in (reverse_kl, forward_kl)}
 OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo, oapl)}
 OF_PAIRS: dict[str, Callable[[Completion, Completion, LossConfig], Tensor]] = {"online_dpo": online_dpo}
 

@@ -51,6 +51,9 @@ def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[s
 
 def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
     kind, spec = advantage_spec(advantage.kind), loss_spec(loss.kind)
+    if spec.learns_from == "teacher":
+        yield from _without_advantages(advantage, loss)
+        return
     named, named_loss, turns = f"advantage.kind = {advantage.kind!r}", f"loss.kind = {loss.kind!r}", advantage.level == "turn"
     if turns and kind.level != "group":
         yield f"advantage.level = 'turn' compares turns within a group, {named} does not: set advantage.kind = 'leave_one_out'"
@@ -68,9 +71,19 @@ def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterat
         yield f"{named_loss} fits log-ratios to r - V, and {named} gives another number: set advantage.kind = 'oapl'"
 
 
+def _without_advantages(advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
+    for name in advantage.model_dump(exclude_defaults=True, exclude={"max_constant_batches"}):
+        yield f"advantage.{name} is set, and loss.kind = {loss.kind!r} learns from a teacher and not from rewards: leave it out"
+    if loss.kl_in_reward:
+        yield f"loss.kl_in = 'reward': rewards do not count in loss.kind = {loss.kind!r}; set loss.kl_in = 'loss'"
+
+
 def _groups(config: Config) -> Iterator[str]:
     advantage, loss, size, alone = config.advantage, config.loss, config.generation.group_size, "generation.group_size = 1"
-    if size == 1 and loss_spec(loss.kind).learns_from != "all":
+    learns_from = loss_spec(loss.kind).learns_from
+    if learns_from == "teacher":
+        return
+    if size == 1 and learns_from != "all":
         yield f"loss.kind = {loss.kind!r} compares completions of one prompt, and {alone}; lowest: 2"
     if size == 1 and advantage_spec(advantage.kind).level == "group":
         yield (

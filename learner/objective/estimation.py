@@ -114,12 +114,17 @@ def num_masked(groups: Sequence[Group], rewards: Rewards, loss: LossConfig) -> i
 def select_members(
     groups: Sequence[Group], rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig
 ) -> list[list[float | None]]:
-    """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines."""
-    chosen = drop_constant(rewards) if advantage.constant_groups != "keep" else [list(group) for group in rewards]
+    """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines. Where a
+    teacher is learned from, 0 for all of which no score failed."""
+    learns_from = loss_spec(loss.kind).learns_from
+    if learns_from == "teacher":
+        scores = ((rollout.scores.values() for rollout in group.rollouts) for group in groups)
+        chosen = [[None if any(score.failure for score in own) else 0.0 for own in group] for group in scores]
+    else:
+        chosen = drop_constant(rewards) if advantage.constant_groups != "keep" else [list(group) for group in rewards]
     if loss.mask_truncated:
         chosen = without_truncated(groups, chosen)
-    learns_from = loss_spec(loss.kind).learns_from
-    if learns_from == "all":
+    if learns_from in ("all", "teacher"):
         return chosen
     return [pair(group) if learns_from == "pair" else best(group) for group in chosen]
 
@@ -135,7 +140,9 @@ def estimate_advantages(
     """Advantages from all rewards, for the completions in `chosen`; token targets for those in `evaluated`, and for all where
     the estimator gives every token an advantage of its own."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if advantage.level == "completion" and advantage_spec(advantage.kind).level == "group":
+    if loss_spec(loss.kind).learns_from == "teacher":  # each token's is found in the loss
+        estimates = AdvantageEstimates(chosen, {index: TokenTargets(seen) for index, seen in evaluated.items()})
+    elif advantage.level == "completion" and advantage_spec(advantage.kind).level == "group":
         values = _counting(_from_rewards(_penalised(rewards, evaluated, loss), advantage))
         estimates = AdvantageEstimates(
             _nested({index: values[index] for index in _counting(chosen)}, chosen),

@@ -1,17 +1,18 @@
 """The losses: PPO's clipped surrogate, REINFORCE with a bounded weight in place of the clip, a regression
-of log-ratios, and rankings within a group."""
+of log-ratios, rankings within a group, and distillation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.corrections import binary_kl, ratio, sequence_log_ratio
+from async_rlhf.learner.objective.corrections import binary_kl, log_ratio, ratio, sequence_log_ratio
 from async_rlhf.learner.objective.objective import LossInputs
 from async_rlhf.learner.registry import loss
 
@@ -258,3 +259,35 @@ def best_of_n(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms
     Who wrote it does not enter: nothing to correct.
     """
     return -inputs.logp_current_N, {}
+
+
+@loss(corrects="masks", learns_from="teacher", needs=("behaviour", "reference"), truncates=True)
+def reverse_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t sg(min(r_t, cap) log(q_t / p_current)) log p_current, r = p_current / p_behaviour, q the teacher, m the masks.
+
+    On-policy distillation (Agarwal et al. 2024, arXiv 2306.13649; as policy gradient Thinking Machines 2025, in TRL, verl and
+    NeMo-RL): `truncated_is` with log q / p as the advantage of a token. Its mean is the descent of KL(p_current | q) behind the
+    prefixes that behaviour wrote, as long as the cap cuts nothing; without a weight only where the data are the policy's own.
+    """
+    worth_N = log_ratio(_teacher(inputs), inputs.logp_current_N.detach())
+    return truncated_is(replace(inputs, advantage_N=worth_N), weight_N, config)
+
+
+@loss(corrects="masks", learns_from="teacher", needs=("behaviour", "reference"))
+def forward_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t sg(min(q_t / p_behaviour, c) - min(p_current / p_behaviour, c)) log p_current with c = `teacher_cap`, q the
+    teacher, m the masks.
+
+    Its mean is the descent of KL(q | p_current) behind the prefixes that behaviour wrote, as long as c cuts nothing: the
+    divergence that AsyncOPD (arXiv 2606.24143) found to stand age, from one token a place instead of the teacher's best. The
+    second ratio has the mean 0, and without it the spread grows to ten times as the policy comes near to the teacher.
+    """
+    logp_N, behaviour_N, cap = inputs.logp_current_N, inputs.logp_behaviour_N, config.teacher_cap
+    w_N, r_N = ratio(_teacher(inputs), behaviour_N), ratio(logp_N.detach(), behaviour_N)
+    return -weight_N * (w_N.clamp(max=cap) - r_N.clamp(max=cap)) * logp_N, _region((w_N > cap) | (r_N > cap))
+
+
+def _teacher(inputs: LossInputs) -> Tensor:
+    if inputs.logp_reference_N is None:
+        raise ValueError("distillation needs log-probabilities under the reference, the teacher")
+    return inputs.logp_reference_N
