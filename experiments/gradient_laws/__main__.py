@@ -51,6 +51,7 @@ CASES: Sequence[Case] = (
     Case("DPPO, total variation 0.2, truncated at 2", LossConfig(kind="dppo_tv")),
     Case("DPPO, binary KL 0.05, truncated at 2", LossConfig(kind="dppo_kl")),
     Case("IPO 0.3, truncated at 2", LossConfig(kind="ipo")),
+    Case("SAO, band 0.2 to 4", LossConfig(kind="sao")),
     Case("SAPO, token weight 2", LossConfig(kind="sapo")),
     Case("VESPO", LossConfig(kind="vespo")),
     Case("OAPL, beta 1", LossConfig(kind="oapl"), scale=2.0),

@@ -117,14 +117,14 @@ def truncated_is(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Te
     The loss of AIPO in LlamaRL (Wu et al. 2025, arXiv 2505.24034, section 4.2): truncated above only. Without `is_cap` the
     weight is 1 and it is plain REINFORCE.
     """
-    return _within(inputs, weight_N, config, outside_N=torch.zeros_like(inputs.advantage_N, dtype=torch.bool))
+    return _within(inputs, weight_N, config.is_cap, outside_N=torch.zeros_like(inputs.advantage_N, dtype=torch.bool))
 
 
-def _within(inputs: LossInputs, weight_N: Tensor, config: LossConfig, *, outside_N: Tensor) -> Terms:
-    """Truncated REINFORCE of the tokens that lie in a region; the others count, and teach nothing."""
+def _within(inputs: LossInputs, weight_N: Tensor, most: float | None, *, outside_N: Tensor) -> Terms:
+    """REINFORCE, truncated at `most`, of the tokens that lie in a region; the others count, and teach nothing."""
     r_N = ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N)
-    cap = math.inf if config.is_cap is None else config.is_cap
-    truncated_N = torch.ones_like(r_N) if config.is_cap is None else r_N.clamp(max=cap)
+    cap = math.inf if most is None else most
+    truncated_N = torch.ones_like(r_N) if most is None else r_N.clamp(max=cap)
     loss_N = -weight_N * ~outside_N * truncated_N * inputs.advantage_N * inputs.logp_current_N
     return loss_N, _region(outside_N | (r_N > cap))
 
@@ -148,7 +148,7 @@ def dppo_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
 
 
 def _divergent(inputs: LossInputs, weight_N: Tensor, config: LossConfig, far_N: Tensor) -> Terms:
-    return _within(inputs, weight_N, config, outside_N=far_N & (_moved(inputs) * inputs.advantage_N > 0))
+    return _within(inputs, weight_N, config.is_cap, outside_N=far_N & (_moved(inputs) * inputs.advantage_N > 0))
 
 
 def _moved(inputs: LossInputs) -> Tensor:
@@ -163,7 +163,18 @@ def ipo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     The loss of prime-rl ("importance policy optimization"; its `eps` is 0.3, its divergence term off), which does not truncate
     the ratio. It shares a name with a preference loss (Azar et al. 2023) and nothing else.
     """
-    return _within(inputs, weight_N, config, outside_N=_moved(inputs).abs() > config.ipo_epsilon)
+    return _within(inputs, weight_N, config.is_cap, outside_N=_moved(inputs).abs() > config.ipo_epsilon)
+
+
+@loss(corrects="masks", needs=("behaviour",))
+def sao(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t sg(f(r_t)) A_t log p_current with r = p_current / p_behaviour, f(r) = r within `sao_band` and 0 outside.
+
+    The direct two-sided importance sampling of SAO ("Single-rollout asynchronous optimization", arXiv 2607.07508, section 3.1):
+    no policy of the step's start, and no clip. Within its band it is untruncated REINFORCE.
+    """
+    r_N, (low, high) = ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N), config.sao_band
+    return _within(inputs, weight_N, math.inf, outside_N=(r_N < low) | (r_N > high))
 
 
 @loss()
