@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf.actors.rewards import TransientError
+from async_rlhf.actors.rewards import TransientError, resolve
 from async_rlhf.actors.scoring import served_teacher
 from async_rlhf.actors.scoring.incremental import Sample
 from async_rlhf.actors.scoring.model_stages import reference
 from async_rlhf.actors.scoring.models import ReferenceModel
+from tests.actors.scored import Bench
 from tests.learner.making import make_model
 
 SAMPLES = [Sample([5, 1, 7], [3, 2, 9, 4], None), Sample([8], [6], None), Sample([2, 2], [11, 0], None)]
@@ -32,7 +33,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.asked = model, list[tuple[dict[str, Any], str | None]]()
         self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
-        self.status = 200
+        self.status, self.busy = 200, 0
 
     @property
     def url(self) -> str:
@@ -54,8 +55,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((asked, self.headers.get("Authorization")))
+        busy, self.server.busy = self.server.busy > 0, self.server.busy - 1
         body = json.dumps(self.server.spoil(self.server.answer(asked))).encode()
-        self.send_response(self.server.status)
+        self.send_response(503 if busy else self.server.status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -160,6 +162,24 @@ def test_what_may_pass_is_tried_again_by_the_pool_and_no_other_error(server: Ser
         served_teacher.logprobs("http://127.0.0.1:1/v1", SAMPLES, "")
     with pytest.raises(ValueError, match="NO_SUCH_KEY is empty"):
         served_teacher.logprobs(server.url, SAMPLES, "NO_SUCH_KEY")
+
+
+def test_in_a_pool_a_server_that_is_busy_is_asked_again(directories: dict[str, Path], server: Server) -> None:
+    options = {"path": str(directories["llama"]), "temperature": 1.0, "by_source": {"numbers": server.url}}
+    targets = ["reference=async_rlhf.actors.scoring.model_stages:reference"]
+    specs = resolve(targets, Path(), None, {"reference": options}, {"reference": {"retries": 3}})
+    server.busy = 1
+    with Bench(specs) as bench:
+        for key, (sample, source) in enumerate(zip(SAMPLES, ("words", "numbers", None), strict=True)):
+            own = {"prompt_ids": sample.prompt, "completion_ids": sample.completion, "completion": "x"}
+            bench.pool.submit(key, own if source is None else {**own, "source": source})
+        found = bench.wait()
+    assert len(server.asked) == 2, "its first answer was 503"
+    for key, sample in enumerate(SAMPLES):
+        model = ReferenceModel(directories["qwen3" if key == 1 else "llama"])
+        (hidden,) = model.read([sample.prompt], [sample.completion])
+        assert found[key].reference == pytest.approx(model.logprobs(hidden, sample.completion, 1.0, None), abs=1e-5)
+        assert found[key].scores["reference"].state == "not_applicable"
 
 
 def test_a_server_says_what_a_directory_says(directories: dict[str, Path], server: Server) -> None:
