@@ -196,7 +196,7 @@ class Controller:
         loss = 0.0
         for index, batch in enumerate(self._placed(update.batches)):
             value_N = self.machine.values(batch)
-            total = self._critic(batch, value_N, update, StepSums()) if batch.num_tokens else value_N.sum()
+            total = self._critic(batch, value_N, update, StepSums()) + 0.0 * value_N.sum()  # a rank may have no token
             loss += float(total.detach())
             self.machine.backward(total, last=index == len(update.batches) - 1)
         self.machine.keep_critic()
