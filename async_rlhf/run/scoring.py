@@ -125,6 +125,11 @@ def _reference(config: Config) -> RewardSpec:
 def _check_teachers(config: Config) -> None:
     """Raises ConfigError for a teacher that is not there, reads other tokens, or cannot say what is asked of it."""
     own, generation = config.scoring.reference, config.generation
+    if loss_spec(config.loss.kind).learns_from == "teacher" and not own.teachers:
+        raise ConfigError(
+            f"loss.kind = {config.loss.kind!r} learns from a teacher, and none is named: set scoring.reference.path to a model "
+            "directory or a server's URL"
+        )
     for path in own.teachers:
         where = "scoring.reference.path" if path == own.path else "scoring.reference.by_source"
         if not is_address(path):
@@ -146,7 +151,6 @@ def _check(config: Config) -> None:
             raise ConfigError(
                 f'scoring.stages.{name}.placement = "learner" is for {REFERENCE!r} only; a reward has "actor" or "process"'
             )
-    _check_has_teacher(config)
     where = f"scoring.stages.{REFERENCE}"
     stage = config.scoring.stages.get(REFERENCE, StageConfig())
     if not config.scoring.reference_is_stage:
@@ -156,24 +160,10 @@ def _check(config: Config) -> None:
             raise ConfigError(f'{min(given)} is about a stage, and the learner computes this; set {where}.placement = "actor"')
         return
     if not config.loss.needs_reference:
-        raise ConfigError(
-            f"{_asked(config, where)}, and nothing asks for a reference; set loss.kl_coef above 0, or leave it out"
-        )
+        asked = f'{where}.placement = "{stage.placement}"' if stage.placement else "scoring.reference names teachers"
+        raise ConfigError(f"{asked}, and nothing asks for a reference; set loss.kl_coef above 0, or leave it out")
     if stage.stream_tokens:
         _check_incremental(config, where, stage.stream_tokens)
-
-
-def _asked(config: Config, where: str) -> str:
-    stage = config.scoring.stages.get(REFERENCE, StageConfig())
-    return f'{where}.placement = "{stage.placement}"' if stage.placement else "scoring.reference names teachers"
-
-
-def _check_has_teacher(config: Config) -> None:
-    if loss_spec(config.loss.kind).learns_from == "teacher" and not config.scoring.reference.teachers:
-        raise ConfigError(
-            f"loss.kind = {config.loss.kind!r} learns from a teacher, and none is named: set scoring.reference.path to a model "
-            "directory or a server's URL"
-        )
 
 
 def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:

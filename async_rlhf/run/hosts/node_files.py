@@ -1,7 +1,7 @@
 """What a process on another host is given: the configuration as it is there, and what its role needs beside.
 
-    actor           its keys where it reaches the hub itself, the rows, the files of rewards, the model
-    scorer          the files of rewards, the model; teachers, as an actor
+    actor           its keys where it reaches the hub itself, the rows, the files of rewards, the model, teachers
+    scorer          the files of rewards, the model, teachers
     relay           its keys
     learner rank    the model, the file of a loss, DeepSpeed's settings; a checkpoint comes from rank 0
 
