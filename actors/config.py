@@ -123,6 +123,9 @@ class EngineConfig(Section):
     batch_invariant: bool | None = None
     """A completion's bits do not depend on what else the engine does (`docs/generation.md`). `"none"`: true with `queue.exact`
     or `queue.max_staleness = 0` where the engine can (plain Llama, torch, a CPU with one thread)."""
+    replay_routing: bool = False
+    """Of a model with experts: record which experts computed each position (torch engine), and take the same in the learner's
+    passes; see `docs/learner.md`."""
     canary_limit: float | None = Field(default=None, gt=0)
     """Largest difference, in nats a token, of learner and engine on the probe; above it the actor does not generate. `"none"`:
     0.001 in float32, 0.5 in 16 bits."""

@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, SamplingMask, Span
+from async_rlhf.buffers.routing import RoutingArray
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
 
@@ -129,6 +130,8 @@ class Completion:
 
     logprobs: of the distribution really sampled from, what is left after truncation being renormalised.
     sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine does not report it.
+    routing: of all positions that were computed (the prefix, and all tokens but the last), by the pass whose keys and values
+        are there; None where it is not recorded.
     """
 
     key: RolloutKey
@@ -137,6 +140,7 @@ class Completion:
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     sampling_mask: SamplingMask | None = None
+    routing: RoutingArray | None = None
 
 
 @dataclass(frozen=True)

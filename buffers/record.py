@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.routing import RoutingArray
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.score import Score as Score
 
@@ -91,6 +92,8 @@ class Rollout:
         the same sampling mask; None where no actor computed it.
     turn_scores: the environment's score of each turn but the last, which counts for those before it too; or an agent's of each
         turn, which counts for that one. None where there is none; empty where there never is.
+    routing: uint8 or uint16 [P + R, layers, k], the experts of each position that a forward pass reads, P of the prompt and R
+        (`num_read`) behind it; None where no engine recorded them.
     """
 
     completion_ids: Int32Array
@@ -103,6 +106,7 @@ class Rollout:
     sampling_mask: SamplingMask | None = None
     reference: Float32Array | None = None
     turn_scores: tuple[float | None, ...] = ()
+    routing: RoutingArray | None = None
 
     def __post_init__(self) -> None:
         ids = self.completion_ids
@@ -127,6 +131,8 @@ class Rollout:
             raise RecordError(f"turn_scores must be of {turns - 1} turns, an agent's of {turns}, got {self.turn_scores}")
         if any(score is not None and not math.isfinite(score) for score in self.turn_scores):
             raise RecordError(f"turn_scores must be finite, got {self.turn_scores}")
+        if self.routing is not None and (self.routing.dtype not in (np.uint8, np.uint16) or self.routing.ndim != 3):
+            raise RecordError(f"routing must be uint8 or uint16 [N, L, k], got {self.routing.dtype} {self.routing.shape}")
 
     @property
     def is_truncated(self) -> bool:
@@ -275,6 +281,7 @@ class Group:
         names = set(self.rollouts[0].scores)
         if any(set(rollout.scores) != names for rollout in self.rollouts):
             raise RecordError(f"all rollouts of group {self.number} must carry the same rewards, first has {sorted(names)}")
+        _check_routing(len(self.prompt_ids), self.rollouts)
 
     def sampled_spans(self) -> Iterator[tuple[int, int]]:
         """(version, tokens) of what was sampled, of all members."""
@@ -293,6 +300,15 @@ class Group:
     def num_tokens(self) -> int:
         """Sampled tokens of all members (the loss-bearing ones)."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
+
+
+def _check_routing(prompt: int, rollouts: Sequence[Rollout]) -> None:
+    """That of all members is of the same layers and of all positions, or there is none."""
+    found = [None if rollout.routing is None else rollout.routing.shape for rollout in rollouts]
+    first = found[0]
+    wanted = [None if first is None else (prompt + rollout.num_read, *first[1:]) for rollout in rollouts]
+    if found != wanted:
+        raise RecordError(f"routing of all {len(rollouts)} rollouts must be {wanted[:8]}, got {found[:8]}")
 
 
 def source_of(columns: Mapping[str, Any]) -> str | None:

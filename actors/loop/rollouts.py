@@ -29,6 +29,7 @@ def rollout_of(played: Played, scored: Scored[RolloutKey], play: Play | None, ti
         timings=timings,
         sampling_mask=completion.sampling_mask,
         reference=reference,
+        routing=completion.routing,
         turn_scores=() if all(score is None for score in played.turn_scores) else played.turn_scores,
     )
 

@@ -129,6 +129,9 @@ class Transcript:
         parts = list(_parts(rows))
         sampled = [turn.wrote for row in rows for turn in row if turn.trained and turn.wrote is not None]
         masks = [turn.sampling_mask for turn in sampled if turn.sampling_mask is not None]
+        # The last turn of a chain has those of the whole chain.
+        lasts = [row[-1].wrote for row in rows]
+        routings = [last.routing for last in lasts if last is not None and last.routing is not None]
         return Completion(
             key=key,
             token_ids=np.array([id for ids, _ in parts for id in ids], np.int32),
@@ -136,6 +139,7 @@ class Transcript:
             spans=_merged(span for _, spans in parts for span in spans),
             finish_reason=finish_reason,
             sampling_mask=_joined(masks) if len(masks) == len(sampled) else None,
+            routing=np.concatenate(routings) if len(routings) == len(lasts) else None,
         )
 
     def messages(self) -> tuple[list[Message], Content]:

@@ -13,13 +13,16 @@ Axes: `R` rows, `N` running rows, `K` chunks, `P` chunk columns, `H` key heads, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks
 from async_rlhf.actors.torch_engine.scheduler import Size
+from async_rlhf.buffers.routing import RoutingArray, routers
 
 # Columns are added in multiples of this by default, and at least half of what is there, so that copying
 # stays a small share; small, because columns that are never used stand between those that are and cost bandwidth.
@@ -27,7 +30,8 @@ COLUMNS_STEP = 16
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
-    """Owns `keys[layer]` and `values[layer]`, both [R, H, T, D], made when a layer is first seen.
+    """Owns `keys[layer]` and `values[layer]`, both [R, H, T, D], made when a layer is first seen; and where they are recorded
+    the experts that computed each position, `routing[0]` [R, 1, T, layers x choices], which go where keys and values go.
 
     max_length: tokens of the longest row. max_places: most R x T, or None for `slots` rows at any length. step: columns
     are a multiple of it, a power of two. While a buffer is replaced by a larger one, both exist: one layer's keys, or
@@ -40,6 +44,10 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         super().__init__(layers=[])
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.routing: list[torch.Tensor] = []
+        self._choices = 0
+        # Whether a pass that was begun is computed: others, of a probe, leave nothing.
+        self.is_in_pass = False
         self._slots = slots
         self._max_length, self._max_places, self._step = max_length, max_places, step
         self._num_columns = 0
@@ -65,7 +73,11 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.numel() * each.element_size() for each in (*self.keys, *self.values))
+        return sum(each.numel() * each.element_size() for each in self.buffers)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [*self.keys, *self.values, *self.routing]
 
     def columns_within(self, length: int) -> int:
         """`length`, or the most there may be."""
@@ -73,7 +85,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
 
     def addresses(self) -> tuple[int, ...]:
         """Where the buffers are; others when they were replaced."""
-        return tuple(buffer.data_ptr() for buffer in (*self.keys, *self.values))
+        return tuple(buffer.data_ptr() for buffer in self.buffers)
 
     def begin_chunks(self, chunks: PaddedChunks) -> None:
         """The next pass computes these chunks."""
@@ -121,6 +133,35 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
             buffer.view(-1, width).index_copy_(0, place, new.reshape(-1, width))
         return keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
 
+    def record_routing(self, model: Any) -> None:
+        """From now on. Raises ConfigError for a model whose experts cannot be recorded."""
+        found = routers(model)
+        dtype = torch.uint8 if found[0].num_experts <= 256 else torch.int16
+        for layer, router in enumerate(found):
+            part = slice(layer * router.top_k, (layer + 1) * router.top_k)
+            router.register_forward_hook(partial(self._routed, part, torch.empty(0, 1, len(found) * router.top_k, dtype=dtype)))
+        self._choices = found[0].top_k
+
+    def _routed(self, part: slice, like: torch.Tensor, router: Any, inputs: Any, outputs: Any) -> None:
+        """Store what a router chose, int64 [K P or N, k], in its part of each position's numbers."""
+        if not self.is_in_pass:
+            return
+        chosen: torch.Tensor = outputs[2]
+        buffer = self._buffer(self.routing, 0, like.to(chosen.device))
+        if self._chunks is None:
+            buffer.view(-1, like.shape[-1])[self._place(1), part] = chosen.to(like.dtype)
+        else:
+            place, origin = self._chunks.place, self._chunks.origin
+            chosen = chosen.view(*self._chunks.ids.shape, -1)[origin[0], origin[1]]
+            buffer[place[0], 0, place[1], part] = chosen.to(like.dtype)
+
+    def routing_of(self, row: int, length: int) -> RoutingArray | None:
+        """[length, layers, choices]: of its first positions; None where nothing is recorded."""
+        if not self.routing:
+            return None
+        found = self.routing[0][row, 0, :length].cpu().clone().numpy().reshape(length, -1, self._choices)
+        return found if found.dtype == np.uint8 else found.astype(np.uint16)
+
     def _place(self, num_heads: int) -> torch.Tensor:
         """int64 [N H]: index of (row, head, position) in a buffer of [R, H, T] places."""
         if num_heads not in self._places:
@@ -140,16 +181,16 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
             return
         device = self.keys[0].device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for buffer in (*self.keys, *self.values):
+        for buffer in self.buffers:
             buffer[target, :, :length] = buffer[source, :, :length]
 
     def keep_row(self, row: int, length: int) -> tuple[torch.Tensor, ...]:
-        """Its first `length` columns, copied out: keys of all layers, then values, [H, length, D] each."""
-        return tuple(buffer[row, :, :length].clone() for buffer in (*self.keys, *self.values))
+        """Its first `length` columns, copied out: keys of all layers, then values, [H, length, D] each, then experts."""
+        return tuple(buffer[row, :, :length].clone() for buffer in self.buffers)
 
     def put_row(self, row: int, kept: tuple[torch.Tensor, ...]) -> None:
         """`row` begins with what `keep_row` copied out of another."""
-        for buffer, part in zip((*self.keys, *self.values), kept, strict=True):
+        for buffer, part in zip(self.buffers, kept, strict=True):
             buffer[row, :, : part.shape[1]] = part
 
     def reserve(self, length: int, num_rows: int = 0) -> None:
@@ -162,7 +203,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
             columns = self._columns_for(length)
             self._num_rows = min(self._slots, self._max_places // columns)
         self._num_columns = columns
-        for buffers in (self.keys, self.values):
+        for buffers in (self.keys, self.values, self.routing):
             for index, old in enumerate(buffers):
                 buffers[index] = new = self._new_buffer(old.shape[1], old)
                 kept = (slice(min(len(old), len(new))), slice(None), slice(min(old.shape[2], columns)))

@@ -15,6 +15,7 @@ Axes: `N` running rows, `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -65,6 +66,7 @@ class TorchEngine:
         base: Base | None = None,
         batch_invariant: bool = False,
         kv_policy: KVPolicy | None = None,
+        record_routing: bool = False,
     ) -> None:
         """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
 
@@ -73,7 +75,8 @@ class TorchEngine:
         `slots` sequences of any length. recorder: replay decode passes instead of computing them anew (see `graphs`).
         base: the weights that adapters are added to, where they come alone. batch_invariant: a completion's bits do not
         depend on its batch (on a CPU with one thread, of a model that `llama_invariant.can_be_invariant`). kv_policy: which
-        keys and values stay, None for all (not together with `recorder` or `batch_invariant`).
+        keys and values stay, None for all (not together with `recorder` or `batch_invariant`). record_routing: completions
+        carry the experts of each position (not together with `kv_policy`). Raises ConfigError where those cannot be recorded.
         """
         self._model, self._base = model.eval(), base
         self._version, self._on_update = version, on_update
@@ -97,6 +100,8 @@ class TorchEngine:
             self._forward = (InvariantLlamaForward if batch_invariant else LlamaForward)(model, self._cache)
         else:
             self._forward = Forward(model, self._cache)
+        if record_routing:
+            self._cache.record_routing(model)
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
@@ -283,7 +288,10 @@ class TorchEngine:
         full = self._rows.counts[ready] == self._rows.limits[ready]
         ended = [(int(ready[index]), bool(stopped[index])) for index in np.flatnonzero(stopped | full)]
         completions = [
-            self._rows.completion(row, self._scheduler.request(row), self._version, "stop" if stops else "length")
+            replace(
+                self._rows.completion(row, self._scheduler.request(row), self._version, "stop" if stops else "length"),
+                routing=self._cache.routing_of(row, int(self._rows.positions[row])),
+            )
             for row, stops in ended
         ]
         for (row, _), completion in zip(ended, completions, strict=True):

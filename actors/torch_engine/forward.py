@@ -76,6 +76,7 @@ class Forward:
 
     def _pass(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
         """Logits [rows, V] at the last position."""
+        self._cache.is_in_pass = True
         outputs = self._model(
             input_ids=ids,
             position_ids=positions,
@@ -84,6 +85,7 @@ class Forward:
             logits_to_keep=1,
             **self._cached,
         )
+        self._cache.is_in_pass = False
         logits: torch.Tensor = outputs.logits
         return logits[:, -1]
 

@@ -56,6 +56,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
         base=Base(Path(model_dir)),
         batch_invariant=_is_batch_invariant(model, config),
         kv_policy=find_kv_policy(model, tokenizer, config),
+        record_routing=config.replay_routing,
     )
     check_engine(engine, model)
     return engine

@@ -80,7 +80,7 @@ class ReservedCache(RowCache):
     @property
     def num_bytes(self) -> int:
         """Of the columns that may have been written."""
-        a_column = sum(each.element_size() * each.shape[1] * each.shape[3] for each in (*self.keys, *self.values))
+        a_column = sum(each.element_size() * each.shape[1] * each.shape[3] for each in self.buffers)
         return int(self._written.sum()) * a_column
 
     def begin_chunks(self, chunks: PaddedChunks) -> None:
@@ -117,7 +117,7 @@ class ReservedCache(RowCache):
         if length <= self._num_columns:
             return
         self._num_columns = self._columns_for(max(length, self._expected, self._num_columns * 3 // 2))
-        for buffers in (self.keys, self.values):
+        for buffers in (self.keys, self.values, self.routing):
             for index, old in enumerate(buffers):
                 buffers[index] = new = self._new_buffer(old.shape[1], old)
                 for row, columns in enumerate(self._written.tolist()):

@@ -5,6 +5,7 @@ Each refusal names the setting, its value, the reason, and the nearest choice th
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from async_rlhf.buffers.config import SecurityConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import check_own_code
 from async_rlhf.buffers.parsing import json_value
+from async_rlhf.buffers.routing import SIGMOID, SOFTMAX, not_recorded
 from async_rlhf.learner.config import check_division
 from async_rlhf.run import learning_checks
 from async_rlhf.run.shipped import FETCHED
@@ -44,6 +46,7 @@ def check(config: Config, *, has_model: bool = True) -> None:
     if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
     config.engine.check_kv_policy(longest=config.generation.max_prompt_length + config.generation.longest_completion)
+    _check_routing(config)
     learning_checks.check(config)
     _check_episodes(config)
     _check_security(config.security)
@@ -96,6 +99,25 @@ def _check_device_channel(config: Config) -> None:
             f"weights.device_timeout_s = {weights.device_timeout_s:g} is not below stall_timeout_s = {limit:g}, after which a "
             f"run without a step ends; a tenth of that, {limit / 10:g}, will do"
         )
+
+
+def _check_routing(config: Config) -> None:
+    engine, learner = config.engine, config.learner
+    if not engine.replay_routing:
+        return
+    served = {
+        "engine.kind": (engine.kind, "torch", "vLLM returns experts by its second model runner, which its CPU build has not"),
+        "engine.kv_policy": (engine.kv_policy, "full", "experts stand beside keys and values, and those are evicted"),
+        "learner.compile": (learner.compile, False, "compiled layers choose by themselves"),
+        "learner.sequence_parallel": (learner.sequence_parallel, 1, "no rank has the experts of whole rows"),
+        "learner.tensor_parallel": (learner.tensor_parallel, 1, "experts of split layers are not replayed"),
+    }
+    for key, (value, only, reason) in served.items():
+        if value != only:
+            raise ConfigError(
+                f"engine.replay_routing = true with {key} = {json.dumps(value)}: {reason}. Set {key} = {json.dumps(only)}, or "
+                "engine.replay_routing = false"
+            )
 
 
 def _check_episodes(config: Config) -> None:
@@ -156,6 +178,8 @@ def _check_model(config: Config) -> None:
         if (reaches := attention(text)) is None:
             raise ConfigError(unknown(str(text.get("model_type"))))
         config.engine.check_kv_policy(reaches.window, str(text.get("model_type")))
+    if config.engine.replay_routing and text.get("model_type") not in SOFTMAX | SIGMOID:
+        raise ConfigError(not_recorded(str(text.get("model_type"))))
     longest = config.generation.max_prompt_length + config.generation.longest_completion
     if (limit := angle_limit(text)) is not None and longest > limit:
         raise ConfigError(

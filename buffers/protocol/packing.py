@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from async_rlhf.buffers.errors import RecordError, WireError
 from async_rlhf.buffers.protocol.wire import MAX_FRAME_BYTES, Frames, GroupHeader, Put, decode
 from async_rlhf.buffers.record import MAX_LOGPROB, Entry, Float32Array, Group, Int32Array, Rollout, SamplingMask, Score, Span
+from async_rlhf.buffers.routing import Routing, RoutingArray, misfit
 from async_rlhf.buffers.sampling import Sampling
 
 # Deep enough for any row of a data set, and far from the depth at which encoders give up.
@@ -42,6 +43,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         restarts=[rollout.restarts for rollout in rollouts] if any(rollout.restarts for rollout in rollouts) else [],
         num_support=[None if rollout.sampling_mask is None else len(rollout.sampling_mask.ids) for rollout in rollouts],
         has_reference=[rollout.reference is not None for rollout in rollouts],
+        routing=[] if (first := rollouts[0].routing) is None else [*first.shape[1:], first.itemsize],
         turn_scores=[list(rollout.turn_scores) for rollout in rollouts] if any(r.turn_scores for r in rollouts) else [],
         finish_reasons=[rollout.finish_reason for rollout in rollouts],
         scores={
@@ -65,7 +67,13 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
     ids = np.concatenate([group.prompt_ids, *(rollout.completion_ids for rollout in rollouts), *kept])
     references = [rollout.reference for rollout in rollouts if rollout.reference is not None]
     logprobs = np.concatenate([*(rollout.logprobs for rollout in rollouts), *references])
-    return header, [ids.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes()]
+    return header, [ids.astype("<i4").tobytes() + _routing_bytes(group), logprobs.astype("<f4").tobytes()]
+
+
+def _routing_bytes(group: Group) -> bytes:
+    prompts = (0, *[len(group.prompt_ids)] * (len(group.rollouts) - 1))  # the first member's stands for all
+    parts = [each.routing[start:] for start, each in zip(prompts, group.rollouts, strict=True) if each.routing is not None]
+    return b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in parts)
 
 
 def _plain(value: Any, depth: int = 0) -> JsonValue:
@@ -103,7 +111,8 @@ class GroupSchema:
     group would end the learner at every start.
     vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all behind a prompt.
     environment: whether there is one, whose observations may stand between turns. splits: whether they may begin a row anew.
-    calls: whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's."""
+    calls: whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's.
+    routing: of the model, None where nothing is recorded of it."""
 
     group_size: int
     vocabulary: int
@@ -114,8 +123,9 @@ class GroupSchema:
     environment: bool = False
     splits: bool = False
     calls: bool = False
+    routing: Routing | None = None
 
-    def check(self, header: GroupHeader, ids: Int32Array) -> None:
+    def check(self, header: GroupHeader, ids: Int32Array, routing: RoutingArray | None) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
         for name, value, wanted in (
             ("members", len(header.num_tokens), self.group_size),
@@ -142,6 +152,8 @@ class GroupSchema:
             raise _not_of_run(header.number, "a row that begins anew; this run has environment.render other than 'split'")
         if not self.calls and any(begins_read):
             raise _not_of_run(header.number, "a completion that begins with what was read; this run has no agent")
+        if routing is not None and (found := misfit(self.routing, routing)):
+            raise _not_of_run(header.number, found)
 
     def check_supports(self, group: Group) -> None:
         """The tokens that others were chosen among exist. Raises WireError (`schema`)."""
@@ -167,7 +179,7 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
     The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, `schema` (`GroupSchema`), and `record` for
     everything else. Does not make the group, which costs ten times as much, unless something in it is rare.
     """
-    ids, logprobs = _arrays(header, frames[1:])
+    ids, logprobs, routing = _arrays(header, frames[1:])
     low, high = float(logprobs.min()), float(logprobs.max())
     if not (math.isfinite(low) and high <= MAX_LOGPROB):
         at = int(np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)))[0])
@@ -175,7 +187,7 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
     if int(ids.min()) < 0:
         raise _wrong(header, "tokens", f"token ids must be at least 0, got {ids.min()}")
     if schema is not None:
-        schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)])
+        schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)], routing)
     if header.metrics or header.turn_scores or header.restarts or header.num_support.count(None) < len(header.num_support):
         group = unpack_group(header, frames[1:])
         if schema is not None:
@@ -186,12 +198,13 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
 
 def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
     """The group; raises WireError when header and arrays do not fit, or the record breaks an invariant."""
-    ids, logprobs = _arrays(header, arrays)
+    ids, logprobs, routing = _arrays(header, arrays)
     id_lengths, logprob_lengths = _lengths(header)
     size = len(header.num_tokens)
     prompt, *parts = (ids[end - length : end] for length, end in zip(id_lengths, accumulate(id_lengths), strict=True))
     numbers = [logprobs[end - length : end] for length, end in zip(logprob_lengths, accumulate(logprob_lengths), strict=True)]
     masks, references = iter(parts[size:]), iter(numbers[size:])
+    routings = [None] * size if routing is None else _routings(header, routing)
     try:
         rollouts = tuple(
             Rollout(
@@ -205,6 +218,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
                 sampling_mask=None if header.num_support[member] is None else SamplingMask(next(masks), next(masks)),
                 reference=next(references) if header.has_reference[member] else None,
                 turn_scores=tuple(header.turn_scores[member]) if header.turn_scores else (),
+                routing=routings[member],
             )
             for member in range(size)
         )
@@ -222,8 +236,8 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
         raise _wrong(header, "record", str(error)) from error
 
 
-def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Array]:
-    """Ids and log-probabilities; raises WireError when lengths or spans disagree."""
+def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Array, RoutingArray | None]:
+    """Ids, log-probabilities and experts; raises WireError when lengths or spans disagree."""
     size = len(header.num_tokens)
     names = ("spans", "num_support", "has_reference", "finish_reasons", "texts", "timings")
     columns: list[tuple[str, Sequence[Any]]] = [(name, getattr(header, name)) for name in names]
@@ -239,11 +253,32 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
             raise _wrong(header, "spans", f"spans must be non-empty and cover all {num_tokens} tokens, got {spans[:8]}")
         if spans[-1][0] is None:
             raise _wrong(header, "spans", f"the last token must be a sampled one, got {spans[:8]}")
-    wanted = [4 * sum(lengths) for lengths in _lengths(header)]
+    if len(header.routing) not in (0, 3) or (header.routing and header.routing[2] > 2):
+        raise _wrong(header, "lengths", f"routing must be layers, experts, and 1 or 2 bytes, got {header.routing}")
+    num_ids, num_logprobs = map(sum, _lengths(header))
+    num_routed = sum(_num_routed(header)) * math.prod(header.routing) if header.routing else 0
+    wanted = [4 * num_ids + num_routed, 4 * num_logprobs]
     if [len(array) for array in arrays] != wanted:
         raise _wrong(header, "lengths", f"arrays of {[len(a) for a in arrays[:8]]} bytes, its header has {wanted}")
-    ids, logprobs = np.frombuffer(arrays[0], "<i4"), np.frombuffer(arrays[1], "<f4")
-    return ids.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False)
+    ids, logprobs = np.frombuffer(arrays[0], "<i4", num_ids), np.frombuffer(arrays[1], "<f4")
+    routing: RoutingArray | None = None
+    if header.routing:
+        layers, choices, size = header.routing
+        routing = np.frombuffer(arrays[0], f"<u{size}", offset=4 * num_ids).reshape(-1, layers, choices)
+    return ids.astype(np.int32, copy=False), logprobs.astype(np.float32, copy=False), routing
+
+
+def _num_routed(header: GroupHeader) -> list[int]:
+    """Positions whose experts are recorded: of the prompt, and of each member."""
+    restarts = header.restarts or [[]] * len(header.num_tokens)
+    read = (max(0, count - 1 - len(own)) for count, own in zip(header.num_tokens, restarts, strict=True))
+    return [header.num_prompt_tokens, *read]
+
+
+def _routings(header: GroupHeader, routing: RoutingArray) -> list[RoutingArray | None]:
+    """Of each member, the prompt's first."""
+    prompt, *others = np.split(routing, np.cumsum(_num_routed(header))[:-1])
+    return [np.concatenate((prompt, each)) for each in others]
 
 
 def _num_sampled(header: GroupHeader) -> list[int]:

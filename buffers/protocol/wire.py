@@ -24,7 +24,7 @@ from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_FRAME_BYTES, MAX_HEADER_BYTES = message.MAX_FRAME_BYTES, message.MAX_HEADER_BYTES
 Frames = message.Frames
 
@@ -117,6 +117,7 @@ class GroupHeader(MessageBase):
 
     int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs
     of sampled tokens, then of each member that has them the reference's.
+    routing: layers, experts in each, bytes of a number. They follow the ids: of the prompt (first member's), of each member.
     num_tokens: behind the prompt. spans: (version or None of an observation, tokens, oldest version in the cache or None).
     restarts: which spans begin a row anew, by index; like turn_scores empty where no member has any. scores: a number, the text
     of a failure, or None where the reward does not apply.
@@ -130,6 +131,7 @@ class GroupHeader(MessageBase):
     restarts: list[list[Count]] = Field(default_factory=list)
     num_support: list[Count | None]
     has_reference: list[bool]
+    routing: list[Annotated[Count, Field(ge=1)]] = Field(default_factory=list)
     turn_scores: list[list[Amount | None]] = Field(default_factory=list)
     finish_reasons: list[FinishReason]
     scores: dict[str, list[Amount | str | None]]

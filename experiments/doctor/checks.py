@@ -21,7 +21,7 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.doctor import families
+from async_rlhf.experiments.doctor import families, routing
 from async_rlhf.experiments.throughput.learner import advantages_of, make_groups
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -34,6 +34,8 @@ _FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma2", "mistral", "phi
 _STEPS = 4
 # Of the loss and of the gradient's norm after rounding to bfloat16; float32 on another device differs by 1e-6 or so.
 _BFLOAT16, _FLOAT32 = 0.05, 1e-3
+# Nats a token between engine and learner with the same weights and experts.
+_SAME = 1e-4
 
 
 class Skipped(Exception):
@@ -51,6 +53,17 @@ def check_families(device: str, directory: Path) -> str:
         load_engine(str(model), EngineConfig(device=device, slots=4, prefill_tokens=32))
         make_backend(model, LearnerConfig(device=device), LossConfig())
     return f"{len(_FAMILIES)} families, engine and learner: {', '.join(_FAMILIES)}"
+
+
+def check_routing(device: str, directory: Path) -> str:
+    """A learner that replays the experts which sampled is nearer to the engine than one that chooses its own."""
+    found = []
+    for kind in routing.KINDS:
+        for case, (own, replayed, differ) in routing.mismatches(kind, directory / kind, device).items():
+            if not (replayed < _SAME if case == "nothing" else replayed < own):
+                raise CheckFailedError(f"{kind}, {case} between: {replayed:.3g} nats a token replayed, {own:.3g} with its own")
+            found.append(f"{kind}, {case}: {own:.2g} -> {replayed:.2g} nats a token, {differ:.2%} of the experts differ")
+    return "; ".join(found)
 
 
 def check_types(device: str, directory: Path) -> str:
@@ -117,6 +130,7 @@ def check_run(device: str, directory: Path, package: str = "", overrides: Mappin
 
 CHECKS: Mapping[str, Check] = {
     "model families": check_families,
+    "experts": check_routing,
     "16-bit engine": check_types,
     "CUDA graphs": check_graphs,
     "learner": check_learner,

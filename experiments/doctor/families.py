@@ -49,6 +49,13 @@ def config(kind: str, **own: Any) -> PretrainedConfig:
     return CONFIG_MAPPING[kind](**plain)
 
 
+def experts(kind: str, count: int, choices: int) -> dict[str, int]:
+    """Settings of a family with so many experts, of which a position takes so many; whatever the family calls them."""
+    names = (name for name in ("num_experts", "num_local_experts", "n_routed_experts") if hasattr(config(kind), name))
+    groups = {"n_group": 4, "topk_group": 2} if kind == "deepseek_v3" else {}
+    return {**dict.fromkeys(names, count), "num_experts_per_tok": choices, **groups}
+
+
 @cache
 def model(kind: str, **own: Any) -> PreTrainedModel:
     """In float32, with weights large enough that every token depends on what it attends to. Not to be changed."""

@@ -65,7 +65,8 @@ class PolicyInputs:
     Blocks of the second kind come first, and together have every position but padding once.
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token. target_N: int64 token ids.
     temperature_N: float32. sizes_N, ids_K: the tokens that each was chosen among, as in `SamplingMasks`; None where nothing was
-    cut off.
+    cut off. experts_PMk: int16 [R L, M, k], the experts of each position in each mixture layer, -1 where they are not
+    known; None where none are.
     """
 
     ids_RL: Tensor
@@ -76,6 +77,7 @@ class PolicyInputs:
     temperature_N: Tensor
     sizes_N: Tensor | None = None
     ids_K: Tensor | None = None
+    experts_PMk: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

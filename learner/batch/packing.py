@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.buffers.record import Piece, Rollout
+from async_rlhf.buffers.routing import RoutingArray
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.batch.rows import Member, Row, by_group
 from async_rlhf.learner.config import room_beside
@@ -188,8 +189,10 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
     shares, width, num_rows = _shape(rows)
     if packing.sharing == "blocks":
         shares, width, num_rows = True, sum(row.length for row in rows), 1
-    layout = _Layout(np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width), np.int64))
     members = [member for row in rows for member in row.members]
+    recorded = next((member.rollout.routing for member in members if member.rollout.routing is not None), None)
+    experts = None if recorded is None else np.full((num_rows * width, *recorded.shape[1:]), -1, np.int16)
+    layout = _Layout(np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width), np.int64), experts=experts)
     samplings = [row.group.sampling for row in rows for _ in row.members]
     sources: list[np.ndarray] = []
     for at, row in enumerate(rows):
@@ -199,6 +202,8 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
     rollouts = [member.rollout for member in members]
     lengths = [rollout.num_tokens for rollout in rollouts]
     optional = _targets(members)
+    if experts is not None:
+        optional["experts_PMk"] = torch.from_numpy(experts)
     if packing.recorded_references:
         optional["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
     comparable = [_comparable(r, not sampling.truncation) for r, sampling in zip(rollouts, samplings, strict=True)]
@@ -223,23 +228,25 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
 @dataclass
 class _Layout:
     """Where each token of a micro-batch stands: int64 [R, L] of ids and positions, filled up to `end` of them, flattened. own,
-    of_prompts: blocks of attention, of pieces to themselves and of completions to the prompt they share."""
+    of_prompts: blocks of attention, of pieces to themselves and of completions to the prompt they share. experts: as
+    `PolicyInputs.experts_PMk`."""
 
     ids: np.ndarray
     positions: np.ndarray
     end: int = 0
     own: list[tuple[int, int, int, int]] = field(default_factory=list)
     of_prompts: list[tuple[int, int, int, int]] = field(default_factory=list)
+    experts: np.ndarray | None = None
 
     def add(self, row: Row, shares: bool) -> list[np.ndarray]:
         """From here on, with a row for each piece that begins anew where completions do not share theirs. Returns of each
         completion int64 [N]: where its tokens are predicted."""
         prompt, begin = row.group.prompt_ids, self.end
-        self._put(prompt, 0)
+        self._put(prompt, 0, row.members[0].rollout.routing, 0)
         behind = self.end
         members = [(member.rollout, np.zeros(member.rollout.length, np.int64)) for member in row.members]
         for rollout, predicting in members:
-            at = self._read(rollout, rollout.pieces[0], len(prompt), predicting)
+            at = self._read(rollout, rollout.pieces[0], len(prompt), len(prompt), predicting)
             predicting[0] = behind - 1  # by the prompt, each other one by the token before it
             if len(members) > 1:
                 self._attend(at)
@@ -250,20 +257,22 @@ class _Layout:
             if behind < self.end:
                 self.of_prompts.append((behind, self.end, begin, behind))
         for rollout, predicting in members:
-            for piece in rollout.pieces[1:]:
+            for number, piece in enumerate(rollout.pieces[1:], 1):
                 if not shares:
                     self.next_row()
-                self._attend(self._read(rollout, piece, 0, predicting))
+                # Of each piece before, the last token is not read.
+                self._attend(self._read(rollout, piece, 0, len(prompt) + piece.start - number, predicting))
         return [predicting[rollout.sampled] for rollout, predicting in members]
 
     def next_row(self) -> None:
         width = self.ids.shape[1]
         self.end = -(-self.end // width) * width
 
-    def _read(self, rollout: Rollout, piece: Piece, position: int, predicting: np.ndarray) -> int:
-        """Where it begins. predicting: int64 [T], filled in where the tokens of the piece are predicted, all but its first."""
+    def _read(self, rollout: Rollout, piece: Piece, position: int, routed: int, predicting: np.ndarray) -> int:
+        """Where it begins. routed: its first position in the rollout's routing. predicting: int64 [T], filled in where the
+        tokens of the piece are predicted, all but its first."""
         begin = self.end
-        self._put(rollout.completion_ids[piece.start : piece.stop - 1], position)
+        self._put(rollout.completion_ids[piece.start : piece.stop - 1], position, rollout.routing, routed)
         predicting[piece.start : piece.stop] = np.arange(begin - 1, self.end)
         return begin
 
@@ -272,9 +281,11 @@ class _Layout:
         if begin < self.end:
             self.own.append((begin, self.end, begin, self.end))
 
-    def _put(self, ids: np.ndarray, position: int) -> None:
-        """position: of the first of them."""
+    def _put(self, ids: np.ndarray, position: int, routing: RoutingArray | None, routed: int) -> None:
+        """position, routed: of the first of them, in its text and in `routing`."""
         where = slice(self.end, self.end + len(ids))
+        if routing is not None and self.experts is not None:
+            self.experts[where] = routing[routed : routed + len(ids)]
         self.ids.reshape(-1)[where] = ids
         self.positions.reshape(-1)[where] = np.arange(position, position + len(ids))
         self.end += len(ids)

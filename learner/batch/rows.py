@@ -13,6 +13,7 @@ import numpy as np
 
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout
+from async_rlhf.buffers.routing import Routing, misfit
 from async_rlhf.learner.objective.estimation import TokenTargets
 
 
@@ -88,10 +89,11 @@ def split_updates(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
     return [[row for group in groups[i : i + size] for row in group] for i in range(0, len(groups), max(1, size))]
 
 
-def check_row(row: Row, vocabulary: int, *, sampling_masks: bool, references: bool) -> None:
+def check_row(row: Row, vocabulary: int, routing: Routing | None, *, sampling_masks: bool, references: bool) -> None:
     """Raises RecordError for a token that the model does not have (on some devices the model itself would not name it); with
     `sampling_masks`, when it is not known what a token of a truncated distribution was chosen among; with `references`, when
-    log-probabilities under the reference should have been recorded and were not."""
+    log-probabilities under the reference should have been recorded and were not; and for recorded experts that are not those of
+    `routing`, which the learner can replay."""
     number, truncation = row.group.number, row.group.sampling.truncation
     rollouts = [member.rollout for member in row.members]
     ids = [row.group.prompt_ids, *(rollout.completion_ids for rollout in rollouts)]
@@ -110,4 +112,10 @@ def check_row(row: Row, vocabulary: int, *, sampling_masks: bool, references: bo
         raise RecordError(
             f"group {number} carries no log-probabilities under the reference. Its actor had no such stage: set "
             'scoring.stages.reference.placement = "learner", which computes them here'
+        )
+    misfits = (misfit(routing, each.routing) for each in rollouts if each.routing is not None)
+    if found := next(filter(None, misfits), None):
+        raise RecordError(
+            f"group {number} was recorded with {found}, which this learner does not replay: use the model and the settings "
+            "that it was made with (engine.replay_routing)"
         )

@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, token_cost, tokens_within
 from async_rlhf.learner.model.blocks import attend_in_blocks, planned
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.routing import Replay
 from async_rlhf.learner.model.sequence import Share, share_attention
 
 _log = logging.getLogger(__name__)
@@ -92,8 +93,13 @@ class Policy(nn.Module):
             self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.compiled = config.compile
+        self._replay: Replay | None = None
+        if config.ranks_per_row == 1 and not config.compile:
+            with suppress(ConfigError):  # a model of which nothing is recorded
+                self._replay = Replay(model)
+        self.routing = None if self._replay is None else self._replay.routing  # of what passes replay
         if config.gradient_checkpointing:
-            _checkpoint_gradients(model)
+            _checkpoint_gradients(model, self._replay)
         if config.compile:
             _compile(self)
         with self._plainly():
@@ -187,7 +193,8 @@ class Policy(nn.Module):
 
     def _forward(self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs = _inputs(batch, masks)
-        with torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
+        replayed = nullcontext() if self._replay is None else self._replay.given(batch.experts_PMk)
+        with replayed, torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
             if self._chunked:
                 hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[batch.source_N]
                 head = self.output_layer
@@ -249,11 +256,12 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
 
 
-def _checkpoint_gradients(model: nn.Module) -> None:
+def _checkpoint_gradients(model: nn.Module, replay: Replay | None) -> None:
     """Layers forget what they computed and compute it again in the backward pass."""
+    options: dict[str, Any] = {"use_reentrant": False} | ({} if replay is None else {"context_fn": replay.again})
     # Before transformers 5.24 it has the other name only.
     name = "activation_checkpointing_enable"
-    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")(options)
     for layer in _layers(model):
         layer.training = True  # checkpointing asks the layer; its children, and so dropout, stay in evaluation mode
 

@@ -122,7 +122,7 @@ class Controller:
         """
         vocabulary, references = self.machine.policy.vocabulary, self._packing.recorded_references
         for row in (row for rows in updates for row in rows):
-            check_row(row, vocabulary, sampling_masks=self._ratios, references=references)
+            check_row(row, vocabulary, self.machine.policy.routing, sampling_masks=self._ratios, references=references)
         together = self._learner.ranks_per_row
         parts = partition(updates, self._ranks.size // together, self._packing)
         return [part for part in parts for _ in range(together)]

@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -89,7 +90,8 @@ class Machine:
 
     def reference(self, batch: MicroBatch) -> Tensor | None:
         """[N]: log-probabilities under the frozen reference, or None without one."""
-        return None if self._reference is None else self._reference(batch)[0]
+        # Its experts are its own: replayed are those that sampled, in passes of the policy.
+        return None if self._reference is None else self._reference(replace(batch, experts_PMk=None))[0]
 
     def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """([N], [N], [N] or None): log-probability, entropy and value of each token, with gradients where they are on."""

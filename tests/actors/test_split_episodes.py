@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from async_rlhf.actors.config import EngineConfig
@@ -14,8 +15,11 @@ from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.rollouts import rollout_of
+from async_rlhf.actors.loop.work import Played
 from async_rlhf.actors.prompts import Row, turn_seed
-from async_rlhf.actors.scoring.pool import fields_of
+from async_rlhf.actors.scoring.pool import Scored, fields_of
+from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.record import Score, Span
 from async_rlhf.buffers.sampling import Sampling
@@ -33,7 +37,7 @@ from tests.actors.scripted import (
     played_with_updates,
     text_of,
 )
-from tests.actors.torch_models import own_model
+from tests.actors.torch_models import chosen_experts, own_model
 from tests.actors.vllm_model import save_model
 
 
@@ -137,3 +141,28 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     rollouts = assert_every_token_is_that_of_a_plain_pass(models, done, TEMPERATURE, on_update).rollouts
     assert {len(rollout.turn_lengths) for rollout in rollouts} == {4}
     assert {2} <= {len(rollout.restarts) for rollout in rollouts} <= {2, 3}
+
+
+@pytest.mark.rest
+def test_experts_of_rows_that_begin_anew_are_those_of_plain_passes_over_their_pieces(tmp_path: Path) -> None:
+    made = tokenizer(BRACKETS)
+    model = own_model("qwen3_moe", 1, vocab_size=len(made), max_position_embeddings=512)
+    engine = TorchEngine(model, slots=4, prefill_tokens=16, record_routing=True, version=0)
+    play = play_of(Talker(ANSWERS), Renderer(made, chat=True, render="split"), 20, 400)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), play)
+    keys = [RolloutKey(0, 0, member) for member in range(3)]
+    episodes.begin([(Row("row", {}), 1, [Request(key, (7, 8), 3 + key.member, Sampling(), seed=key.member) for key in keys])])
+    done: list[Played] = []
+    for _ in range(400):
+        done += episodes.step()
+    assert len(done) == len(keys)
+    for played in done:
+        completion, at = played.completion, 0
+        rollout = rollout_of(played, Scored(played.completion.key, {}), None, {})
+        assert rollout.routing is not None and len(rollout.pieces) > 1
+        for piece in rollout.pieces:
+            head = list(played.prompt_ids) if piece.start == 0 else []
+            ids = [*head, *completion.token_ids[piece.start : piece.stop - 1].tolist()]
+            np.testing.assert_array_equal(np.sort(rollout.routing[at : at + len(ids)], axis=-1), chosen_experts(model, ids))
+            at += len(ids)
+        assert at == len(rollout.routing)

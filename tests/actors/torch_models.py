@@ -6,10 +6,12 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.buffers.routing import routers
 from async_rlhf.experiments.doctor import families
 
 
@@ -32,3 +34,14 @@ def finished(engine: Engine, asked: Sequence[Request] = (), before: Sequence[Com
             assert completion.key not in done, "returned twice"
             done[completion.key] = completion
     return done
+
+
+@torch.no_grad()
+def chosen_experts(model: PreTrainedModel, ids: Sequence[int]) -> np.ndarray:
+    """[T, layers, k], ascending, of one plain pass."""
+    found: list[torch.Tensor] = []
+    hooks = [each.register_forward_hook(lambda _, inputs, outputs: found.append(outputs[2])) for each in routers(model)]
+    model(input_ids=torch.tensor([list(ids)]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).sort(-1)[0].numpy()

@@ -30,6 +30,10 @@ def rollout(**changed: Any) -> Rollout:
     return Rollout(**fields | changed)
 
 
+# Of 2 tokens of the prompt, and of 2 that are read behind it.
+ROUTING = np.zeros((4, 3, 2), np.uint8)
+
+
 def group(**changed: Any) -> Group:
     fields: dict[str, Any] = {
         "number": 0,
@@ -70,6 +74,8 @@ def group(**changed: Any) -> Group:
             {"spans": (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))},
             r"logprobs must be float32 \(2,\), got float32 \(3,\)",
         ),
+        ({"routing": np.zeros((4, 3, 2), np.int64)}, r"routing must be uint8 or uint16 \[N, L, k\], got int64 \(4, 3, 2\)"),
+        ({"routing": np.zeros((4, 6), np.uint8)}, r"routing must be .* got uint8 \(4, 6\)"),
     ],
 )
 def test_a_rollout_that_contradicts_itself_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -104,6 +110,12 @@ def test_a_support_that_does_not_hold_what_was_sampled_is_refused(sizes: list[in
         ({"prompt_ids": np.array([], np.int32)}, "P > 0"),
         ({"rollouts": ()}, "group 0 has no rollouts"),
         ({"rollouts": (rollout(), rollout(scores={}))}, r"must carry the same rewards, first has \['right'\]"),
+        (
+            {"rollouts": (rollout(routing=ROUTING), rollout())},
+            r"routing of all 2 rollouts must be \[\(4, 3, 2\), \(4, 3, 2\)\]",
+        ),
+        ({"rollouts": (rollout(), rollout(routing=ROUTING))}, r"routing of all 2 rollouts must be \[None, None\]"),
+        ({"rollouts": (rollout(routing=ROUTING[1:]),)}, r"must be \[\(4, 3, 2\)\], got \[\(3, 3, 2\)\]"),
     ],
 )
 def test_a_group_that_contradicts_itself_is_refused(changed: dict[str, Any], message: str) -> None:

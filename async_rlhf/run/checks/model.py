@@ -11,9 +11,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from async_rlhf.buffers.attention import max_length
+from async_rlhf.buffers.config import MAX_FRAME_BYTES
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.model_directory import INDEX, from_pretrained, tensor_shapes
 from async_rlhf.buffers.parsing import json_value
+from async_rlhf.buffers.routing import read_routing
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
 
@@ -77,6 +79,31 @@ def _is_tied(config: Config, described: dict[str, Any]) -> bool:
 
     found = described if "tie_word_embeddings" in described else vars(from_pretrained(AutoConfig, Path(config.model)))
     return bool(found.get("tie_word_embeddings"))
+
+
+def check_routing(config: Config) -> Iterator[str]:
+    """A remark where engine and learner of a model with experts choose them apart. Raises ConfigError where a group with its
+    experts can be larger than what the hub takes at once."""
+    described, generation = _described(Path(config.model)), config.generation
+    kind = str(described.get("model_type"))
+    routing = read_routing(Path(config.model), kind)
+    differ = "engine and learner choose apart, and log-probabilities differ where rounding or an update changes the choice"
+    if routing is None:
+        if described.get("num_experts_per_tok"):
+            yield f"model type {kind!r} has experts, which are not recorded: {differ}."
+    elif not config.engine.replay_routing:
+        yield (
+            f"engine.replay_routing = false: {routing.choices} of {routing.experts} experts in each of {routing.layers} "
+            f"layers, which {differ}. true takes {routing.position_bytes} bytes a token in the journal."
+        )
+    else:
+        most = (MAX_FRAME_BYTES // routing.position_bytes - generation.max_prompt_length) // generation.group_size
+        if generation.longest_completion > most:
+            raise ConfigError(
+                f"engine.replay_routing = true with generation.{_longest(config)} = {generation.longest_completion}: at "
+                f"{routing.position_bytes} bytes a token a group of {generation.group_size} can have more than "
+                f"{MAX_FRAME_BYTES >> 20} MiB, which the hub takes at once; highest: {max(0, most)}, or set it to false"
+            )
 
 
 def names_end(directory: Path) -> bool:

@@ -29,7 +29,7 @@ from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
 from async_rlhf.launch.forked import umask
 from async_rlhf.launch.sockets import socket_root
-from async_rlhf.run.checks.model import check_adapters, check_model_files, longest_prompt, names_end, no_room
+from async_rlhf.run.checks.model import check_adapters, check_model_files, check_routing, longest_prompt, names_end, no_room
 from async_rlhf.run.checks.spool import check_spool
 from async_rlhf.run.config import Config
 from async_rlhf.run.learning_checks import remarks
@@ -151,7 +151,8 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
         raise ConfigError(
             f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
         )
-    known = [*remarks(config.learner), *_of_prompts(config, found, len(repeated)), *tokenizer.remarks(texts, are_chats)]
+    known = [*remarks(config.learner), *check_routing(config), *_of_prompts(config, found, len(repeated))]
+    known += tokenizer.remarks(texts, are_chats)
     return Prepared(kept, len(epoch_of(config.data, kept[0])), environment, len(left_out), known)
 
 

@@ -16,6 +16,7 @@ from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
+from async_rlhf.buffers.routing import read_routing
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.scoring import environment_spec, own_file, score_names, stage_specs
@@ -61,6 +62,9 @@ def schema(config: Config) -> GroupSchema:
         splits=config.environment.render == "split",
         calls=environment is not None and environment.calls,
         sampling=generation.sampling,
+        routing=read_routing(
+            Path(config.model), str((described := _model(config)).get("text_config", described).get("model_type"))
+        ),
     )
 
 

@@ -110,7 +110,7 @@ def environment_of(
 
 def evaluating_engine(config: Config) -> EngineConfig:
     """The run's, with all keys and values, as other programs have them."""
-    return config.served_engine.model_copy(update={"kv_policy": "full"})
+    return config.served_engine.model_copy(update={"kv_policy": "full", "replay_routing": False})
 
 
 def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:

@@ -17,6 +17,7 @@ from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.record import Rollout, SamplingMask, Score, Span
+from async_rlhf.buffers.routing import Routing
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from tests.buffers.hub.in_process import ACTOR, LEARNER, OPERATOR, OTHER, InProcessHub
@@ -251,6 +252,7 @@ SCHEMA = GroupSchema(
     rewards=frozenset({"right"}),
     sampling=Sampling(),
     environment=True,
+    routing=Routing(layers=3, choices=2, experts=8),
 )
 
 
@@ -262,6 +264,7 @@ def rollout(token: int = 5, length: int = 3, **changed: Any) -> Rollout:
 
 MASK = SamplingMask(np.array([1, 1, 2], np.int32), np.array([5, 5, 5, 777], np.int32))
 ANEW = {"logprobs": np.full(2, -0.5, np.float32), "spans": (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))}
+EXPERTS = np.arange(24, dtype=np.uint8).reshape(4, 3, 2) % 7
 BEGINS = {"logprobs": np.full(2, -0.5, np.float32), "spans": (Span(None, 1), Span(0, 2))}
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "one member instead of two": ({"rollouts": (rollout(),)}, "members: 1; this run's: 2"),
@@ -284,6 +287,14 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "a prompt that goes on behind the group's": (
         {"rollouts": (rollout(**BEGINS), rollout())},
         "a completion that begins with what was read; this run has no agent",
+    ),
+    "an expert that the model has not": (
+        {"rollouts": (rollout(routing=EXPERTS + 2), rollout(routing=EXPERTS))},
+        "expert 8; the",
+    ),
+    "experts of other layers": (
+        {"rollouts": (rollout(routing=EXPERTS[:, 1:]),) * 2},
+        "2 experts in each of 2 layers; the model",
     ),
     "another temperature": ({"sampling": Sampling(temperature=0.5)}, "sampling: temperature=0.5 top_k=0"),
 }

@@ -88,10 +88,24 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
     )
 
 
+def with_routing(group: Group, dtype: str) -> Group:
+    """The same, with experts of 2 in each of 3 layers, another number for each but those of the prompt."""
+    prompt, number = len(group.prompt_ids), 0
+    rollouts = []
+    for rollout in group.rollouts:
+        count = 6 * (prompt + rollout.num_read)
+        routing = np.arange(number, number + count).astype(dtype).reshape(-1, 3, 2)
+        routing[:prompt] = np.arange(6 * prompt).reshape(-1, 3, 2)
+        rollouts.append(replace(rollout, routing=routing))
+        number += count
+    return replace(group, rollouts=tuple(rollouts))
+
+
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
     names = draw(st.lists(TEXT, unique=True, max_size=3))
-    return Group(
+    dtype = draw(st.sampled_from(("", "uint8", "uint16")))
+    made = Group(
         number=draw(st.integers(0, 1 << 40)),
         attempt=draw(st.integers(0, 9)),
         prompt_ids=np.array(draw(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=5)), np.int32),
@@ -101,6 +115,7 @@ def groups(draw: st.DrawFn) -> Group:
         prompt=draw(TEXT),
         columns=draw(st.dictionaries(TEXT, JSON, max_size=3)),
     )
+    return with_routing(made, dtype) if dtype else made
 
 
 def same(one: Group, other: Group) -> bool:
@@ -111,6 +126,7 @@ def same(one: Group, other: Group) -> bool:
             vars(r)
             | {name: (vars(r)[name].dtype, vars(r)[name].tobytes()) for name in arrays}
             | {"reference": r.reference is not None and (r.reference.dtype, r.reference.tobytes())}
+            | {"routing": r.routing is not None and (r.routing.dtype, r.routing.tolist())}
             | {"sampling_mask": r.sampling_mask and [(ids.dtype, ids.tolist()) for ids in vars(r.sampling_mask).values()]}
             for r in group.rollouts
         ]
@@ -140,6 +156,27 @@ def a_group(**changed: Any) -> Group:
         "sampling": Sampling(),
     }
     return Group(**fields | changed)
+
+
+def test_experts_cost_their_bytes_once_for_the_prompt_of_a_group_which_are_those_of_its_first_member() -> None:
+    plain, routed = a_group(), with_routing(a_group(), "uint8")
+    first, second = (rollout.routing for rollout in routed.rollouts)
+    assert first is not None and second is not None
+    second[:2] += 1
+    size = sum(map(len, put_frames(routed))) - sum(map(len, put_frames(plain)))
+    assert 0 <= size - 6 * (2 + 2 + 0) < 8, "of 2 tokens of the prompt, and of 2 and 0 that are read behind it"
+    heard = packing.decode_put(put_frames(routed)).rollouts
+    np.testing.assert_array_equal(heard[0].routing, first)
+    np.testing.assert_array_equal(heard[1].routing[:2], first[:2])
+
+
+@pytest.mark.parametrize("routing", [[3, 2], [3, 2, 1, 1], [3, 2, 4], [4, 2, 1], [1 << 40, 1 << 40, 2]])
+def test_experts_that_do_not_fit_their_header_are_refused(routing: list[int]) -> None:
+    header, arrays = packing.pack_group(with_routing(a_group(), "uint8"))
+    with pytest.raises(WireError, match=r"routing must be layers|arrays of"):
+        packing.check_group(header.model_copy(update={"routing": routing}), [b"", *arrays])
+    with pytest.raises(WireError, match="arrays of"):
+        packing.check_group(header, [b"", arrays[0][:-1], arrays[1]])
 
 
 def test_columns_that_json_cannot_say_travel_as_their_text() -> None:
