@@ -1,5 +1,5 @@
-"""Settings of the actors' wing: generation, engine, rewards, scoring; those of prompts and environments stand in their rooms.
-No torch."""
+"""Settings of the actors' wing: generation, engine, rewards, scoring; those of prompts, environments and the reference stand in
+their rooms. No torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator, field_validator
 
+from async_rlhf.actors.reference import ReferenceConfig
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
@@ -286,7 +287,7 @@ class StageConfig(Section):
 
     placement: Literal["learner", "actor", "process"] | None = None
     """Beside each `actor`, or in one `process` for all actors of the machine; else as `scoring.placement`. `reference`:
-    computed by the `learner` unless set."""
+    computed by the `learner` unless set, or teachers are named."""
 
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds one call may take."""
@@ -309,19 +310,6 @@ class StageConfig(Section):
     def given(self) -> dict[str, Any]:
         """Those that were set, as `@reward` calls them."""
         return {name: value for name, value in self.model_dump(exclude={"placement"}).items() if value is not None}
-
-
-class ReferenceConfig(Section):
-    """The frozen initial model, where it is a stage of the actors; the learner's own is as the learner is."""
-
-    device: str = "cpu"
-    """Torch device."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of its weights and activations; log-probabilities are float32 always."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of each of its processes."""
-    cache_bytes: int = Field(default=1 << 30, ge=1)
-    """Most bytes of keys and values of unfinished completions (incremental scoring)."""
 
 
 class ScoringConfig(Section):
@@ -351,7 +339,7 @@ class ScoringConfig(Section):
     def placement_of(self, name: str) -> Literal["learner", "actor", "process"]:
         """Where a stage runs."""
         own = self.stages[name].placement if name in self.stages else None
-        return own or ("learner" if name == REFERENCE else self.placement)
+        return own or ("learner" if name == REFERENCE and not self.reference.teachers else self.placement)
 
     def in_process(self, name: str) -> bool:
         """Whether a stage runs in the scorer process."""

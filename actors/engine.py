@@ -14,7 +14,7 @@ engine's `on_update`:
 A row of several turns is a chain of requests with one key, each of which continues the one before: its `context` are the
 tokens behind the prompt that are there already, exactly as the engine saw them. A turn that ends with `hold` may be continued
 without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none. A
-request of the same key with another prompt begins the row anew: of what is held it takes the place in line, and nothing else.
+request of the same key with another prompt begins another row, at the same place in line; each of them may be continued.
 
 An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `load_engine` here picks it.
 """
@@ -55,8 +55,8 @@ class Request:
     context: tokens behind the prompt that are already there: turns sampled before, and observations. The completion
         continues `prefix_ids`, and holds the new turn only.
     hold: when the request ends, its keys and values and its place in line may be kept for one of the same key that
-        continues it (whose context begins with this one's context and tokens). The next one of its key releases them,
-        as `abort` does.
+        continues it (whose context begins with this one's context and tokens). That one releases them; `abort`, and the end of
+        a request of its key without `hold`, release all of the key.
     """
 
     key: RolloutKey

@@ -90,7 +90,8 @@ class Rollout:
     spans: of the tokens in order; their lengths sum to T.
     reference: float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over
         the same sampling mask; None where no actor computed it.
-    turn_scores: the environment's score of each turn but the last, None where it gave none; empty where it never does.
+    turn_scores: the environment's score of each turn but the last, which counts for those before it too; or an agent's of each
+        turn, which counts for that one. None where there is none; empty where there never is.
     routing: uint8 or uint16 [P + R, layers, k], the experts of each position that a forward pass reads, P of the prompt and R
         (`num_read`) behind it; None where no engine recorded them.
     """
@@ -125,8 +126,9 @@ class Rollout:
             _check_logprobs("reference", self.reference, self.num_tokens)
         if self.sampling_mask is not None:
             _check_sampling_mask(self.sampling_mask, self.sampled_ids)
-        if self.turn_scores and len(self.turn_scores) != len(self.turn_lengths) - 1:
-            raise RecordError(f"turn_scores must be of {len(self.turn_lengths) - 1} turns, got {self.turn_scores}")
+        turns = len(self.turn_lengths)
+        if self.turn_scores and len(self.turn_scores) not in (turns - 1, turns):
+            raise RecordError(f"turn_scores must be of {turns - 1} turns, an agent's of {turns}, got {self.turn_scores}")
         if any(score is not None and not math.isfinite(score) for score in self.turn_scores):
             raise RecordError(f"turn_scores must be finite, got {self.turn_scores}")
         if self.routing is not None and (self.routing.dtype not in (np.uint8, np.uint16) or self.routing.ndim != 3):

@@ -26,7 +26,7 @@ class AdvantageConfig(Section):
     a critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
     level: Literal["completion", "turn"] = "completion"
     """`turn`: each turn of an episode has an advantage (`group_relative`, `leave_one_out`): its return, the reward and what the
-    environment gave from this turn on, compared with its siblings' same turn."""
+    environment gave from this turn on (an agent: for it alone), compared with its siblings' same turn."""
     scale_by_std: bool = True
     """`group_relative`: divide a group's centred rewards by their standard deviation."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"
@@ -42,6 +42,10 @@ class AdvantageConfig(Section):
     """Discount per token, of estimators that look at tokens: `reinforce_pp` and those with a critic."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """Decay of the traces of `gae` and `traced` (and of `v_trace`, times its c)."""
+    lam_alpha: float | None = Field(default=None, gt=0)
+    """In place of `lam` in advantages: a completion of N sampled tokens has 1 - 1 / (lam_alpha N), at least 0."""
+    lam_critic: float | None = Field(default=None, ge=0, le=1)
+    """In place of `lam` in what the critic is fitted to."""
     rho_cap: float = Field(default=1.0, gt=0)
     """`v_trace`, `traced`: upper truncation of the weight of a temporal difference."""
     c_cap: float = Field(default=1.0, gt=0)
@@ -106,7 +110,7 @@ class LossConfig(Section):
     fixed_length: int | None = Field(default=None, ge=1)
     """`fixed`: tokens that a completion counts for; as a rule `generation.max_completion_length`."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the frozen initial model."""
+    """Weight of the KL divergence from the reference: the frozen initial model, or a teacher (`scoring.reference.path`)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """log p/q, its square halved, or q/p - 1 - log q/p, with p the policy and q the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -129,6 +133,11 @@ class LossConfig(Section):
     """`vespo`: the power of a completion's ratio in its weight, for advantages of at least 0 and for negative ones."""
     vespo_lambda: PositivePair = (3.0, 2.0)
     """`vespo`: how fast the weight of a large ratio falls, for the same two."""
+
+    sao_band: Interval = (0.2, 4.0)
+    """`sao`: tokens whose ratio current / behaviour lies outside are masked."""
+    teacher_cap: float = Field(default=10.0, gt=0)
+    """`forward_kl`: upper truncation of a token's probabilities under teacher and policy over the one it was sampled with."""
 
     @property
     def kl_in_reward(self) -> bool:
@@ -185,6 +194,10 @@ class CriticConfig(Section):
     """Highest learning rate of the critic; it rises and falls as the policy's does."""
     warmup_steps: int = Field(default=0, ge=0)
     """First steps in which only the critic learns."""
+    updates: int = Field(default=1, ge=1)
+    """`model`: times it learns from the tokens of each update, all but one of them alone."""
+    freeze_attention: bool = False
+    """`model`: the attention layers of its trunk stay what the policy's are at first."""
 
 
 class LearnerConfig(Section):

@@ -35,8 +35,8 @@ class LossSpec(_Spec):
     """What one term of the loss belongs to: a token, a whole completion, or two completions of a group."""
     corrects: Literal["weights and masks", "masks", "nothing"] = "weights and masks"
     """What its terms are multiplied by. A loss that has the ratio to the behaviour policy in itself takes masks only."""
-    learns_from: Literal["all", "pair", "best"] = "all"
-    """Members of a group that it is given."""
+    learns_from: Literal["all", "pair", "best", "teacher"] = "all"
+    """Members of a group that it is given. `teacher`: all, and what the reference says of each token counts, no advantage."""
     needs: tuple[Literal["proximal", "behaviour", "reference"], ...] = ("proximal",)
     """The log-probabilities that it reads beside the current ones."""
     truncates: bool = False
@@ -54,6 +54,8 @@ class LossSpec(_Spec):
                 "it reads the behaviour policy and is weighed against it as well: the ratio would count twice. "
                 'Declare corrects = "masks", or leave "behaviour" out of needs'
             )
+        if self.learns_from == "teacher" and "reference" not in self.needs:
+            raise ValueError('learns_from = "teacher": declare "reference" in needs too')
         if self.level == "pair" and self.learns_from != "pair":
             raise ValueError('level = "pair": declare learns_from = "pair" too')
         return self

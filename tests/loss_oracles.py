@@ -112,6 +112,11 @@ def ipo(c: Completion, t: int, config: LossConfig) -> Tensor:
     return 0 * c.current[t] if far else truncated_is(c, t, config)
 
 
+def sao(c: Completion, t: int, config: LossConfig) -> Tensor:
+    r = float(exp(c.now(t) - c.behaviour[t]))
+    return -(r if config.sao_band[0] <= r <= config.sao_band[1] else 0.0) * c.advantage * c.current[t]
+
+
 def sapo(c: Completion, t: int, config: LossConfig) -> Tensor:
     tau = config.sapo_tau[0] if c.advantage > 0 else config.sapo_tau[1]
     return -4 / tau / (1 + torch.exp(-tau * (exp(c.current[t] - c.between(t, config)) - 1))) * c.advantage
@@ -131,6 +136,16 @@ def topr(c: Completion, t: int, config: LossConfig) -> Tensor:
 
 def best_of_n(c: Completion, t: int, config: LossConfig) -> Tensor:
     return -c.current[t]
+
+
+def reverse_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
+    weight = 1.0 if config.is_cap is None else float(exp(c.now(t) - c.behaviour[t]).clamp(max=config.is_cap))
+    return -weight * (c.reference[t] - float(c.now(t))) * c.current[t]
+
+
+def forward_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
+    teacher, own = (math.exp(min(20, x - c.behaviour[t])) for x in (c.reference[t], float(c.now(t))))
+    return -(min(teacher, config.teacher_cap) - min(own, config.teacher_cap)) * c.current[t]
 
 
 def gspo(c: Completion, config: LossConfig) -> Tensor:
@@ -156,7 +171,7 @@ def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tenso
 
 OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
     f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, dppo_tv, dppo_kl, ipo, sapo, vespo, topr, best_of_n)
-}
+} | {f.__name__: f for f in (sao, reverse_kl, forward_kl)}
 OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo, oapl)}
 OF_PAIRS: dict[str, Callable[[Completion, Completion, LossConfig], Tensor]] = {"online_dpo": online_dpo}
 

@@ -25,12 +25,11 @@ from async_rlhf.actors.agents.sessions import Arrived
 from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
 from async_rlhf.actors.environments.from_trl import plain
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
-from async_rlhf.actors.environments.settings import Call, Declaration, EnvironmentFunction, Reply, settings_of
+from async_rlhf.actors.environments.settings import Call, Declaration, EnvironmentFunction, Reply, Scores, settings_of
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.actors.workers.watchdog import watched
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.score import Score
 
 STEP_S = 120.0
 """Of an agent that sets no `timeout_s` itself: between two calls it may run a program."""
@@ -81,22 +80,24 @@ class _Runner(Protocol):
 
 async def played(
     run: Callable[[], _Runner], function: Callable[..., Any], template: Mapping[str, Any], /, **fields: Any
-) -> AsyncGenerator[Call | Score, Reply]:
+) -> AsyncGenerator[Call | Scores, Reply]:
     """run: `_Thread` or `_Task`. fields: of the episode."""
     fields.pop(RESPONSE_TEMPLATE, None)
-    turns, runner, server = Turns(template), run(), endpoint()
+    runner, server = run(), endpoint()
     session, llm = server.open(runner.arrived)
+    turns = Turns(template, session)
     try:
-        runner.start(function, {**fields, "llm": llm})
+        runner.start(function, {**fields, "llm": replace(llm, reward=turns.reward)})
         while (arrived := await runner.next()) is not None:
-            asked, answer = arrived
-            reply = yield turns.call(asked)
-            answer.set_result(turns.wrote(reply))
-        score = turns.score(runner.result(), session.num_joined)
+            asked, call = arrived
+            if session.begins(call):
+                reply = yield turns.call(asked)
+                call.answer.set_result(turns.wrote(reply))
+        scores = turns.end(runner.result())
     finally:
         server.end(session)
         await runner.end()
-    yield score
+    yield scores
 
 
 class _Thread:

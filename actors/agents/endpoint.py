@@ -21,7 +21,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import uvicorn
@@ -55,13 +55,22 @@ _DIALECTS: Mapping[str, Dialect] = {
 }
 
 
+def _by_harness(id: str, value: float) -> None:
+    raise EpisodeError("a harness sets the rewards of this episode: set_reward")
+
+
 @dataclass(frozen=True)
 class Llm:
-    """What an agent is given. origin: `http://HOST:PORT`. api_key: of the episode's session, and of nothing else."""
+    """What an agent is given. origin: `http://HOST:PORT`. api_key: of the episode's session, and of nothing else.
+
+    reward: `reward(response.id, 0.5)` is a score of that one call, beside what the agent returns. Raises EpisodeError for an id
+    of no call or of one that is not trained on, for a second reward, for what is no number, and after the end.
+    """
 
     origin: str
     api_key: str
     model: str = MODEL
+    reward: Callable[[str, float], None] = field(default=_by_harness, repr=False, compare=False)
 
     @property
     def base_url(self) -> str:

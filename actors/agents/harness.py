@@ -21,8 +21,8 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import MAX_TURNS, EnvironmentSpec
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.server import ANY_TURNS, EnvironmentServer
-from async_rlhf.actors.environments.settings import Reply
+from async_rlhf.actors.environments.settings import Reply, Scores
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
 from async_rlhf.actors.environments.yields import End, fails, read_yield
 from async_rlhf.buffers.errors import ConfigError
@@ -78,7 +78,6 @@ class Harnesses:
         self._timeout_s, self._template, self._clock = timeout_s, template, clock
         self.wake: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._ending: list[Session] = []
         self._waiting: dict[int, Mapping[str, Any]] = {}
         self._running: dict[str, _Running] = {}
         self._events: queue.SimpleQueue[Event[int]] = queue.SimpleQueue()
@@ -91,25 +90,25 @@ class Harnesses:
 
     def begin(self, key: int, fields: Mapping[str, Any]) -> None:
         """An episode that a harness may start. fields: the columns of its row, `prompt` and `seed`."""
-        with self._changing():
+        with self._lock:
             self._waiting[key] = fields
 
     def reply(self, key: int, sent: str | Reply) -> None:
         """The model's turn in answer to the call of the last event."""
-        with self._changing():
+        with self._lock:
             running = self._of(key)
             if running is None or running.answering is None:
                 return  # it ended meanwhile
             assert isinstance(sent, Reply)
-            (_, answer), running.answering = running.answering, None
+            (_, call), running.answering = running.answering, None
             running.since = self._clock()
-            answer.set_result(running.turns.wrote(sent))
-            if running.calls:
+            call.answer.set_result(running.turns.wrote(sent))
+            while running.calls and running.answering is None:
                 self._ask(running, running.calls.popleft())
 
     def poll(self) -> list[Event[int]]:
         """What came of episodes, and of those that a harness has lost."""
-        with self._changing():
+        with self._lock:
             late = [each for each in self._running.values() if self._is_late(each)]
             for running in late:
                 self.counters["timed_out"] += 1
@@ -118,7 +117,7 @@ class Harnesses:
 
     def discard(self, keys: Iterable[int]) -> None:
         """The run has given these up."""
-        with self._changing():
+        with self._lock:
             for key in keys:
                 if self._waiting.pop(key, None) is None and (running := self._of(key)) is not None:
                     self.counters["given_up"] += 1
@@ -131,45 +130,44 @@ class Harnesses:
 
     def _start(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The episode that has waited longest, or how long to wait."""
-        with self._changing():
+        with self._lock:
             if not self._waiting:
                 return {"wait_s": WAIT_S}
             key = next(iter(self._waiting))
             row = self._waiting.pop(key)
             session, llm = self.endpoint.open(lambda call: self._arrived(session.secret, call))
             now = self._clock()
-            self._running[session.secret] = _Running(key, session, Turns(self._template), now, time.time())
+            self._running[session.secret] = _Running(key, session, Turns(self._template, session), now, time.time())
             self.counters["started"] += 1
         urls = {"base_url": llm.base_url, "anthropic_url": llm.anthropic_url, "api_key": llm.api_key, "model": llm.model}
         return {"session_id": session.secret, "row": dict(row), "environ": llm.environ, **urls}
 
     def _set_reward(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The newest counts, when the session ends."""
-        with self._changing():
+        """Of the episode, of which the newest counts when the session ends; with a `call_id` of that call, once."""
+        with self._lock:
             running = self._named(body)
-            running.reward, running.since = body.get("reward"), self._clock()
+            running.since = self._clock()
+            if "call_id" in body:
+                running.turns.reward(body["call_id"], body.get("reward"))
+            else:
+                running.reward = body.get("reward")
         return {}
 
     def _end(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Without a reward the episode has no score, and is not trained on; with a `failure` it has failed for that reason."""
-        with self._changing():
+        with self._lock:
             running = self._named(body)
-            reward = body.get("reward", running.reward)
-            score = running.turns.score(reward, running.session.num_joined)
+            scores = running.turns.end(body.get("reward", running.reward))
             if failure := body.get("failure"):
-                score = Score(failure=str(failure)[:1000])
-            if not running.turns.num_calls:
-                end = fails("no turn", "its harness ended it before the model wrote anything")
-            elif score.failure is not None:
-                end = End("failed", score, "reported")
-            else:
-                end = End("scored", score)
+                scores = Scores(Score(failure=str(failure)[:1000]))
+            end = read_yield(scores, running.turns.num_calls, ANY_TURNS, calls=True)
+            assert isinstance(end, End)
             self.counters["ended"] += 1
             self._over(running, end)
-        return {"score": score.value, "failure": end.failure or None}
+        return {"score": scores.score.value, "failure": end.failure or None}
 
     def _arrived(self, name: str, call: Arrived) -> None:
-        with self._changing():
+        with self._lock:
             if (running := self._running.get(name)) is None:
                 return  # its session has just ended, and answers it
             if running.answering is None:
@@ -179,16 +177,10 @@ class Harnesses:
 
     # -- both, under the lock ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """With the lock. Sessions end behind it, for one that takes a call holds its own lock while it waits for this."""
-        with self._lock:
-            yield
-            ending, self._ending = self._ending, []
-        for session in ending:
-            self.endpoint.end(session)
-
     def _ask(self, running: _Running, call: Arrived) -> None:
+        """A call whose turn comes, unless nobody waits for it any more."""
+        if not running.session.begins(call[1]):
+            return
         running.answering, running.since = call, self._clock()
         asked = running.turns.call(call[0])
         read = read_yield(asked, running.turns.num_calls - 1, ANY_TURNS, calls=True)
@@ -203,7 +195,7 @@ class Harnesses:
 
     def _close_session(self, running: _Running) -> None:
         del self._running[running.session.secret]
-        self._ending.append(running.session)
+        self.endpoint.end(running.session)
 
     def _happened(self, running: _Running, came: Any) -> None:
         self._events.put(Event(running.key, came, running.began, time.time()))

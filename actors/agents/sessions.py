@@ -6,7 +6,11 @@ on close    `end`: every call without an answer fails with 503; so does each tha
 
 A retry is no second call. A request is one by its header (`x-stainless-retry-count`), or when a request like it lost its
 connection before it had an answer: it then has the answer of that call, sampled already or not. Two like requests on open
-connections are two calls. A client that goes away leaves its call behind; the turn still counts.
+connections are two calls.
+
+A client that goes away leaves its call behind. One that the model answers counts as a turn, for which a retry may come. For one
+that is still behind another nothing was sampled: it is left out when its turn comes (`begins`), and a retry that comes later is
+a call of its own.
 """
 
 from __future__ import annotations
@@ -23,25 +27,27 @@ from async_rlhf.actors.agents.written import Written
 
 @dataclass(eq=False)
 class Pending:
-    """What is kept of a call: not what it asks, which grows with the conversation. num_waiting: connections on which the answer
-    is waited for; is_given: one had it."""
+    """What is kept of a call: not what it asks, which grows with the conversation. key: as of `ask`. num_waiting: connections
+    on which the answer is waited for; is_given: one had it."""
 
+    key: bytes
     answer: Future[Written] = field(default_factory=Future)
     num_waiting: int = 0
     is_given: bool = False
 
 
-Arrived = tuple[Asked, Future[Written]]
+Arrived = tuple[Asked, Pending]
 """A call, and what takes the model's turn in answer to it."""
 
 
 class Session:
-    """See the module docstring. secret: names it in a URL or as a key. num_joined: requests that were no call of their own."""
+    """See the module docstring. secret: names it in a URL or as a key. name: in the ids of its answers, and in no others.
+    num_joined: requests that were no call of their own. num_left: calls that nobody waited for when their turn came."""
 
     def __init__(self, arrived: Callable[[Arrived], object]) -> None:
         """arrived: takes each call once, in the server's thread."""
-        self.secret = secrets.token_urlsafe(24)
-        self.num_joined = 0
+        self.secret, self.name = secrets.token_urlsafe(24), secrets.token_hex(4)
+        self.num_joined = self.num_left = 0
         self._arrived = arrived
         self._lock = threading.Lock()
         self._calls: dict[bytes, list[Pending]] = {}
@@ -62,9 +68,18 @@ class Session:
                 self.num_joined += 1
                 call.num_waiting += 1
                 return call
-            known.append(call := Pending(num_waiting=1))
-            self._arrived((asked, call.answer))
-            return call
+            known.append(call := Pending(key, num_waiting=1))
+        self._arrived((asked, call))
+        return call
+
+    def begins(self, call: Pending) -> bool:
+        """Whether the turn of a call that arrived may begin; else nobody waits for it, and it is forgotten."""
+        with self._lock:
+            if call.num_waiting:
+                return True
+            self._calls[call.key].remove(call)
+            self.num_left += 1
+            return False
 
     def left(self, call: Pending) -> None:
         """A request has lost its connection."""

@@ -1,15 +1,18 @@
-"""The turns of an agent's episode: what a request asks becomes a `Call`, and the model's `Reply` what answers it. Pure."""
+"""The turns of an agent's episode: what a request asks becomes a `Call`, the model's `Reply` what answers it, and what the
+agent returns the end. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from async_rlhf.actors.agents.asked import Asked
+from async_rlhf.actors.agents.asked import Asked, RequestError
 from async_rlhf.actors.agents.conversations import Conversations
+from async_rlhf.actors.agents.sessions import Session
 from async_rlhf.actors.agents.written import Written, read_reply
-from async_rlhf.actors.environments.settings import Call, Reply
+from async_rlhf.actors.environments.settings import Call, Reply, Scores
 from async_rlhf.actors.rewards.answer import read
 from async_rlhf.buffers.score import Score
 
@@ -17,13 +20,21 @@ RESPONSE_TEMPLATE = "response_template"
 """The option by which what the model writes is read."""
 
 
+# Of a dialect, before what it shares with the others.
+_PREFIX = re.compile("^(chatcmpl-|msg_|resp_)")
+
+
 class Turns:
     """Of one episode, one at a time: `call`, then `wrote`. template: how the model writes reasoning and calls of tools."""
 
-    def __init__(self, template: Mapping[str, Any]) -> None:
-        self._template, self._conversations = template, Conversations()
+    def __init__(self, template: Mapping[str, Any], session: Session) -> None:
+        self._template, self._session, self._conversations = template, session, Conversations()
         self._asked: tuple[Asked, int] | None = None
         self._counts = Counter({"calls": 0, "unparsed_turns": 0})
+        # Of the calls that were answered: whether they are trained on, by the answer's id, in order; and the rewards by that.
+        self._trained: dict[str, bool] = {}
+        self._rewards: dict[str, float] = {}
+        self._is_over = False
 
     @property
     def num_calls(self) -> int:
@@ -40,15 +51,38 @@ class Turns:
     def wrote(self, reply: Reply) -> Written:
         assert self._asked is not None
         (asked, chain), self._asked = self._asked, None
-        written = read_reply(reply, asked, self._template, self._counts["calls"])
+        written = read_reply(reply, asked, self._template, self._counts["calls"], self._session.name)
+        self._trained[written.id] = asked.trained
         self._counts["unparsed_turns"] += written.is_unparsed
         self._conversations.wrote(chain, asked.prefixes, written.message)
         return written
 
-    def score(self, result: Any, num_joined: int) -> Score:
+    def reward(self, id: str, value: Any) -> None:
+        """A score of one call, once. id: of its answer, as the client has it. Raises RequestError."""
+        named, known = _PREFIX.sub("", str(id)), tuple(self._trained)
+        if self._is_over:
+            raise RequestError("the episode has ended; rewards of its calls are set before", 410)
+        if named not in known:
+            answered = f"the newest that it has answered is {known[-1]!r}" if known else "it has answered none"
+            raise RequestError(f"{id!r:.80} is no call of this episode; {answered}", 404)
+        if not self._trained[named]:
+            raise RequestError(f"call {named!r} is not trained on, as its request asked: a reward for it would be lost")
+        if named in self._rewards:
+            raise RequestError(f"call {named!r} has the reward {self._rewards[named]:g} already; it is set once", 409)
+        answer = read(value)
+        if answer.value is None:
+            raise RequestError(f"the reward of call {named!r}: {answer.failure or 'None; a number was expected'}")
+        self._rewards[named] = answer.value
+
+    def end(self, result: Any) -> Scores:
         """What an episode ended with: a number, a `Score` or None (not scorable), or such by name, whose sum is the score and
-        each of which is a metric. Anything else is a failure. num_joined: requests that were retries of others."""
-        counts = {**self._counts, "chains": self._conversations.num_chains, "retries_joined": num_joined}
+        each of which is a metric. Anything else is a failure."""
+        self._is_over = True
+        return Scores(self._score(result), tuple(map(self._rewards.get, self._trained)))
+
+    def _score(self, result: Any) -> Score:
+        counts = {**self._counts, "chains": self._conversations.num_chains}
+        counts |= {"retries_joined": self._session.num_joined, "calls_left": self._session.num_left}
         if not isinstance(result, Mapping):
             answer = read(result)
             return Score(answer.value, answer.failure, {**counts, **answer.metrics})

@@ -29,8 +29,9 @@ class WrittenCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """id: unique in its session. stopped_by: the client's text that ended the turn, which `text` is without. num_prompt: tokens
-    before the turn in its chain; num_tokens: of the turn. is_unparsed: what begins as a call could not be read, and is text."""
+    """id: of no other turn, in any session. stopped_by: the client's text that ended the turn, which `text` is without.
+    num_prompt: tokens before the turn in its chain; num_tokens: of the turn. is_unparsed: what begins as a call could not be
+    read, and is text."""
 
     id: str
     text: str
@@ -69,8 +70,8 @@ class Dialect(Protocol):
         ...
 
 
-def read_reply(reply: Reply, asked: Asked, template: Mapping[str, Any], number: int) -> Written:
-    """template: how the model writes reasoning and calls. number: of the turn in its session, from 1."""
+def read_reply(reply: Reply, asked: Asked, template: Mapping[str, Any], number: int, session: str) -> Written:
+    """template: how the model writes reasoning and calls. number: of the turn in its session, from 1. session: its name."""
     text, stopped_by = _cut(reply.text, asked.stop)
     turn = _turn(text, asked, template)
     calls = tuple(
@@ -80,7 +81,7 @@ def read_reply(reply: Reply, asked: Asked, template: Mapping[str, Any], number: 
     )
     whole: Literal["stop", "tool_calls"] = "tool_calls" if calls else "stop"
     return Written(
-        id=f"turn_{number}",
+        id=f"turn_{number}_{session}",
         text=turn.message["content"],
         reasoning=turn.message.get("reasoning_content") or "",
         calls=calls,

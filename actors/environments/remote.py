@@ -174,4 +174,4 @@ def _ended(came: Stepped) -> End:
     (answer,) = to_answers(came.answers)
     if answer.failure is not None:
         return End("failed", answer.score(), "reported")
-    return End("scored", answer.score())
+    return End("scored", answer.score(), turn_scores=tuple(came.turn_scores))

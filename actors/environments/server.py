@@ -103,7 +103,7 @@ class EnvironmentServer(Service):
             return Stepped(id=id, turn=session.turn, content=read.content, score=read.score, call=fields)
         score = event.came.score
         answers = [] if score is None else [to_fields(Answer(score.value, score.failure, metrics=score.metrics))]
-        return Stepped(id=id, turn=session.turn, answers=answers)
+        return Stepped(id=id, turn=session.turn, answers=answers, turn_scores=[*event.came.turn_scores])
 
     def _environment(self) -> EnvironmentFields:
         return EnvironmentFields(**{name: getattr(self._spec, name) for name in EnvironmentFields.model_fields})

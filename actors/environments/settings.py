@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from async_rlhf.actors.rewards.settings import GIVEN, declared, declares
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.score import Score
 
 EnvironmentFunction = Callable[..., Any]
 Message = dict[str, Any]
@@ -64,6 +65,18 @@ class Reply(NamedTuple):
     finish_reason: Literal["stop", "length"]
     num_prompt: int
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The end of an agent's episode; yielded in place of a Score where single calls have scores.
+
+    turns: of each Call in their order, None for none; the last ones may be missing. A score counts for its own turn, and for
+    none before it.
+    """
+
+    score: Score
+    turns: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

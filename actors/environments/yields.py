@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgpack
 
 from async_rlhf.actors.chat import chat_of
-from async_rlhf.actors.environments.settings import Call, Content, Feedback
+from async_rlhf.actors.environments.settings import Call, Content, Feedback, Scores
 from async_rlhf.actors.rewards.answer import failed, read, shown
 from async_rlhf.buffers.score import Score
 
@@ -37,12 +37,14 @@ class Read:
 
 @dataclass(frozen=True)
 class End:
-    """The end of an episode. score: None where the environment gave none. kind: of a failure. traceback: of an exception."""
+    """The end of an episode. score: None where the environment gave none. kind: of a failure. traceback: of an exception.
+    turn_scores: as of `Scores`."""
 
     reason: Reason
     score: Score | None = None
     kind: Kind = ""
     traceback: str = ""
+    turn_scores: tuple[float | None, ...] = ()
 
     @property
     def failure(self) -> str:
@@ -65,6 +67,8 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
     """What a yielded value means after `turn` turns of the model. calls: as in `EnvironmentSettings`."""
     if isinstance(value, Score):
         return _end(value, turn)
+    if calls and isinstance(value, Scores):
+        return replace(_end(value.score, turn), turn_scores=value.turns)
     if calls:
         call = _call(value, turn)
         if isinstance(call, End):

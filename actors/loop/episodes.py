@@ -7,8 +7,7 @@
 Without an environment the prompt is the row's own and a rollout is one turn. With one, its first observation is the prompt:
 the members of a group begin together when all have theirs, which must be equal, for a baseline compares them. Those of an
 agent's group begin each by itself, and their first prompts may differ behind a first token that all share. An agent's calls are
-turns of one rollout, whichever conversation they are of. The engine holds the keys and values of the newest turn alone: a call
-that goes on in another chain is computed from its prompt on.
+turns of one rollout, whichever conversation they are of.
 
 An episode is ended by its environment, or by a limit: there is no room (`context`: in all chains together, or for the prompt of
 one), it has had its turns (`max_turns`); it then has the score that the environment's settings name for that. An episode
@@ -188,6 +187,8 @@ class Episodes:
         if room <= 0:
             self._play.pool.discard([key])
             return self._end(key, episode, "context", self._play.at_limit)
+        if transcript.turns:
+            transcript.turns[-1].score = read.score
         most = room if call is None or call.max_tokens is None else min(room, call.max_tokens)
         self._begin_turn(key, episode, turn, most, () if call is None else call.stop)
         return None
@@ -205,7 +206,7 @@ class Episodes:
             ids = tuple(rendering.given(call.tools).prompt(read.content, is_foreign=True).ids)
             if transcript.first is None:
                 self._check_prompt(len(ids), "call")
-            return Turn(number, anew, read.content, ids, call.tools, trained=trained)
+            return Turn(number, anew, read.content, ids, call.tools, trained)
         first, last = past[0], past[-1]
         if call is not None and call.tools and call.tools != first.tools:
             raise EpisodeError(f"its call gives chain {number} other tools than those that it began with; begin another chain")
@@ -220,7 +221,7 @@ class Episodes:
             _, found, restarts = rendering.observation(first.content, read.content, last.wrote.token_ids.tolist())
         if not found:
             raise EpisodeError("its observation is empty: the model has nothing to read")
-        return Turn(number, anew if restarts else last.chain, read.content, tuple(found), first.tools, read.score, trained)
+        return Turn(number, anew if restarts else last.chain, read.content, tuple(found), first.tools, trained)
 
     def _room(self, transcript: Transcript, turn: Turn) -> int:
         """Tokens that this turn may have; 0 or fewer: none."""
@@ -250,6 +251,8 @@ class Episodes:
     def _ended(self, key: RolloutKey, end: End, episode: _Episode) -> Played | None:
         assert self._play is not None
         turns = episode.transcript.turns
+        for turn, score in zip(turns, end.turn_scores, strict=False):
+            turn.score = score
         if not turns and not self._play.spec.calls:
             self._opened(key, episode, end.score or Score(failure=_NO_TURN))
             return None
@@ -278,6 +281,8 @@ class Episodes:
             self._over.append(key)  # what is held for a turn that will not come
         completion, rows = transcript.completion(key, reason), transcript.recorded()
         said, prompt = ((), "") if self._play is None else transcript.messages()
+        turn_scores = tuple(turn.score for row in rows for turn in row if turn.trained)
+        is_agent = self._play is not None and self._play.spec.calls
         return Played(
             completion,
             rows[0][0].ids,
@@ -289,7 +294,7 @@ class Episodes:
             num_prompt=len(as_messages(prompt)),
             is_chat=self._play is not None and self._play.rendering.is_chat(prompt),
             score=score,
-            turn_scores=tuple(turn.score for turn in transcript.turns[1:]),
+            turn_scores=turn_scores if is_agent else turn_scores[:-1],
             steps=tuple(episode.steps),
             last=max(number for number, turn in enumerate(transcript.turns) if turn.trained),
             num_sampled=transcript.num_sampled,

@@ -33,9 +33,9 @@ class Turn:
     """One of the model's, with what it reads before.
 
     conversation: its number; an environment that is no agent has one. chain: numbered as they begin. content: what is read, as
-    the environment gave it; ids: tokens of that, of a new chain its whole prompt. tools: those of its conversation. score: the
-    environment's, of the turn before. trained: whether it is trained on. wrote, text: None and "" until it has ended. behind:
-    tokens between the prompt of its chain and what is sampled.
+    the environment gave it; ids: tokens of that, of a new chain its whole prompt. tools: those of its conversation. trained:
+    whether it is trained on. wrote, text: None and "" until it has ended. behind: tokens between the prompt of its chain and
+    what is sampled. score: the environment's, once it has one.
     """
 
     conversation: int
@@ -43,11 +43,11 @@ class Turn:
     content: Content
     ids: tuple[int, ...]
     tools: Sequence[Mapping[str, Any]] = ()
-    score: float | None = None
     trained: bool = True
     wrote: Completion | None = None
     text: str = ""
     behind: int = 0
+    score: float | None = None
 
 
 class Transcript:

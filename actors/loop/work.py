@@ -117,7 +117,7 @@ class Played:
     observation there. prompt, prompt_ids: the first observation, or the row's ids and no text; of an agent no text. turns: what
     the model wrote, in time; last: the last of them that is trained on. num_sampled: tokens of all. anew: what was read where a
     row began anew. messages: the conversation of the last turn, is_chat: as such; num_prompt: of them before the first turn.
-    score: the environment's; turn_scores: of each turn but the last. steps: when the environment worked on it, (began, ended)
+    score: the environment's; turn_scores: as of `Rollout`. steps: when the environment worked on it, (began, ended)
     in seconds since the epoch.
     """
 

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards.answer import Logprobs
 from async_rlhf.actors.rewards.settings import Stream, reward
 from async_rlhf.buffers.attention import FAMILIES, angle_limit, attention
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.model_directory import check_own_code
 from async_rlhf.buffers.score import Score
 
 if TYPE_CHECKING:
     from async_rlhf.actors.scoring.incremental import IncrementalJudge, Sample
     from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
-    from async_rlhf.buffers.record import SamplingMask
+    from async_rlhf.buffers.record import Float32Array, SamplingMask
 
 # Files any of which holds a tokenizer.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -41,10 +42,6 @@ def check_incremental(path: str, of: str) -> None:
             "keep nothing but keys and values, so it has no incremental scoring; set stream_tokens = 0, or use one of "
             f"{', '.join(sorted(FAMILIES))}"
         )
-
-
-def _prepares(stage: type[_Reward] | type[_Reference]) -> Callable[..., object]:
-    return lambda **options: stage(**options).model()
 
 
 def _forgets(stage: type[_Reward] | type[_Reference]) -> Callable[..., object]:
@@ -135,7 +132,7 @@ def _prefetch(
     workers=1,
     timeout_s=60.0,
     check=check,
-    prepare=_prepares(_Reward),
+    prepare=lambda **options: _Reward(**options).model(),
     stream=Stream(_prefetch, _forgets(_Reward), _check_stream),
 )
 def reward_model(
@@ -189,6 +186,44 @@ class _Reference(NamedTuple):
 
         return IncrementalJudge(ReferenceHead(self.model(), self.temperature), self.cache_bytes)
 
+    def logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
+        """float32 [T] of each."""
+        if not self.path:
+            raise RewardError("there is no teacher for this source; add it to scoring.reference.by_source")
+        model = self.model()
+        read = zip(model.read([s.prompt for s in samples], [s.completion for s in samples]), samples, strict=True)
+        return [model.logprobs(hidden, s.completion, self.temperature, s.sampling_mask) for hidden, s in read]
+
+
+def _prepare_reference(path: str, by_source: Mapping[str, str] | None = None, api_key_env: str = "", **options: Any) -> None:
+    for each in filter(None, (path, *(by_source or {}).values())):
+        if not is_address(each):
+            _Reference(each, **options).model()
+
+
+def check_teacher(path: str, policy: str, of: str) -> None:
+    """Raises ConfigError for a directory without a model, and for one whose tokens are not the policy's. of: the setting."""
+    directory = Path(path)
+    if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"{of} = {path!r} is no Hugging Face model (config.json and *.safetensors), and no URL: http://host:8000/v1"
+        )
+    check_own_code(directory, of)
+    own, other = (_vocabulary(Path(each)) for each in (policy, path))
+    if own is not None and other is not None and own != other:
+        raise ConfigError(
+            f"{of} = {path!r} has other tokens than model = {policy!r}, and a teacher is asked about the policy's: choose one "
+            "of its family, with the same tokenizer.json"
+        )
+
+
+def _vocabulary(directory: Path) -> Any:
+    """Tokens and their ids, where a tokenizer.json has them."""
+    try:
+        return json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
 
 def _prefetch_reference(
     prompt_ids: list[list[int]], completion_ids: list[list[int]], stream_ids: list[int], **options: Any
@@ -201,7 +236,7 @@ def _prefetch_reference(
     batch_wait_s=0.02,
     workers=1,
     timeout_s=60.0,
-    prepare=_prepares(_Reference),
+    prepare=_prepare_reference,
     stream=Stream(_prefetch_reference, _forgets(_Reference)),
 )
 def reference(
@@ -214,28 +249,40 @@ def reference(
     dtype: str = "float32",
     threads: int = 1,
     cache_bytes: int = _CACHE_BYTES,
+    by_source: Mapping[str, str] | None = None,
+    api_key_env: str = "",
+    source: list[Any] | None = None,
     sampling_mask: list[Sequence[bytes] | None] | None = None,
     row_pieces: list[Sequence[Sequence[int]] | None] | None = None,
     stream_ids: list[int | None] | None = None,
 ) -> list[Logprobs]:
-    """Log-probabilities under the frozen initial model: of each completion float32 [T] at `temperature`.
+    """Log-probabilities under the frozen initial model, or a teacher: of each completion float32 [T] at `temperature`.
 
-    path: the model's directory. restricted: over each token's `sampling_mask`, where it is known; else over the whole
+    path: the model's directory, or a server (`served_teacher`) with the key in the variable `api_key_env`. by_source: another
+    one for completions of a `source`. restricted: over each token's `sampling_mask`, where it is known; else over the whole
     vocabulary. cache_bytes: most memory for keys and values of unfinished completions. row_pieces: of a completion whose row
     begins anew, (start, num_prompt, stop) as in `record.Piece`; each is read alone, and 0 stands for the tokens of its prompt.
     """
-    options = _Reference(path, temperature, restricted, device, dtype, threads, cache_bytes)
     given = sampling_mask if restricted and sampling_mask is not None else [None] * len(completion_ids)
     masks = [None if own is None else _sampling_mask(*own) for own in given]
     cut = list(map(_cut, _samples(prompt_ids, completion_ids, masks), row_pieces or [None] * len(completion_ids)))
     samples = [sample for own in cut for sample in own]
     if stream_ids is not None:  # what was read ahead is of the first piece
         streams = [stream for first, own in zip(stream_ids, cut, strict=True) for stream in (first, *(None for _ in own[1:]))]
-        found = options.judge().score(streams, samples)
+        found = _Reference(path, temperature, restricted, device, dtype, threads, cache_bytes).judge().score(streams, samples)
     else:
-        model = options.model()
-        read = zip(model.read([s.prompt for s in samples], [s.completion for s in samples]), samples, strict=True)
-        found = [Logprobs(model.logprobs(hidden, s.completion, temperature, s.sampling_mask)) for hidden, s in read]
+        chosen = [(by_source or {}).get(str(each), path) for each in source or [None] * len(cut)]
+        models = [model for model, own in zip(chosen, cut, strict=True) for _ in own]
+
+        def ask(model: str, own: list[Sample]) -> list[Float32Array]:
+            if is_address(model):
+                from async_rlhf.actors.scoring.served_teacher import logprobs
+
+                return logprobs(model, own, api_key_env)
+            return _Reference(model, temperature, restricted, device, dtype, threads, cache_bytes).logprobs(own)
+
+        by_model = {m: iter(ask(m, [s for s, own in zip(samples, models, strict=True) if own == m])) for m in {*models}}
+        found = [Logprobs(next(by_model[model])) for model in models]
     each = iter(found)
     return [_joined([next(each) for _ in own], own) for own in cut]
 

@@ -201,6 +201,8 @@ class Scheduler:
         for row in rows:
             entry = self._entry(row)
             self._unfinished.discard(entry.request.key)
+            if not entry.request.hold:
+                self._holds.forget([entry.request.key])
             self._free(entry)
 
     def hold(self, row: int, token_ids: Iterable[int], cache: tuple[Any, ...], num_places: int, room: int) -> None:
@@ -307,7 +309,8 @@ class Scheduler:
         copies, admitted = [], []
         for row, entry in zip(free, entering, strict=True):
             hold, entry.hold = entry.hold, None
-            self._holds.forget([entry.request.key])
+            if hold is not None:
+                self._holds.release(entry.request.key, hold)
             held = hold if hold is not None and hold.cache else None
             self._rows[row], entry.row, entry.version = entry, row, version if held is None else held.version
             admitted.append(Admission(row, entry.request, entry.version, entry.progress, () if held is None else held.cache))

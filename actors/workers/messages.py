@@ -19,7 +19,7 @@ from pydantic import Field
 
 from async_rlhf.actors.rewards.answer import Answer
 from async_rlhf.buffers.protocol import message
-from async_rlhf.buffers.protocol.message import Codec, Count, MessageBase
+from async_rlhf.buffers.protocol.message import Amount, Codec, Count, MessageBase
 
 NUM_IDS = 1 << 40
 
@@ -122,7 +122,8 @@ class CallFields(MessageBase):
 
 class Stepped(message.Message):
     """What the model reads next, with a score for its turn or the call that it is of; or, without content, the end of the
-    session and its answers: of a reward one for each member or one for all, of an episode that of its score if it has one."""
+    session and its answers: of a reward one for each member or one for all, of an episode that of its score if it has one, with
+    scores of its turns as of `Scores`."""
 
     id: Id
     turn: Count
@@ -130,6 +131,7 @@ class Stepped(message.Message):
     score: float | None = None
     call: CallFields | None = None
     answers: list[AnswerFields] = Field(default_factory=list)
+    turn_scores: list[Amount | None] = Field(default_factory=list)
 
 
 class Shown(message.Message):

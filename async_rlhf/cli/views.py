@@ -77,16 +77,18 @@ def rollouts_show(
     """Show groups as they were trained on: prompt, completions, versions, scores. All of them are there while the journal
     holds them (queue.keep_rollouts = true), else those that were sampled into rollouts.jsonl."""
     from async_rlhf.inspect.rollouts import records
-    from async_rlhf.run.display.console import group_lines
     from async_rlhf.run.run_dir import RunDir
+    from async_rlhf.watch.completions import group_lines
+    from async_rlhf.watch.reading import decode_of
 
-    limit, more, sampled = limit or (None if as_json else 4), 0, False
-    for number, record in enumerate(records(RunDir.existing(run_dir), step=step, group=group)):
+    run, limit, more, sampled = RunDir.existing(run_dir), limit or (None if as_json else 4), 0, False
+    decode = None if as_json else decode_of(run)
+    for number, record in enumerate(records(run, step=step, group=group)):
         if limit is not None and number >= limit:
             more += 1
             continue
         sampled = sampled or record["sampled"]
-        say(json.dumps(record) if as_json else group_lines(record))
+        say(json.dumps(record) if as_json else group_lines(record, decode))
     if sampled:
         typer.echo("of steps that the journal does not hold, the groups in rollouts.jsonl are shown", err=True)
     if more:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -43,7 +43,8 @@ Write = Callable[[Content], str | None]
 
 @dataclass(frozen=True)
 class Part:
-    """What the environment sent or the model wrote. score: what the environment gave for the turn before it.
+    """What the environment sent or the model wrote. score: what the environment gave for the turn before it, an agent for this
+    one.
 
     pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token). anew:
     tokens of the whole conversation, where the model read that instead of the content behind its turn.
@@ -113,6 +114,8 @@ def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.E
             return Trial(number, parts, "its process ended", None, seconds)
         seconds.append(event.ended - event.began)
         if isinstance(came, End):
+            scores = dict(zip((at for at, part in enumerate(parts) if part.who == "model"), came.turn_scores, strict=False))
+            parts = [replace(part, score=scores.get(at, part.score)) for at, part in enumerate(parts)]
             return Trial(number, parts, came.reason, came.score, seconds)
         parts.append(Part("environment", came.content, came.score))
         if (text := write(came.content)) is None:
@@ -205,7 +208,8 @@ def lines(trial: Trial) -> list[str]:
     """An episode as a person reads it; special tokens are dim where the terminal can show it."""
     found = [f"episode {trial.row}"]
     for part in trial.parts:
-        scored = "" if part.score is None else f"   (the turn before: {part.score:g})"
+        of_turn = "the turn before" if part.who == "environment" else "reward"
+        scored = "" if part.score is None else f"   ({of_turn}: {part.score:g})"
         scored += f"   (in the whole conversation: {part.anew} tokens)" if part.anew else ""
         found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {_shown(part)}{scored}")
     return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]

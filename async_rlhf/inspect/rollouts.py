@@ -146,6 +146,7 @@ def _record(step: int, group: Group) -> dict[str, Any]:
                 "reference": None if rollout.reference is None else [float(value) for value in rollout.reference],
                 "spans": [[span.version, span.num_tokens] for span in rollout.spans],
                 "restarts": rollout.restarts,
+                "turn_scores": [*rollout.turn_scores],
                 "finish_reason": rollout.finish_reason,
                 "scores": {name: vars(score) for name, score in rollout.scores.items()},
                 "timings": dict(rollout.timings),

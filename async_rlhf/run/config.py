@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from async_rlhf.actors.config import ActorsConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
-from async_rlhf.actors.data.config import DataConfig, anchor_source
-from async_rlhf.actors.environments import ADAPTERS, EnvironmentConfig
-from async_rlhf.actors.rewards import absolute
+from async_rlhf.actors.data.config import DataConfig
+from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.buffers.config import REVEALED, QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.parsing import toml_table
@@ -27,6 +26,7 @@ from async_rlhf.launch.config import LaunchConfig, PlacementConfig
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
+from async_rlhf.run.anchoring import anchor, change_models
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.config_keys import explain, known
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
@@ -225,8 +225,7 @@ def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
             changed = _nested(key, _plain(value))
             _prepare(changed, Path.cwd())
             _lay(values, changed)
-    if isinstance(model := values.get("model"), str):
-        values["model"] = shipped.fetched(model)
+    change_models(values, shipped.fetched)
     config = validated(values)
     check(config)
     return config
@@ -307,47 +306,7 @@ def _prepare(values: dict[str, Any], base: Path) -> None:
     """Make paths absolute, seen from `base`; an environment may be given by its function alone."""
     if isinstance(function := values.get("environment"), str):
         values["environment"] = {"function": function}
-    _anchor(values, base)
-
-
-# Settings that are a path, or name a function that may lie in a file.
-_ANCHORED: tuple[tuple[str, str, Callable[[str, Path], str]], ...] = (
-    ("learner", "deepspeed_config", lambda path, base: str(base / path)),
-    ("security", "keys", lambda path, base: str(base / path)),
-    ("loss", "kind", absolute),
-    ("advantage", "kind", absolute),
-    ("environment", "function", lambda target, base: absolute(target, base, ADAPTERS)),
-)
-
-
-def _anchor(values: dict[str, Any], base: Path) -> None:
-    if isinstance(model := values.get("model"), str):
-        values["model"] = _model(model, base)
-    for section, key, seen_from in _ANCHORED:
-        own = values.get(section)
-        if isinstance(own, dict) and isinstance(given := own.get(key), str) and given not in ("", "none"):
-            own[key] = seen_from(given, base)
-    for name in ("data", "evaluation"):
-        source = values.get(name)
-        several = source.get("sources") if isinstance(source, dict) else None
-        for each in (source, *(several if isinstance(several, list) else ())):
-            anchor_source(each, base)
-    rewards = values.get("rewards")
-    if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple | str):
-        functions = [functions] if isinstance(functions, str) else functions
-        rewards["functions"] = [absolute(str(function), base) for function in functions]
-    if isinstance(rewards, dict) and isinstance(options := rewards.get("options"), dict):
-        for chosen in options.values():
-            if isinstance(chosen, dict) and isinstance(path := chosen.get("path"), str):
-                chosen["path"] = str(base / path)
-
-
-def _model(given: str, base: Path) -> str:
-    """The model at this path, or else the shipped one of this name; a published one keeps its name."""
-    own = base / Path(given).expanduser()
-    if not own.exists() and (among_shipped := shipped.model_directory(given)) is not None:
-        return str(among_shipped)
-    return given if shipped.is_name(given, base) else str(own)
+    anchor(values, base)
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:

@@ -42,6 +42,15 @@ def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[s
         yield f"{kind} needs a critic's values: set learner.critic.kind = 'head', or advantage.kind = 'group_relative'"
     if not advantage.needs_critic and critic != "none":
         yield f"learner.critic.kind = {critic!r}, and {kind} has no use for values: set learner.critic.kind = 'none'"
+    for name in ("lam_alpha", "lam_critic"):
+        if getattr(advantage, name) is not None and "lam" not in advantage_settings(advantage.kind):
+            yield f"advantage.{name} is set, and {kind} has no lam: leave it out, or set advantage.kind = 'traced'"
+    own = learner.critic.model_dump(include={"updates", "freeze_attention"}, exclude_defaults=True)
+    if own and (critic != "model" or learner.backend != "torch"):
+        yield (
+            f"learner.critic.{min(own)} is for a critic with a trunk of its own on plain torch: set learner.critic.kind = "
+            "'model' and learner.backend = 'torch', or leave it out"
+        )
     if advantage.c_cap > advantage.rho_cap:
         yield (
             f"advantage.c_cap = {advantage.c_cap:g} is above advantage.rho_cap: a trace would be longer than the step it "
@@ -51,6 +60,9 @@ def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[s
 
 def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
     kind, spec = advantage_spec(advantage.kind), loss_spec(loss.kind)
+    if spec.learns_from == "teacher":
+        yield from _without_advantages(advantage, loss)
+        return
     named, named_loss, turns = f"advantage.kind = {advantage.kind!r}", f"loss.kind = {loss.kind!r}", advantage.level == "turn"
     if turns and kind.level != "group":
         yield f"advantage.level = 'turn' compares turns within a group, {named} does not: set advantage.kind = 'leave_one_out'"
@@ -68,9 +80,19 @@ def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterat
         yield f"{named_loss} fits log-ratios to r - V, and {named} gives another number: set advantage.kind = 'oapl'"
 
 
+def _without_advantages(advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
+    for name in advantage.model_dump(exclude_defaults=True, exclude={"max_constant_batches"}):
+        yield f"advantage.{name} is set, and loss.kind = {loss.kind!r} learns from a teacher and not from rewards: leave it out"
+    if loss.kl_in_reward:
+        yield f"loss.kl_in = 'reward': rewards do not count in loss.kind = {loss.kind!r}; set loss.kl_in = 'loss'"
+
+
 def _groups(config: Config) -> Iterator[str]:
     advantage, loss, size, alone = config.advantage, config.loss, config.generation.group_size, "generation.group_size = 1"
-    if size == 1 and loss_spec(loss.kind).learns_from != "all":
+    learns_from = loss_spec(loss.kind).learns_from
+    if learns_from == "teacher":
+        return
+    if size == 1 and learns_from != "all":
         yield f"loss.kind = {loss.kind!r} compares completions of one prompt, and {alone}; lowest: 2"
     if size == 1 and advantage_spec(advantage.kind).level == "group":
         yield (
@@ -97,6 +119,8 @@ def _corrections(loss: LossConfig) -> Iterator[str]:
             yield f"loss.{name} masks single tokens, a term of {kind} is a whole completion: set loss.kind = 'decoupled_ppo'"
         if isinstance(value, tuple) and not 0 <= value[0] < 1 < value[1]:
             yield f"loss.{name} = {list(value)} would mask what the policy itself samples: 1 must be inside, as in [0.5, 2.0]"
+    if loss.kind == "sao" and not loss.sao_band[0] < 1 < loss.sao_band[1]:
+        yield f"loss.sao_band = {list(loss.sao_band)} would mask what the policy itself samples: 1 must be inside"
     if loss.is_level == "sequence" and spec.corrects != "weights and masks":
         yield f"loss.is_level = 'sequence': {kind} has the ratio to behaviour in itself; set loss.is_level = 'token'"
     if loss.is_normalised and (spec.corrects != "weights and masks" or loss.is_cap is None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
+from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.scoring.model_stages import check_incremental
+from async_rlhf.actors.scoring.model_stages import check_incremental, check_teacher
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
@@ -24,8 +26,9 @@ prompt, what the model wrote in it, and which of `completion_ids` were sampled."
 
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
-    """The rewards, as `RewardsConfig.specs` proves them; none where an environment is to judge alone."""
-    if config.environment.function and not config.rewards.functions:
+    """The rewards, as `RewardsConfig.specs` proves them; none where an environment is to judge alone, or a teacher."""
+    has_others = config.environment.function or loss_spec(config.loss.kind).learns_from == "teacher"
+    if has_others and not config.rewards.functions:
         return ()
     return config.rewards.specs(Path.cwd(), config.scoring.stages, columns)
 
@@ -94,17 +97,22 @@ def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tupl
     """The rewards, and behind them the reference where it is a stage. Raises ConfigError."""
     rewards = reward_specs(config, columns)
     _check(config)
+    if columns is not None:
+        _check_teachers(config)
     return (*rewards, _reference(config)) if config.scoring.reference_is_stage else rewards
 
 
 def _reference(config: Config) -> RewardSpec:
+    own = config.scoring.reference
     options = {
-        "path": config.model,
+        **own.model_dump(),
+        "path": own.path or ("" if own.teachers else config.model),
         "temperature": config.generation.temperature,
         "restricted": loss_spec(config.loss.kind).takes_ratios,
-        **config.scoring.reference.model_dump(),
     }
-    settings = config.scoring.stages[REFERENCE].given
+    settings = config.scoring.stages.get(REFERENCE, StageConfig()).given
+    if own.directories != own.teachers:
+        settings = {"retries": 3, **settings}
     (spec,) = resolve(
         [f"{REFERENCE}=async_rlhf.actors.scoring.model_stages:{REFERENCE}"],
         Path.cwd(),
@@ -112,6 +120,28 @@ def _reference(config: Config) -> RewardSpec:
         settings={REFERENCE: settings},
     )
     return spec
+
+
+def _check_teachers(config: Config) -> None:
+    """Raises ConfigError for a teacher that is not there, reads other tokens, or cannot say what is asked of it."""
+    own, generation = config.scoring.reference, config.generation
+    if loss_spec(config.loss.kind).learns_from == "teacher" and not own.teachers:
+        raise ConfigError(
+            f"loss.kind = {config.loss.kind!r} learns from a teacher, and none is named: set scoring.reference.path to a model "
+            "directory or a server's URL"
+        )
+    for path in own.teachers:
+        where = "scoring.reference.path" if path == own.path else "scoring.reference.by_source"
+        if not is_address(path):
+            check_teacher(path, config.model, where)
+        elif (generation.temperature, generation.truncation) != (1.0, ""):
+            asked = generation.truncation or f"temperature = {generation.temperature:g}"
+            raise ConfigError(
+                f"{where} = {path!r} with generation.{asked}: a server gives probabilities at temperature 1 over all tokens. "
+                "Sample so, or give the teacher's directory"
+            )
+    if own.api_key_env and not os.environ.get(own.api_key_env):
+        raise ConfigError(f"scoring.reference.api_key_env = {own.api_key_env!r}: there is no such environment variable; set it")
 
 
 def _check(config: Config) -> None:
@@ -130,23 +160,23 @@ def _check(config: Config) -> None:
             raise ConfigError(f'{min(given)} is about a stage, and the learner computes this; set {where}.placement = "actor"')
         return
     if not config.loss.needs_reference:
-        raise ConfigError(
-            f'{where}.placement = "{stage.placement}", and nothing asks for a reference; set loss.kl_coef above 0, or leave '
-            "the stage out"
-        )
+        asked = f'{where}.placement = "{stage.placement}"' if stage.placement else "scoring.reference names teachers"
+        raise ConfigError(f"{asked}, and nothing asks for a reference; set loss.kl_coef above 0, or leave it out")
     if stage.stream_tokens:
         _check_incremental(config, where, stage.stream_tokens)
 
 
 def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:
-    truncation = config.generation.truncation
+    truncation, own = config.generation.truncation, config.scoring.reference
+    if own.by_source or is_address(own.path):
+        raise ConfigError(f"{where}.stream_tokens = {stream_tokens} is for one model read here; set stream_tokens = 0")
     if truncation and loss_spec(config.loss.kind).takes_ratios:
         raise ConfigError(
             f"{where}.stream_tokens = {stream_tokens}: with generation.{truncation} it is known only at a completion's end "
             "what each token was chosen among; set stream_tokens = 0, or sample from all tokens"
         )
-    if Path(config.model).is_dir():
-        check_incremental(config.model, where)
+    if Path(own.path or config.model).is_dir():
+        check_incremental(own.path or config.model, where)
 
 
 def own_file(target: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Sampled groups as they are read on the page: text in pieces, each with the version that sampled it.
+"""Groups as a person reads them, on the page and in a terminal: text in pieces, each with the version that sampled it.
 
 A record holds tokens and a text of the whole; where more than one version has sampled a completion its tokens are decoded one
 by one with the tokenizer of the newest checkpoint. Where they do not add up to the text, it stays one piece.
@@ -6,9 +6,10 @@ by one with the tokenizer of the newest checkpoint. Where they do not add up to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,10 @@ def shown(sample: Mapping[str, Any], decode: Decode | None) -> dict[str, Any] | 
 
 
 def pieces(
-    text: str, tokens: Sequence[int], spans: Sequence[Sequence[Any]], decode: Decode | None
+    text: str, tokens: Sequence[int], spans: Sequence[Sequence[Any]], decode: Decode | None, anew: Sequence[int] = ()
 ) -> list[tuple[int | None, str]]:
-    """(version, text) one after another: what each version sampled, None for what an environment gave. spans: (version, number
-    of its tokens).
+    """(version, text) one after another: what each version sampled, None for what was read. spans: (version, number of its
+    tokens). anew: which of them begin the row anew; of what is read there the text has a part only, and the pieces all.
 
     The whole text is given to the last version where the parts cannot be distinguished.
     """
@@ -51,9 +52,30 @@ def pieces(
         for version, count, *_ in spans:
             found.append((version, "".join(parts[at : at + count])))
             at += count
-        if "".join(part for _, part in found) == text:
+        own = "".join(part for _, part in found[: min(anew, default=len(found))])
+        if own == text or (anew and text.startswith(own)):
             return found
     return [(spans[-1][0] if spans else 0, text)]
+
+
+def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
+    """One group as a person reads it. decode: where it is known, an episode has a line for each turn and for what was read."""
+    taken_back = "  QUARANTINED: " + "; ".join(map(str, record["quarantined"])) if record.get("quarantined") else ""
+    lines = [f"step {record['step']}  group {record['group']} (attempt {record['attempt']}, {record['actor']}){taken_back}"]
+    lines += [f"  prompt: {record['prompt']!r}"]
+    for rollout in record["rollouts"]:
+        scores = ", ".join(
+            f"{name} failed: {score['failure']}" if score["failure"] else f"{name} {score['value']}"
+            for name, score in rollout["scores"].items()
+        )
+        versions = " ".join(
+            f"{f'v{version}x' if version is not None else 'anew ' if at in rollout.get('restarts', ()) else 'read '}{count}"
+            for at, (version, count) in enumerate(rollout["spans"])
+        )
+        turns = _turn_lines(rollout, decode)
+        text = "" if turns else f" {rollout['text']!r}"
+        lines += [f"  {scores:<28} {versions:<14} {rollout['finish_reason']:<7}{text}", *turns]
+    return "\n".join(lines)
 
 
 @lru_cache(maxsize=4)
@@ -78,10 +100,36 @@ def decoder(path: Path, changed: float) -> Decode | None:
     return decode
 
 
+def _turn_lines(rollout: Mapping[str, Any], decode: Decode | None) -> list[str]:
+    """Of an episode, under the number of its chain where it has several; none where its text cannot be distinguished."""
+    spans, anew = rollout["spans"], rollout.get("restarts", ())
+    parts = pieces(rollout["text"], rollout.get("completion_ids") or rollout.get("tokens", ()), spans, decode, anew)
+    if all(version is not None for version, _ in parts):
+        return []
+    lines, number = list[str](), 0
+    for is_read, group in groupby(range(len(parts)), key=lambda at: parts[at][0] is None):
+        own = list(group)
+        if anew and (own[0] == 0 or own[0] in anew):
+            number += 1
+            lines.append(f"    chain {number}")
+        lines.append(f"      {'reads ' if is_read else 'writes'}  {''.join(parts[at][1] for at in own)!r}")
+    return lines
+
+
+def _cut(found: Iterable[tuple[int | None, str]], left: int) -> Iterator[tuple[int | None, str]]:
+    """So many characters in all."""
+    for version, part in found:
+        yield version, part[:left]
+        left -= len(part[:left])
+
+
 def _rollout(rollout: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
     text, spans = str(rollout["text"])[:MAX_CHARACTERS], rollout["spans"]
+    anew = [int(at) for at in rollout.get("restarts", ())]
+    found = pieces(text, rollout["tokens"], spans, decode, anew)
     return {
-        "pieces": pieces(text, rollout["tokens"], spans, decode),
+        "pieces": [*_cut(found, MAX_CHARACTERS)],
+        "anew": anew if len(found) == len(spans) else [],
         "spans": [[None if version is None else int(version), int(count)] for version, count, *_ in spans],
         "tokens": len(rollout["tokens"]),
         "scores": {str(name): score if is_number(score) else None for name, score in rollout["scores"].items()},

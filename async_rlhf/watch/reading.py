@@ -96,7 +96,7 @@ class RunReading:
 
     def completions(self) -> list[dict[str, Any]]:
         """The newest sampled groups, newest first."""
-        decode = self._decode()
+        decode = decode_of(self.run)
         found = [shown(sample, decode) for sample in reversed(self._samples.lines)]
         return [group for group in found if group is not None]
 
@@ -129,15 +129,6 @@ class RunReading:
         if record.get("applied") is False:
             self._refused.append({"step": step, "time": record.get("time")})
 
-    def _decode(self) -> Decode | None:
-        with suppress(OSError):
-            path = self.run.latest / "model" / "tokenizer.json"
-            return decoder(path, path.stat().st_mtime)
-        with suppress(OSError, ValueError, AsyncRLHFError):
-            path = Path(self.run.config().model) / "tokenizer.json"
-            return decoder(path, path.stat().st_mtime)
-        return None
-
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """What cannot be read inside is a problem in words."""
@@ -145,3 +136,14 @@ class RunReading:
             yield
         except Exception as error:  # noqa: BLE001  whatever stands in one file, the others are read
             self.problems.append(str(error) or repr(error))
+
+
+def decode_of(run: RunDir) -> Decode | None:
+    """By the tokenizer of the newest checkpoint, else by that of the run's model."""
+    with suppress(OSError):
+        path = run.latest / "model" / "tokenizer.json"
+        return decoder(path, path.stat().st_mtime)
+    with suppress(OSError, ValueError, AsyncRLHFError):
+        path = Path(run.config().model) / "tokenizer.json"
+        return decoder(path, path.stat().st_mtime)
+    return None

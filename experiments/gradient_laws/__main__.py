@@ -1,5 +1,5 @@
 """`python -m async_rlhf.experiments.gradient_laws`: bias and spread of each correction's gradient against the exact on-policy
-gradient, over how far the data are behind; the table of `docs/learner.md`."""
+gradient, over how far the data are behind, and of distillation; the tables of `docs/learner.md`."""
 
 from __future__ import annotations
 
@@ -51,12 +51,22 @@ CASES: Sequence[Case] = (
     Case("DPPO, total variation 0.2, truncated at 2", LossConfig(kind="dppo_tv")),
     Case("DPPO, binary KL 0.05, truncated at 2", LossConfig(kind="dppo_kl")),
     Case("IPO 0.3, truncated at 2", LossConfig(kind="ipo")),
+    Case("SAO, band 0.2 to 4", LossConfig(kind="sao")),
     Case("SAPO, token weight 2", LossConfig(kind="sapo")),
     Case("VESPO", LossConfig(kind="vespo")),
     Case("OAPL, beta 1", LossConfig(kind="oapl"), scale=2.0),
     Case("TOPR", LossConfig(kind="topr")),
     Case("GSPO, weight 2", LossConfig(kind="gspo"), scale=1 / policy.T),
     Case("Proximal RLOO", LossConfig(kind="proximal_rloo")),
+)
+
+
+DISTILLED: Sequence[Case] = (
+    Case("reverse KL without weight", LossConfig(kind="reverse_kl", is_cap=None)),
+    Case("reverse KL, truncated at 2", LossConfig(kind="reverse_kl")),
+    Case("reverse KL, not truncated", LossConfig(kind="reverse_kl", is_cap=_OPEN)),
+    Case("forward KL, truncated at 10", LossConfig(kind="forward_kl")),
+    Case("forward KL, truncated at 2", LossConfig(kind="forward_kl", teacher_cap=2.0)),
 )
 
 
@@ -97,15 +107,44 @@ def measure_all() -> tuple[Mapping[str, Mapping[int, Measured]], Mapping[int, fl
     return found, {n: _divergence(now, behaviour) for n, now in currents.items()}
 
 
+def distilled(case: Case, current: Tensor, behaviour: Tensor, teacher: Tensor) -> tuple[float, float, float]:
+    """Bias against the exact descent of the divergence from the teacher, behind the prefixes that the policy writes and behind
+    those of the data; and the spread of one completion, in units of the former."""
+    weights = policy.probabilities(behaviour)
+    inputs = policy.inputs_for(current, behaviour, torch.zeros(policy.Y, dtype=torch.float64), 0, teacher)
+    found = policy.gradients(inputs, case.config, current)
+    mean = (weights[:, None] * found).sum(0)
+    own, old = (policy.towards(current, teacher, by, forward=case.config.kind == "forward_kl") for by in (current, behaviour))
+    spread = math.sqrt(float((weights * (found - mean).square().sum(1)).sum()))
+    return float((mean - own).norm() / own.norm()), float((mean - old).norm() / old.norm()), spread / float(own.norm())
+
+
 def markdown() -> str:
     """The table of `docs/learner.md`: bias and spread at each staleness."""
     found, divergences = measure_all()
+    cells = {name: [f"{m.bias:.2f} / {m.spread:.1f}" for m in each.values()] for name, each in found.items()}
+    return _table("loss and correction", cells, divergences)
+
+
+def markdown_of_distillation() -> str:
+    """The table of `docs/learner.md`: biases and spread; from the one that sampled the policy goes to the teacher by exact
+    descent of KL(policy | teacher)."""
+    behaviour = policy.initial()
+    teacher = policy.later(behaviour, policy.rewards(), max(STALENESS))
+    current, currents = behaviour, dict[int, Tensor]()
+    for steps in range(max(STALENESS) + 1):
+        currents[steps] = current
+        current = current + 0.5 * policy.towards(current, teacher, current, forward=False).reshape(policy.C, policy.V)
+    at = {n: currents[n] for n in STALENESS}
+    measured = {case.name: [distilled(case, now, behaviour, teacher) for now in at.values()] for case in DISTILLED}
+    cells = {name: [f"{own:.2f} / {old:.2f} / {spread:.1f}" for own, old, spread in each] for name, each in measured.items()}
+    return _table("loss", cells, {n: _divergence(now, teacher) for n, now in at.items()})
+
+
+def _table(first: str, cells: Mapping[str, Sequence[str]], divergences: Mapping[int, float]) -> str:
     head = " | ".join(f"{n} ({kl:.2g} nats)" for n, kl in divergences.items())
-    lines = [f"| loss and correction | {head} |", "|---|" + "---|" * len(divergences)]
-    for name, by_staleness in found.items():
-        cells = " | ".join(f"{m.bias:.2f} / {m.spread:.1f}" for m in by_staleness.values())
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
+    lines = [f"| {first} | {head} |", "|---|" + "---|" * len(divergences)]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(of_one)} |" for name, of_one in cells.items())])
 
 
 def _with_second_moment(inputs: LossInputs, limit: float) -> LossInputs:
@@ -128,4 +167,4 @@ def _divergence(current: Tensor, behaviour: Tensor) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.write(markdown() + "\n")
+    sys.stdout.write(f"{markdown()}\n\n{markdown_of_distillation()}\n")

@@ -10,6 +10,8 @@ The model is a tiny Llama with random weights (128 equal sequences, 64 slots for
 (`--model DIRECTORY --dtype bfloat16`, 16 slots), for instance the one that `make train-chat` fetches: a directory, or a
 GGUF file, which is converted once.
 
+A third pair is two calls of an agent: the first token behind a prefix that the engine holds, and behind one that it computes.
+
 Only requested tokens are counted. `generate` samples without top-k or top-p and returns no log-probabilities; the engines do.
 """
 
@@ -20,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -38,12 +40,15 @@ from async_rlhf.learner.model.gguf import model_directory
 NUM_PROMPT_TOKENS = 8
 # Of the tiny model.
 LAYERS, WIDTH = 4, 128
+# Tokens that a call reads behind what the engine holds.
+_OBSERVED = 16
 # vLLM's processes stop spinning within it.
 _SETTLE_S = 1.5
 
 
 def engine(bench: Bench) -> Iterator[Row]:
-    """Compare the built-in engine with transformers generate, in useful tokens a second.
+    """Compare the built-in engine with transformers generate, in useful tokens a second, and with itself: how soon has a call
+    that goes on with a conversation its first token?
 
     The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
     """
@@ -54,6 +59,24 @@ def engine(bench: Bench) -> Iterator[Row]:
         sides = {"engine": timed(partial(run_engine, ours, each)), "generate": timed(partial(run_generate, plain, each))}
         seconds = alternate(sides, bench.num_turns(5))
         yield Row.of(each.title, rates(sum(each.lengths), seconds), "tok/s")
+    for length in bench.size((1024, 4096), (128,)):
+        if bench.load in (title := f"continued, {length} tokens and {_OBSERVED} more"):
+            model = make_model(bench.model, bench.dtype, 2 * length)
+            ours = TorchEngine(model, slots=2, max_length=2 * length)
+            sides = {
+                "held": partial(_first_token_s, ours, length, True),
+                "computed": partial(_first_token_s, ours, length, False),
+            }
+            yield Row.of(title, alternate(sides, bench.num_turns(7)), "s", at_most=0.1)
+
+
+def _first_token_s(engine: Engine, length: int, is_held: bool) -> float:
+    """Seconds from a request behind so many tokens, and some that were read since, to its first token."""
+    key, prompt = RolloutKey(0, 0, 0), (*np.random.default_rng(2).integers(1, 100, length - 1).tolist(),)
+    first = Request(key, prompt, 1, Sampling(), 0, hold=is_held)
+    (wrote,) = completed(engine, [first]).values()
+    following = replace(first, context=(*wrote.token_ids.tolist(), *range(1, _OBSERVED + 1)), hold=False)
+    return timed(partial(completed, engine, [following]))()
 
 
 def vllm_side(bench: Bench) -> Iterator[Row]:

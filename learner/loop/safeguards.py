@@ -17,6 +17,7 @@ from async_rlhf.buffers.errors import DivergedError, MismatchError, NonFiniteErr
 from async_rlhf.buffers.record import Group
 from async_rlhf.learner.config import GuardConfig
 from async_rlhf.learner.loop.metrics import staleness_histogram
+from async_rlhf.learner.registry import loss_spec
 from async_rlhf.learner.step.report import StepReport
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Safeguards:
                 f"{self.config.max_failed_ratio:.0%}. First: reward {name!r} of group {number}: {score.failure}. "
                 "The full traceback is in the run directory: logs/actor-*.log, or logs/scorer.log for a stage that runs there."
             )
-        if not scores:
+        if not scores or loss_spec(self.config.loss.kind).learns_from == "teacher":
             return
         unscored = self._count("unscored", all(score.state == "not_applicable" for *_, score in scores))
         most, max_steps = self.config.advantage.max_constant_batches, self.config.budget.max_steps

@@ -39,6 +39,8 @@ _SAME_LOGITS = 1e-5
 _LARGE = 1e4
 # Mean difference of log-probabilities, in nats. Rounding in float32 makes 1e-6 to 1e-5; a wrong mask or state 1e-2 and more.
 MAX_DIFFERENCE = 5e-4
+# What families call the attention of a layer.
+_ATTENTION = frozenset({"attn", "self_attn", "attention", "self_attention"})
 # What `learner.compile` compiles with, and how many forms of a layer at most.
 _COMPILER = "inductor"
 _MAX_VARIANTS = 64
@@ -56,10 +58,11 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
-    def forward(self, hidden_ND: Tensor, inputs: Mapping[str, Any], source_N: Tensor) -> Tensor:
+    def forward(self, hidden_ND: Tensor | None, inputs: Mapping[str, Any], source_N: Tensor) -> Tensor:
         """`hidden_ND` are the policy's states, `inputs` what its trunk was given."""
         if self.trunk is not None:
             hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[source_N]
+        assert hidden_ND is not None, "a head without the policy's states"
         with torch.autocast(hidden_ND.device.type, enabled=False):
             values: Tensor = self.value(hidden_ND.float()).squeeze(-1)
         return values
@@ -85,6 +88,8 @@ class Policy(nn.Module):
         self.critic: Critic | None = None
         if with_critic and config.critic.kind != "none":
             own = copy.deepcopy(self.trunk) if config.critic.kind == "model" else None
+            if own is not None and config.critic.freeze_attention:
+                _freeze_attention(own)
             self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.compiled = config.compile
@@ -155,6 +160,14 @@ class Policy(nn.Module):
         logp_N, entropy_N, value_N = self._forward(share.own, masks, self._autocast)
         return share.joined(logp_N), share.joined(entropy_N), value_N
 
+    def values(self, batch: MicroBatch) -> Tensor:
+        """float32 [N]: those of a critic with a trunk of its own, without a pass of the policy."""
+        assert self.critic is not None and self.critic.trunk is not None
+        inputs = _inputs(batch, self._mask(batch, self._autocast))
+        with torch.autocast(batch.ids_RL.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            values_N: Tensor = self.critic(None, inputs, batch.source_N)
+        return values_N
+
     def exactly(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: log-probability of each token, everything computed in float32 and by this rank alone."""
         return self._forward(batch, self._mask(batch, None), None)[0]
@@ -179,9 +192,7 @@ class Policy(nn.Module):
         return self.attention.masks(bias)
 
     def _forward(self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
-        if masks is not None:
-            inputs |= {"position_ids": batch.positions_RL, "attention_mask": masks}
+        inputs = _inputs(batch, masks)
         replayed = nullcontext() if self._replay is None else self._replay.given(batch.experts_PMk)
         with replayed, torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
             if self._chunked:
@@ -223,6 +234,22 @@ class Policy(nn.Module):
         with head.register_forward_hook(lambda module, inputs, logits: logits * scale):  # small ones would not show a cap
             own = self.model(input_ids=ids, use_cache=False).logits
         return bool((own - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
+
+
+def _inputs(batch: PolicyInputs, masks: Any) -> dict[str, Any]:
+    """What a trunk is given."""
+    inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
+    return inputs if masks is None else inputs | {"position_ids": batch.positions_RL, "attention_mask": masks}
+
+
+def _freeze_attention(trunk: nn.Module) -> None:
+    frozen = [module for name, module in trunk.named_modules() if name.rpartition(".")[2] in _ATTENTION]
+    if not frozen:
+        raise ConfigError(
+            "learner.critic.freeze_attention = true: which layers of this model attend is not known here; set it to false"
+        )
+    for module in frozen:
+        module.requires_grad_(False)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

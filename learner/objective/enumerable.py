@@ -71,6 +71,19 @@ def exact_gradient(logits: Tensor, reward: Tensor) -> Tensor:
     return leaf.grad.flatten()
 
 
+def towards(logits: Tensor, teacher: Tensor, prefixes: Tensor, *, forward: bool) -> Tensor:
+    """float64 [P]: the descent of KL(policy | teacher), or `forward` of KL(teacher | policy), behind each prefix as often as
+    the policy `prefixes` writes it."""
+    leaf = logits.clone().requires_grad_()
+    own_CV, other_CV = torch.log_softmax(leaf, -1), torch.log_softmax(teacher, -1)
+    p_CV, q_CV = (other_CV, own_CV) if forward else (own_CV, other_CV)
+    often_C = torch.zeros(C, dtype=torch.float64)
+    often_C.index_add_(0, PREFIXES.flatten(), probabilities(prefixes).repeat_interleave(T))
+    (often_C * (p_CV.exp() * (p_CV - q_CV)).sum(-1)).sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return -leaf.grad.flatten()
+
+
 def later(logits: Tensor, reward: Tensor, steps: int) -> Tensor:
     """The policy after `steps` of exact gradient ascent: what a learner is when its data were sampled so many steps ago."""
     for _ in range(steps):
@@ -78,7 +91,9 @@ def later(logits: Tensor, reward: Tensor, steps: int) -> Tensor:
     return logits
 
 
-def inputs_for(current: Tensor, behaviour: Tensor, advantage_Y: Tensor, staleness: int) -> LossInputs:
+def inputs_for(
+    current: Tensor, behaviour: Tensor, advantage_Y: Tensor, staleness: int, reference: Tensor | None = None
+) -> LossInputs:
     """Every completion once, as one call of a loss; the proximal policy is the current one, as at the start of a step."""
     now = logprobs(current).flatten()
     each = torch.arange(Y)
@@ -90,6 +105,7 @@ def inputs_for(current: Tensor, behaviour: Tensor, advantage_Y: Tensor, stalenes
         sequence_N=each.repeat_interleave(T),
         group_S=each,
         staleness_N=torch.full((Y * T,), staleness),
+        logp_reference_N=None if reference is None else logprobs(reference).flatten(),
     )
 
 
@@ -102,10 +118,12 @@ def gradients(inputs: LossInputs, config: LossConfig, logits: Tensor) -> Tensor:
     return per_token.reshape(Y, T, C * V).sum(1)
 
 
-def expected(config: LossConfig, current: Tensor, behaviour: Tensor, reward: Tensor, staleness: int) -> Tensor:
-    """float64 [P]: the expected ascent direction over completions of behaviour, which is the reference too; the advantage is
-    the reward less its mean there."""
+def expected(
+    config: LossConfig, current: Tensor, behaviour: Tensor, reward: Tensor, staleness: int, reference: Tensor | None = None
+) -> Tensor:
+    """float64 [P]: the expected ascent direction over completions of behaviour, which is the reference too where there is no
+    other; the advantage is the reward less its mean there."""
     weights = probabilities(behaviour)
-    inputs = inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
-    inputs = replace(inputs, logp_reference_N=logprobs(behaviour).flatten())
+    worth = reward - (weights * reward).sum()
+    inputs = inputs_for(current, behaviour, worth, staleness, behaviour if reference is None else reference)
     return (weights[:, None] * gradients(inputs, config, current)).sum(0)

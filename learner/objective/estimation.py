@@ -114,12 +114,17 @@ def num_masked(groups: Sequence[Group], rewards: Rewards, loss: LossConfig) -> i
 def select_members(
     groups: Sequence[Group], rewards: Rewards, advantage: AdvantageConfig, loss: LossConfig
 ) -> list[list[float | None]]:
-    """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines."""
-    chosen = drop_constant(rewards) if advantage.constant_groups != "keep" else [list(group) for group in rewards]
+    """The rewards of the completions to learn from; None for the others. What is left out still counts in baselines. Where a
+    teacher is learned from, 0 for all of which no score failed."""
+    learns_from = loss_spec(loss.kind).learns_from
+    if learns_from == "teacher":
+        scores = ((rollout.scores.values() for rollout in group.rollouts) for group in groups)
+        chosen = [[None if any(score.failure for score in own) else 0.0 for own in group] for group in scores]
+    else:
+        chosen = drop_constant(rewards) if advantage.constant_groups != "keep" else [list(group) for group in rewards]
     if loss.mask_truncated:
         chosen = without_truncated(groups, chosen)
-    learns_from = loss_spec(loss.kind).learns_from
-    if learns_from == "all":
+    if learns_from in ("all", "teacher"):
         return chosen
     return [pair(group) if learns_from == "pair" else best(group) for group in chosen]
 
@@ -135,7 +140,9 @@ def estimate_advantages(
     """Advantages from all rewards, for the completions in `chosen`; token targets for those in `evaluated`, and for all where
     the estimator gives every token an advantage of its own."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if advantage.level == "completion" and advantage_spec(advantage.kind).level == "group":
+    if loss_spec(loss.kind).learns_from == "teacher":  # each token's is found in the loss
+        estimates = AdvantageEstimates(chosen, {index: TokenTargets(seen) for index, seen in evaluated.items()})
+    elif advantage.level == "completion" and advantage_spec(advantage.kind).level == "group":
         values = _counting(_from_rewards(_penalised(rewards, evaluated, loss), advantage))
         estimates = AdvantageEstimates(
             _nested({index: values[index] for index in _counting(chosen)}, chosen),
@@ -195,9 +202,13 @@ def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float 
 
 
 def turn_returns(rollout: Rollout, reward: float) -> list[float]:
-    """Of each turn t: R_t = r + sum of s_k over k >= t, the reward and what the environment gave for it and later ones."""
+    """Of each turn t: R_t = r + sum of s_k over k >= t, the reward and what the environment gave for it and later ones; of an
+    agent's R_t = r + s_t, for its calls are of several conversations."""
+    turns, scores = len(rollout.turn_lengths), rollout.turn_scores
+    if len(scores) == turns:
+        return [reward + (score or 0.0) for score in scores]
     returns = [reward]
-    for score in reversed(rollout.turn_scores or (None,) * (len(rollout.turn_lengths) - 1)):
+    for score in reversed(scores or (None,) * (turns - 1)):
         returns.append(returns[-1] + (score or 0.0))
     return returns[::-1]
 
@@ -265,7 +276,11 @@ def token_estimates(
 ) -> list[TokenTargets]:
     """Advantages of each completion, and with a critic, scaled over the batch as configured, with the returns that it is fitted
     to: from the reward and the critic's value at each token, and the log-ratio proximal / behaviour there; float32 [T].
-    lengths: of the pieces of each, over which nothing passes; None: one each."""
+    lengths: of the pieces of each, over which nothing passes; None: one each.
+
+    With `lam_alpha` a longer completion has longer traces in its advantages: the length-adaptive estimation of VAPO (Yue et al.
+    2025, arXiv 2504.05118, section 4.2), whose critic has a lambda of its own (VC-PPO, arXiv 2503.01491), as SAO's has.
+    """
     if not rewards:
         return []
     ends = np.cumsum([len(each) for each in rewards])
@@ -273,8 +288,15 @@ def token_estimates(
     end_N[ends - 1] = True
     end_N[np.cumsum([*chain.from_iterable(lengths or ())], dtype=np.int64) - 1] = True
     critics = [np.concatenate(each) for each in (values, log_ratios)] if config.needs_critic else []
-    found = _estimator(config)(np.concatenate(rewards), *critics, end_N)
+    columns, estimate = (np.concatenate(rewards), *critics, end_N), _estimator(config)
+    found = estimate(*columns)
     advantage_N, return_N = found if config.needs_critic else (found, None)
+    if config.lam_alpha is not None:
+        each = zip(*(np.split(column, ends[:-1]) for column in columns), strict=True)
+        own = (estimate(*of_one, lam=max(0.0, 1 - 1 / (config.lam_alpha * len(of_one[0]))))[0] for of_one in each)
+        advantage_N = np.concatenate([*own])
+    if config.lam_critic is not None:
+        return_N = estimate(*columns, lam=config.lam_critic)[1]
     for each in (advantage_N,) if return_N is None else (advantage_N, return_N):
         if np.shape(each) != end_N.shape:
             raise ValueError(f"gave numbers of the shape {np.shape(each)} for {len(end_N)} tokens")

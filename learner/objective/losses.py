@@ -1,17 +1,18 @@
 """The losses: PPO's clipped surrogate, REINFORCE with a bounded weight in place of the clip, a regression
-of log-ratios, and rankings within a group."""
+of log-ratios, rankings within a group, and distillation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.learner.objective.corrections import binary_kl, ratio, sequence_log_ratio
+from async_rlhf.learner.objective.corrections import binary_kl, log_ratio, ratio, sequence_log_ratio
 from async_rlhf.learner.objective.objective import LossInputs
 from async_rlhf.learner.registry import loss
 
@@ -116,14 +117,14 @@ def truncated_is(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Te
     The loss of AIPO in LlamaRL (Wu et al. 2025, arXiv 2505.24034, section 4.2): truncated above only. Without `is_cap` the
     weight is 1 and it is plain REINFORCE.
     """
-    return _within(inputs, weight_N, config, outside_N=torch.zeros_like(inputs.advantage_N, dtype=torch.bool))
+    return _within(inputs, weight_N, config.is_cap, outside_N=torch.zeros_like(inputs.advantage_N, dtype=torch.bool))
 
 
-def _within(inputs: LossInputs, weight_N: Tensor, config: LossConfig, *, outside_N: Tensor) -> Terms:
-    """Truncated REINFORCE of the tokens that lie in a region; the others count, and teach nothing."""
+def _within(inputs: LossInputs, weight_N: Tensor, most: float | None, *, outside_N: Tensor) -> Terms:
+    """REINFORCE, truncated at `most`, of the tokens that lie in a region; the others count, and teach nothing."""
     r_N = ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N)
-    cap = math.inf if config.is_cap is None else config.is_cap
-    truncated_N = torch.ones_like(r_N) if config.is_cap is None else r_N.clamp(max=cap)
+    cap = math.inf if most is None else most
+    truncated_N = torch.ones_like(r_N) if most is None else r_N.clamp(max=cap)
     loss_N = -weight_N * ~outside_N * truncated_N * inputs.advantage_N * inputs.logp_current_N
     return loss_N, _region(outside_N | (r_N > cap))
 
@@ -147,7 +148,7 @@ def dppo_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
 
 
 def _divergent(inputs: LossInputs, weight_N: Tensor, config: LossConfig, far_N: Tensor) -> Terms:
-    return _within(inputs, weight_N, config, outside_N=far_N & (_moved(inputs) * inputs.advantage_N > 0))
+    return _within(inputs, weight_N, config.is_cap, outside_N=far_N & (_moved(inputs) * inputs.advantage_N > 0))
 
 
 def _moved(inputs: LossInputs) -> Tensor:
@@ -162,7 +163,18 @@ def ipo(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
     The loss of prime-rl ("importance policy optimization"; its `eps` is 0.3, its divergence term off), which does not truncate
     the ratio. It shares a name with a preference loss (Azar et al. 2023) and nothing else.
     """
-    return _within(inputs, weight_N, config, outside_N=_moved(inputs).abs() > config.ipo_epsilon)
+    return _within(inputs, weight_N, config.is_cap, outside_N=_moved(inputs).abs() > config.ipo_epsilon)
+
+
+@loss(corrects="masks", needs=("behaviour",))
+def sao(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t sg(f(r_t)) A_t log p_current with r = p_current / p_behaviour, f(r) = r within `sao_band` and 0 outside.
+
+    The direct two-sided importance sampling of SAO ("Single-rollout asynchronous optimization", arXiv 2607.07508, section 3.1):
+    no policy of the step's start, and no clip. Within its band it is untruncated REINFORCE.
+    """
+    r_N, (low, high) = ratio(inputs.logp_current_N.detach(), inputs.logp_behaviour_N), config.sao_band
+    return _within(inputs, weight_N, math.inf, outside_N=(r_N < low) | (r_N > high))
 
 
 @loss()
@@ -258,3 +270,35 @@ def best_of_n(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms
     Who wrote it does not enter: nothing to correct.
     """
     return -inputs.logp_current_N, {}
+
+
+@loss(corrects="masks", learns_from="teacher", needs=("behaviour", "reference"), truncates=True)
+def reverse_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t sg(min(r_t, cap) log(q_t / p_current)) log p_current, r = p_current / p_behaviour, q the teacher, m the masks.
+
+    On-policy distillation (Agarwal et al. 2024, arXiv 2306.13649; as policy gradient Thinking Machines 2025, in TRL, verl and
+    NeMo-RL): `truncated_is` with log q / p as the advantage of a token. Its mean is the descent of KL(p_current | q) behind the
+    prefixes that behaviour wrote, as long as the cap cuts nothing; without a weight only where the data are the policy's own.
+    """
+    worth_N = log_ratio(_teacher(inputs), inputs.logp_current_N.detach())
+    return truncated_is(replace(inputs, advantage_N=worth_N), weight_N, config)
+
+
+@loss(corrects="masks", learns_from="teacher", needs=("behaviour", "reference"))
+def forward_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: - m_t sg(min(q_t / p_behaviour, c) - min(p_current / p_behaviour, c)) log p_current with c = `teacher_cap`, q the
+    teacher, m the masks.
+
+    Its mean is the descent of KL(q | p_current) behind the prefixes that behaviour wrote, as long as c cuts nothing: the
+    divergence that AsyncOPD (arXiv 2606.24143) found to stand age, from one token a place instead of the teacher's best. The
+    second ratio has the mean 0, and without it the spread grows to ten times as the policy comes near to the teacher.
+    """
+    logp_N, behaviour_N, cap = inputs.logp_current_N, inputs.logp_behaviour_N, config.teacher_cap
+    w_N, r_N = ratio(_teacher(inputs), behaviour_N), ratio(logp_N.detach(), behaviour_N)
+    return -weight_N * (w_N.clamp(max=cap) - r_N.clamp(max=cap)) * logp_N, _region((w_N > cap) | (r_N > cap))
+
+
+def _teacher(inputs: LossInputs) -> Tensor:
+    if inputs.logp_reference_N is None:
+        raise ValueError("distillation needs log-probabilities under the reference, the teacher")
+    return inputs.logp_reference_N

@@ -40,7 +40,7 @@ class Law:
 @dataclass(frozen=True)
 class LossTrial:
     """bias, bias_of_none: of the gradient's expectation against the exact on-policy gradient, relative, by staleness; without
-    correction in `bias_of_none`. Empty for a loss that learns from a part of each group."""
+    correction in `bias_of_none`. Empty for a loss that does not learn from the advantages of all."""
 
     kind: str
     declaration: Mapping[str, Any]
@@ -223,11 +223,21 @@ def _masks(config: LossConfig) -> tuple[bool | None, str]:
 
 
 def _direction(config: LossConfig) -> tuple[bool | None, str]:
-    if loss_spec(config.kind).learns_from != "all":
+    learns_from = loss_spec(config.kind).learns_from
+    if learns_from in ("pair", "best"):
         return None, "it learns from a part of each group"
-    found, exact = _expected(config, 0)
+    found, exact = _towards_teacher(config) if learns_from == "teacher" else _expected(config, 0)
     cosine = float(torch.nn.functional.cosine_similarity(found, exact, dim=0))
     return cosine > _DIRECTION, f"cosine {cosine:.4f}"
+
+
+def _towards_teacher(config: LossConfig) -> tuple[Tensor, Tensor]:
+    """[P] twice: the expected gradient on the policy's own completions, and the descent of its divergence from a teacher so
+    near that KL in either direction falls the same way."""
+    own, reward = enumerable.initial(), enumerable.rewards()
+    teacher = enumerable.later(own, reward, 1)
+    found = enumerable.expected(config, own, own, reward, 0, teacher)
+    return found, enumerable.towards(own, teacher, own, forward=False)
 
 
 def _bias(config: LossConfig) -> dict[int, float]:

@@ -184,9 +184,23 @@ class Controller:
             loss = self._accumulate(update, proximal.get(update.number), step, sums)
             norm, applied = self.machine.apply(step, finite=applies and math.isfinite(loss), rate=rate)
             sums.ended(loss, norm)
+            for _ in range(1, self._learner.critic.updates if applied else 1):
+                applied = applied and self._fit_critic(update, step)
             if applies and not applied:
                 break
         return sums.report(self._adding, applied, self._loss.is_cap)
+
+    def _fit_critic(self, update: Update, step: int) -> bool:
+        """One more update from these tokens, of the critic alone; whether it was made."""
+        self.machine.begin()
+        loss = 0.0
+        for index, batch in enumerate(self._placed(update.batches)):
+            value_N = self.machine.values(batch)
+            total = self._critic(batch, value_N, update, StepSums()) + 0.0 * value_N.sum()  # a rank may have no token
+            loss += float(total.detach())
+            self.machine.backward(total, last=index == len(update.batches) - 1)
+        self.machine.keep_critic()
+        return self.machine.apply(step, finite=math.isfinite(self._adding.total(loss)))[1]
 
     def _dry_run(self, updates: Sequence[Update], step: int) -> None:
         self._train(updates, step, None, applies=False)

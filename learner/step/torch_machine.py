@@ -97,6 +97,15 @@ class Machine:
         """([N], [N], [N] or None): log-probability, entropy and value of each token, with gradients where they are on."""
         return self.policy(batch)  # type: ignore[no-any-return]
 
+    def values(self, batch: MicroBatch) -> Tensor:
+        """[N]: see `Policy.values`; with gradients where they are on."""
+        return self.policy.values(batch)
+
+    def keep_critic(self) -> None:
+        """Forget all of the gradient but the critic's: `apply` then leaves the policy and what the optimizer keeps of it."""
+        for p in self.policy.model.parameters():
+            p.grad = None
+
     def begin(self) -> None:
         """Forget the gradient."""
         self._optimizer.zero_grad(set_to_none=True)

@@ -110,8 +110,8 @@ class ScriptedPool:
         asked: list[Message] = [{"role": "user", "content": text}]
         self.events.append(Event(key, Read(asked, call=Call(chain, asked, **more)), 1.0, 2.0))
 
-    def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored") -> None:
-        self.events.append(Event(key, End(reason, score), 2.0, 3.0))
+    def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored", **more: Any) -> None:
+        self.events.append(Event(key, End(reason, score, **more), 2.0, 3.0))
 
 
 class Talker(ScriptedPool):

@@ -65,8 +65,8 @@ class Agents(Scene):
         """A call, and what the model writes."""
         assert self.asks(chain, text, member, **more) == [] == self.answers(answer, member, version=version)
 
-    def over(self, member: int = 0, score: Score | None = RIGHT, reason: Any = "scored") -> Played:
-        self.pool.ends(self.keys[member], score, reason)
+    def over(self, member: int = 0, score: Score | None = RIGHT, reason: Any = "scored", **more: Any) -> Played:
+        self.pool.ends(self.keys[member], score, reason, **more)
         (played,) = self.poll()
         return played
 
@@ -152,6 +152,24 @@ def test_a_chain_whose_first_turns_are_not_trained_on_begins_with_all_that_stand
     assert shown(played) == ("ask", (Span(0, 1), Span(None, 5, restarts=True), Span(0, 1)), "asubbcd")
     rollout = Rollout(played.completion.token_ids, played.completion.logprobs, played.completion.spans, "stop")
     assert rollout.pieces == [Piece(0, 0, 1), Piece(1, 5, 7)]
+
+
+@pytest.mark.parametrize("given", [(9.0, 0.1, None, 0.3), (9.0, 0.1, None, 0.3, None, 8.0), ()])
+def test_scores_of_calls_stand_in_the_order_of_the_record_and_those_of_what_is_not_trained_on_nowhere(
+    given: tuple[float | None, ...],
+) -> None:
+    scene = Agents()
+    scene.turn_of(0, "title", "t", trained=False)
+    scene.turn_of(1, "ask", "a")
+    scene.turn_of(2, "sub", "b")
+    scene.turn_of(1, "c", "d")
+    scene.turn_of(2, "e", "f")
+    played = scene.over(turn_scores=given)
+    assert shown(played)[2] == "acdsubbef"
+    assert played.turn_scores == ((0.1, 0.3, None, None) if given else (None,) * 4)
+    completion = played.completion
+    scored = Rollout(completion.token_ids, completion.logprobs, completion.spans, "stop", turn_scores=played.turn_scores)
+    assert len(scored.turn_lengths) == len(scored.turn_scores)
 
 
 def test_members_begin_by_themselves_and_their_first_prompts_may_differ() -> None:

@@ -32,7 +32,7 @@ class Table:
         self.sampled: dict[int, list[int]] = {}  # by number of the request
         self.cached: dict[int, list[int]] = {}
         self.version: dict[int, int] = {}
-        self.held_version: dict[int, int] = {}  # by number of the request
+        self.held_version: dict[tuple[int, tuple[int, ...]], int] = {}  # by number of the request and its prompt
 
     def known(self, row: int) -> list[int]:
         request = self.rows[row]
@@ -59,7 +59,7 @@ class Table:
         restored = {row: list(admission.cache) for row, admission in admitted.items() if admission.cache}
         assert not {copy.target for copy in plan.copies} & restored.keys()
         self.cached |= restored
-        self.version |= {row: self.held_version[self.rows[row].key.group] for row in restored}
+        self.version |= {row: self.held_version[self.rows[row].key.group, self.rows[row].prompt_ids] for row in restored}
         assert all(admission.version == self.version[row] for row, admission in admitted.items())
         for copy in plan.copies:
             assert len(self.cached[copy.source]) >= copy.num_tokens
@@ -98,7 +98,7 @@ class History:
         self.scheduler, self.table = Scheduler(slots, prefill_tokens, evicts=evicts), Table(slots, evicts=evicts)
         self.requests: list[Request] = []
         self.unfinished: set[int] = set()
-        self.held: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+        self.held: dict[int, dict[tuple[int, ...], list[int]]] = {}  # of each of its prompts the row
         self.begun: set[int] = set()
         self.place: dict[int, int] = {}
         self.num_places = 0
@@ -113,10 +113,12 @@ class History:
         submitted = [*new, *(self.next_turn(number) for number in sorted(chosen))]
         for request in submitted:
             number = request.key.group
-            prompt, ids = self.held.pop(number, ((), []))
-            begins_anew = request.prompt_ids != prompt
-            if not ids or not (begins_anew or list(request.prefix_ids[: len(ids)]) == ids):
+            held = self.held.setdefault(number, {})
+            ids = held.get(request.prompt_ids, [])
+            if not held or list(request.prefix_ids[: len(ids)]) != ids:
                 self.place[number] = self.num_places
+                held.clear()
+            held.pop(request.prompt_ids, None)
             self.num_places += 1
             self.table.sampled.pop(number, None)
             self.begun.discard(number)
@@ -125,6 +127,10 @@ class History:
 
     def next_turn(self, number: int) -> Request:
         before = self.requests[number]
+        if self.held.get(number) and self.draw(st.booleans()):  # any row of its key may go on
+            prompt, ids = self.draw(st.sampled_from(sorted(self.held[number].items())))
+            self.requests[number] = replace(before, prompt_ids=prompt, context=(*ids[len(prompt) :], 7))
+            return self.requests[number]
         context = (*before.context, *self.table.sampled.get(number, []), *self.draw(st.sampled_from(((), (7,), (7, 8, 9)))))
         if self.draw(st.integers(0, 4)) == 0:
             context = context[1:]
@@ -162,8 +168,11 @@ class History:
                 cache = tuple(self.table.cached[row])
                 room = self.draw(st.sampled_from((0, 12, 1000)))
                 self.scheduler.hold(row, self.table.sampled[number], cache, len(cache), room)
-                self.table.held_version[number] = self.table.version[row]
-                self.held[number] = self.table.rows[row].prompt_ids, self.table.known(row)
+                prompt = self.table.rows[row].prompt_ids
+                self.table.held_version[number, prompt] = self.table.version[row]
+                self.held.setdefault(number, {})[prompt] = self.table.known(row)
+            else:
+                self.held.pop(self.table.rows[row].key.group, None)
         self.scheduler.finish(rows)
         self.unfinished -= {self.table.rows.pop(row).key.group for row in rows}
 
@@ -304,11 +313,19 @@ def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> N
     ), "the prompt as a prompt, the rest as what was sampled"
 
 
-def test_a_row_that_begins_anew_keeps_its_place_in_line_and_nothing_that_is_held() -> None:
+def test_another_row_of_a_key_begins_at_its_place_in_line_and_what_is_held_of_the_first_stays() -> None:
     scheduler = held(2, 2)
-    scheduler.submit([make_request(9), replace(turn(0), prompt_ids=(4, 4))])
+    scheduler.submit([make_request(9), other := replace(turn(0), prompt_ids=(4, 4, 4))])
     plan = scheduler.plan(version=0)
     assert [(admission.request.key.group, admission.cache) for admission in plan.admitted] == [(0, ()), (9, ())]
+    scheduler.hold(0, [8], (4, 4), 2, 100)
+    scheduler.finish([0])
+    for number, again, cache in ((10, turn(0, 7, 8), (0, 1, 2)), (11, replace(other, context=(8, 9)), (4, 4))):
+        scheduler.submit([make_request(number), again])
+        (admission,) = scheduler.plan(version=0).admitted
+        assert (admission.request, admission.cache) == (again, cache)
+        scheduler.hold(admission.row, [7], (1,), 1, 100)
+        scheduler.finish([admission.row])
 
 
 def test_while_weights_wait_a_continuation_does_not_stand_in_the_way_of_what_had_begun() -> None:

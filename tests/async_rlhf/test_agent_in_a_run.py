@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,18 @@ def test_an_agent_over_http_is_trained_as_the_generator_that_does_the_same(comma
         assert one["rewards/calculator/calls"] == other["rewards/solve/products"]
         assert other["rewards/solve/chains"] == 1 and other["rewards/solve/retries_joined"] == 0
         assert other["rewards/solve/calls"] == other["episodes/mean_turns"]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("engine", ["vllm"])
+def test_an_agent_drives_another_engine(command: Callable[..., Any], tmp_path: Path, engine: str) -> None:
+    pytest.importorskip(engine)
+    settings = {"output_dir": tmp_path, "max_steps": 3, "engine.kind": engine, "evaluation.at_start": False}
+    sets = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value, default=str)}")]
+    code, output = command("train", str(CONFIGS / "agent.toml"), *sets, "--set", "evaluation.at_end=false").finish()
+    assert code == 0, output
+    first, *others = RunDir(tmp_path / "agent").read_metrics()
+    assert first["mismatch/abs_log_ratio"] < 1e-4
+    for record in (first, *others):
+        assert record["rewards/failed_ratio"] == record["staleness/violations"] == 0
+        assert record["rewards/solve/calls"] == record["episodes/mean_turns"]

@@ -217,14 +217,16 @@ LAUNCH = {"launch.kind": "hosts", "launch.hosts": ["gpu1"]}
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Of a folder with a model, data, and a reward that imports its neighbour, which imports another."""
+    """Of a folder with a model, a teacher, data, and a reward that imports its neighbour, which imports another."""
     folder = machine(tmp_path)
     (folder / "judge.py").write_text("import near\n\ndef judge(completion):\n    return near.ONE\n")
     (folder / "near.py").write_text("from far import ONE\n")
     (folder / "far.py").write_text("import json\nimport near\nONE = 1.0\n")
     (folder / "other.py").write_text("raise SystemExit\n")
     keys.create(folder / "keys", ["actor-0"], link.new_pair)
-    return load(folder / "config.toml", {"output_dir": str(folder / "runs"), "security.keys": str(folder / "keys"), **LAUNCH})
+    taught = {"loss.kl_coef": 0.1, "scoring.reference.path": "tiny-speller", "scoring.reference.by_source.code": "http://t/v1"}
+    own = {"output_dir": str(folder / "runs"), "security.keys": str(folder / "keys")}
+    return load(folder / "config.toml", {**own, **taught, **LAUNCH})
 
 
 def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Config, tmp_path: Path) -> None:
@@ -243,6 +245,8 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     (tmp_path / "near.py").unlink()
     its = RunDir.existing(there).config()
     assert its.model == f"{there}/model" and its.rewards.functions[0] == f"own={there}/rewards/0/judge.py:judge"
+    assert (its.scoring.reference.path, its.scoring.reference.by_source) == (f"{there}/teachers/0", {"code": "http://t/v1"})
+    assert (there / "teachers" / "0" / "model.safetensors").is_file()
     secret = (tmp_path / "keys" / "for-actor-0" / "peer.secret").read_text().strip()
     assert keys.load_peer(Path(its.security.keys or "")).secret.decode() == secret
     assert "hub.secret" not in {Path(name).name for name in (*given.inline, *given.files)}
@@ -287,8 +291,8 @@ def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(con
     own_keys = {"keys/hub.public", "keys/peer.secret"}
     for role, inline, folders in (
         ("relay", {"config.toml", *own_keys}, set()),
-        ("scorer", {"config.toml"}, {"rewards", "model"}),
-        ("actor", {"config.toml"}, {"rewards", "model", "data"}),
+        ("scorer", {"config.toml"}, {"rewards", "model", "teachers"}),
+        ("actor", {"config.toml"}, {"rewards", "model", "teachers", "data"}),
     ):
         assert set(given[role].inline) == inline
         assert {name.partition("/")[0] for name in given[role].files} == folders

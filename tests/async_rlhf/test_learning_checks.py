@@ -33,6 +33,10 @@ def checked(*settings: str) -> None:
 CASES = [
     ("advantage.kind='traced'", "'traced' needs a critic's values.*critic.kind = 'head'", "learner.critic={kind='head'}"),
     ("learner.critic={kind='model'}", "no use for values.*learner.critic.kind = 'none'", "learner.critic={kind='none'}"),
+    ("advantage.lam_alpha=0.5", "'group_relative' has no lam: leave it out", "advantage.lam_alpha='none'"),
+    ("advantage.kind='traced'; learner.critic={kind='head', updates=2}", "critic.updates is for .*kind = 'model'",
+     "learner.critic.kind='model'"),
+    ("loss.kind='sao'; loss.sao_band=[1.5, 4.0]", "would mask what the policy itself samples", "loss.sao_band=[0.5, 4.0]"),
     ("advantage.c_cap=2.0", "c_cap = 2 is above .*rho_cap.*highest: 1", "advantage.c_cap=1.0"),
     ("advantage.kind='v_trace'; learner.critic={kind='head'}; loss.kind='gspo'",
      "one advantage for a completion.*'v_trace' has several.*'decoupled_ppo'", "loss.kind='decoupled_ppo'"),

@@ -79,6 +79,17 @@ def ppo_rlhf(result: TrainResult, run: RunDir) -> None:
     assert moved(run) and (run.latest / "critic.safetensors").exists()
 
 
+def sao(result: TrainResult, run: RunDir) -> None:
+    """It learns from groups of one, with a critic whose attention stays what the policy's was."""
+    for record in result.metrics:
+        assert record["critic/loss"] > 0 and record["staleness/max"] <= 8 and record["groups/zero_advantage"] == 0
+    assert moved(run) == START.keys()
+    critic = load_file(run.latest / "critic.safetensors")
+    of_trunk = {name: critic["trunk." + name.removeprefix("model.")] for name in START if name.startswith("model.")}
+    frozen = {name for name, tensor in of_trunk.items() if tensor.equal(START[name])}
+    assert frozen == {name for name in of_trunk if ".self_attn." in name}
+
+
 def quick(result: TrainResult, run: RunDir) -> None:
     """An engine that keeps a part of its cache is another policy, and the metrics say how far."""
     assert all(record["staleness/max"] == 0 and record["applied"] for record in result.metrics)
@@ -94,6 +105,7 @@ RUNS: list[tuple[Callable[[TrainResult, RunDir], None], dict[str, Any]]] = [
     (zero3, {"max_steps": 3, "learner.sequence_parallel": 2}),
     (zero3, {"max_steps": 3, "learner.tensor_parallel": 2}),
     (ppo_rlhf, {"max_steps": 3, "learner.critic.warmup_steps": 1}),
+    (sao, {"generation.group_size": 1, "learner.critic.warmup_steps": 1}),
     (quick, {"queue.max_staleness": 0, "engine.kv_policy": "chunk_sink", "engine.kv": KEPT}),
 ]
 

@@ -16,8 +16,8 @@ from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.inspect.rollouts import records as inspected
 from async_rlhf.inspect.trials import _of_run
-from async_rlhf.run.display.console import group_lines
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.watch.completions import group_lines
 from tests import oracles
 
 pytestmark = pytest.mark.rest

@@ -136,7 +136,8 @@ def test_what_an_environment_gave_has_a_place_and_nothing_else() -> None:
     assert (both.oldest_version, both.newest_version, both.num_tokens) == (3, 4, 6)
     assert made.turn_lengths == [1, 2] and rollout().turn_lengths == [3]
     assert replace(made, turn_scores=(0.5,)).turn_scores == (0.5,)
-    for scores, message in (((0.5, 1.0), "must be of 1 turns"), ((math.inf,), "must be finite")):
+    assert replace(made, turn_scores=(None, 0.5)).turn_scores == (None, 0.5)
+    for scores, message in (((0.5, 1.0, 1.0), "must be of 1 turns, an agent's of 2"), ((math.inf,), "must be finite")):
         with pytest.raises(RecordError, match=message):
             replace(made, turn_scores=scores)
 

@@ -127,11 +127,17 @@ def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advanta
     return split_updates(make_rows(groups, advantages), num_updates)
 
 
-def make_backend(path: Path, loss: LossConfig | None = None, publish_dtype: str = "float32", **settings: Any) -> Controller:
+def make_backend(
+    path: Path,
+    loss: LossConfig | None = None,
+    publish_dtype: str = "float32",
+    *,
+    reference_recorded: bool = False,
+    **settings: Any,
+) -> Controller:
     """A lone rank; settings: of `[learner]`."""
-    return controller.make_backend(
-        path, LearnerConfig(**{"learning_rate": 1e-3, **settings}), loss or LossConfig(), publish_dtype
-    )
+    learner = LearnerConfig(**{"learning_rate": 1e-3, **settings})
+    return controller.make_backend(path, learner, loss or LossConfig(), publish_dtype, reference_recorded=reference_recorded)
 
 
 def save(backend: Controller, directory: Path) -> Path:

@@ -374,6 +374,7 @@ def test_a_turn_is_compared_with_the_same_turn_of_its_siblings() -> None:
     short = replace(make_rollout(5, spans=[(0, 1), (None, 2), (0, 2)]), turn_scores=(1.0,))
     group = replace(make_group(0, [1, 1, 1]), rollouts=(long, short, short))
     assert turn_returns(long, 0.5) == [0.75, 0.5, 0.5] and turn_returns(short, 1.0) == [2.0, 1.0]
+    assert turn_returns(replace(long, turn_scores=(0.25, None, -1.0)), 0.5) == [0.75, 0.5, -0.5], "an agent's, each its own"
     found = estimates({"kind": "leave_one_out", "level": "turn"}, {}, {}, [group], [[0.5, 1.0, None]])
     assert [of_tokens(found, index).tolist() for index in (0, 1)] == [
         [0.75 - 2.0] * 2 + [0.5 - 1.0] + [0.0] * 3,  # no sibling has a third turn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import DESKTOP, PHONE, Browser, found, opened
@@ -84,11 +85,20 @@ def test_tokens_are_coloured_by_the_version_that_sampled_them_and_those_of_an_en
     with serving(Runs(made_run(tmp_path / "tools", 60, sampled=episode))) as tools:
         browser.open(tools.url)
         parts = parts_of(browser, 0)
-        given = ["given by the environment", "408\n", "rgba(0, 0, 0, 0)"]
+        given = ["read", "408\n", "rgba(0, 0, 0, 0)"]
         assert [part[:2] for part in parts] == [["version 58", "<34 * 12>"], given[:2], ["version 59", "408"]]
         assert parts[1] == given and len({background for *_, background in parts}) == 3
         assert "calculator 1" in browser.text(".rollout .pale") and "v58: 10, read: 4, v59: 4" in browser.text(".rollout .pale")
         assert browser.complaints() == []
+    with serving(Runs(made_run(tmp_path / "agents", 60, sampled=two_chains))) as agents:
+        browser.open(agents.url)
+        assert [text for _, text, _ in parts_of(browser, 0)] == ["chain 1", "<34 * 12>", "chain 2", "408\n", "408"]
+        assert browser.complaints() == []
+
+
+def two_chains(step: int) -> dict[str, Any]:
+    sample = episode(step)
+    return {**sample, "rollouts": [{**rollout, "restarts": [1]} for rollout in sample["rollouts"]]}
 
 
 def test_an_empty_and_a_broken_run_say_so_and_their_texts_stay_texts(browser: Browser, site: Site) -> None:

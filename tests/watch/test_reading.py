@@ -20,7 +20,7 @@ from serving import serving
 
 from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.watch.completions import decoder, pieces
+from async_rlhf.watch.completions import MAX_CHARACTERS, decoder, group_lines, pieces, shown
 from async_rlhf.watch.events import Span, changed_from, events, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
 from async_rlhf.watch.reading import RunReading
@@ -139,6 +139,25 @@ def test_the_text_of_a_completion_is_divided_where_the_version_changed_or_stays_
     assert pieces("leets", [24, 17, 10**9], [[7, 1], [8, 2]], decode) == [(8, "leets")]
     assert pieces("leets", [24, 17, 17], [[7, 1], [8, 2]], None) == [(8, "leets")]
     assert decoder(TOKENIZER.with_name("config.json"), 0.0) is None
+
+
+def test_where_a_row_begins_anew_the_pieces_have_all_that_was_read_there_and_its_text_a_part() -> None:
+    decode, tokens, spans = decoder(TOKENIZER, 0.0), [24, 17, 17, 32, 31, 24], [[7, 2], [None, 3], [7, 1]]
+    whole = [(7, "le"), (None, "ets"), (7, "l")]
+    assert pieces("le\nts\nl", tokens, spans, decode, [1]) == whole
+    assert pieces("other", tokens, spans, decode, [1]) == [(7, "other")]
+    sample = {"step": 1, "group": 0, "attempt": 0, "actor": "a", "prompt": "p"}
+    rollout = {"text": "le\nts\nl", "tokens": tokens, "spans": spans, "restarts": [1], "scores": {}, "finish_reason": "stop"}
+    assert group_lines({**sample, "rollouts": [rollout]}, decode).splitlines()[3:] == [
+        "    chain 1", "      writes  'le'", "    chain 2", "      reads   'ets'", "      writes  'l'",
+    ]  # fmt: skip
+    assert group_lines({**sample, "rollouts": [rollout]}).splitlines()[2].endswith(" v7x2 anew 3 v7x1 stop    'le\\nts\\nl'")
+    long = {**rollout, "tokens": [24] * 30_000, "spans": [[7, 1], [None, 29_998], [7, 1]]}
+    page = shown({**sample, "rollouts": [rollout, long, {**long, "text": "other"}]}, decode)
+    assert page is not None
+    one, two, three = page["rollouts"]
+    assert (one["pieces"], one["anew"]) == (whole, [1]) and (three["pieces"], three["anew"]) == ([(7, "other")], [])
+    assert [len(text) for _, text in two["pieces"]] == [1, MAX_CHARACTERS - 1, 0]
 
 
 def test_the_time_line_has_what_each_process_did(tmp_path: Path) -> None:

@@ -6,16 +6,13 @@ the server demands; every other answer without a score is a failure that quotes 
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import httpx2
-
+from async_rlhf.actors.rewards import endpoint
 from async_rlhf.actors.rewards.answer import as_text, shown
-from async_rlhf.actors.rewards.settings import TransientError, reward
+from async_rlhf.actors.rewards.settings import reward
 from async_rlhf.buffers.score import Score
 
 TEMPLATE = """Judge the answer to a task.
@@ -27,9 +24,7 @@ Answer:
 {completion}
 
 Say in one sentence what is good and bad about the answer. Then write, alone on the last line, a score from 0 to 10."""
-_MAY_PASS = {408, 409, 425, 429}
 _MAX_BYTES = 1 << 20
-_LONGEST_WAIT_S = 300.0
 
 
 @reward(retries=4, timeout_s=60.0, max_concurrency=32)
@@ -59,7 +54,7 @@ async def judge(
         "temperature": 0.0,
         "max_tokens": max_tokens,
     }
-    answer = await _post(f"{url.rstrip('/')}/chat/completions", request, _headers(api_key_env))
+    answer = await endpoint.posted(f"{url.rstrip('/')}/chat/completions", request, api_key_env, _MAX_BYTES)
     text = _text(answer)
     found = re.search(pattern, text, re.DOTALL)
     if found is None:
@@ -68,49 +63,6 @@ async def judge(
     if not lowest <= raw <= highest:
         raise ValueError(f"the judge gave {raw:g}, its scale goes from {lowest:g} to {highest:g}")
     return Score((raw - lowest) / (highest - lowest), metrics={"raw": raw, **_usage(answer)})
-
-
-async def _post(url: str, request: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
-    """The JSON of a good answer; raises TransientError or ValueError for any other."""
-    try:
-        response = await _client().post(url, json=request, headers=dict(headers))
-    except (httpx2.TransportError, httpx2.DecodingError) as error:
-        raise TransientError(f"{url}: {type(error).__name__}: {error}") from error
-    if response.status_code in _MAY_PASS or response.status_code >= 500:
-        raise TransientError(f"{url} answered {response.status_code}", after_s=_retry_after_s(response))
-    if response.status_code != 200:
-        raise ValueError(f"{url} answered {response.status_code}: {response.text[:200]!r}")
-    if len(response.content) > _MAX_BYTES:
-        raise ValueError(f"{url} answered {len(response.content)} bytes; at most {_MAX_BYTES} are read")
-    try:
-        return response.json()
-    except ValueError as error:
-        raise ValueError(f"{url} answered what is no JSON: {response.text[:200]!r}") from error
-
-
-@functools.cache
-def _client() -> httpx2.AsyncClient:
-    """One for the process, so that connections are used again; the caller's time-out is the only one."""
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-    here = dict.fromkeys(("all://127.0.0.1", "all://localhost"))  # what HTTP_PROXY names is asked for other machines only
-    return httpx2.AsyncClient(timeout=None, limits=limits, mounts=here)
-
-
-def _headers(api_key_env: str) -> dict[str, str]:
-    if not api_key_env:
-        return {}
-    key = os.environ.get(api_key_env)
-    if not key:
-        raise ValueError(f"the judge's key is not there: environment variable {api_key_env} is empty")
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _retry_after_s(response: httpx2.Response) -> float:
-    """Seconds in `Retry-After`; its other form, a date, counts as 0."""
-    try:
-        return min(_LONGEST_WAIT_S, max(0.0, float(response.headers.get("Retry-After", 0))))
-    except ValueError:
-        return 0.0
 
 
 def _text(answer: Any) -> str:

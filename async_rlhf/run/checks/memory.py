@@ -285,12 +285,12 @@ def _engine(config: Config, served: EngineConfig, shape: Shape, most: int | None
 
 def _judge(config: Config, name: str) -> Parts:
     """Of a stage's model; nothing where it is no directory of ours to look into."""
+    options, streams = config.rewards.options.get(name, {}), config.scoring.stages.get(name)
+    paths = [options.get("path")]
     if name == REFERENCE:
-        options: Mapping[str, Any] = {"path": config.model, **config.scoring.reference.model_dump()}
-    else:
-        options = config.rewards.options[name]
-    path, streams = options.get("path"), config.scoring.stages.get(name)
-    size = parameters(Path(path)) if isinstance(path, str) else 0
+        options = config.scoring.reference.model_dump()
+        paths = [*(config.scoring.reference.directories if config.scoring.reference.teachers else (config.model,))]
+    size = sum(parameters(Path(path)) for path in paths if isinstance(path, str))
     cache = int(options.get("cache_bytes", 1 << 30)) if streams is not None and streams.stream_tokens else 0
     parts = {"weights": _BYTES[str(options.get("dtype", "float32"))] * size, "keys and values": cache}
     return {f"{name} {part}": bytes_ for part, bytes_ in parts.items() if bytes_}

@@ -79,6 +79,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     else:
         _check_columns(config, [*rows[0], *rows[1]], environment)
         config.rewards.check_sources(row.columns for row in rows[0])
+        config.scoring.reference.check_sources(row.columns for row in rows[0])
     _check_judged(config, environment)
     names = score_names(config, environment)
     config.rewards.composition.check(names)

@@ -189,21 +189,3 @@ def sample_line(record: dict[str, Any]) -> str:
 def _short(text: Any) -> str:
     shown = repr(text)
     return shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS // 2]}…{shown[-_SHOWN_CHARACTERS // 2 :]}"
-
-
-def group_lines(record: dict[str, Any]) -> str:
-    """One group as a person reads it."""
-    taken_back = "  QUARANTINED: " + "; ".join(map(str, record["quarantined"])) if record.get("quarantined") else ""
-    lines = [f"step {record['step']}  group {record['group']} (attempt {record['attempt']}, {record['actor']}){taken_back}"]
-    lines += [f"  prompt: {record['prompt']!r}"]
-    for rollout in record["rollouts"]:
-        scores = ", ".join(
-            f"{name} failed: {score['failure']}" if score["failure"] else f"{name} {score['value']}"
-            for name, score in rollout["scores"].items()
-        )
-        versions = " ".join(
-            f"{f'v{version}x' if version is not None else 'anew ' if at in rollout.get('restarts', ()) else 'read '}{count}"
-            for at, (version, count) in enumerate(rollout["spans"])
-        )
-        lines.append(f"  {scores:<28} {versions:<14} {rollout['finish_reason']:<7} {rollout['text']!r}")
-    return "\n".join(lines)

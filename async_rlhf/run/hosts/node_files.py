@@ -1,7 +1,7 @@
 """What a process on another host is given: the configuration as it is there, and what its role needs beside.
 
-    actor           its keys where it reaches the hub itself, the rows, the files of rewards, the model
-    scorer          the files of rewards, the model
+    actor           its keys where it reaches the hub itself, the rows, the files of rewards, the model, teachers
+    scorer          the files of rewards, the model, teachers
     relay           its keys
     learner rank    the model, the file of a loss, DeepSpeed's settings; a checkpoint comes from rank 0
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.config import RewardsConfig
+from async_rlhf.actors.config import RewardsConfig, ScoringConfig
 from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.program import Node
 from async_rlhf.run.config import Config, dump
@@ -27,7 +27,7 @@ _MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
 
 def large_files(config: Config) -> Iterator[Path]:
     """The model, and what rewards read."""
-    for path in (config.model, *_read_by_rewards(config).values()):
+    for path in (config.model, *config.scoring.reference.directories, *_read_by_rewards(config).values()):
         yield from _files(Path(path))
 
 
@@ -51,7 +51,7 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
             settings = {"deepspeed_config": contents.there(own, "deepspeed")}
             changed["learner"] = config.learner.model_copy(update=settings)
     if node.role in ("actor", "scorer"):
-        changed["rewards"] = contents.rewards()
+        changed["rewards"], changed["scoring"] = contents.rewards(), contents.scoring()
     if node.role == "actor":
         function = contents.code(config.environment.function, "environment")
         changed["environment"] = config.environment.model_copy(update={"function": function})
@@ -94,6 +94,14 @@ class _Contents:
         }
         functions = tuple(self.code(target, "rewards") for target in own.functions)
         return own.model_copy(update={"functions": functions, "options": own.options | options})
+
+    def scoring(self) -> ScoringConfig:
+        """With the teachers as they are there."""
+        own = self._config.scoring
+        there = {path: self.there(path, f"teachers/{number}") for number, path in enumerate(own.reference.directories)}
+        by_source = {source: there.get(path, path) for source, path in own.reference.by_source.items()}
+        changed = {"path": there.get(own.reference.path, own.reference.path), "by_source": by_source}
+        return own.model_copy(update={"reference": own.reference.model_copy(update=changed)})
 
 
 def with_neighbours(file: Path) -> Iterator[Path]:

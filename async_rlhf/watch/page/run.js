@@ -239,7 +239,7 @@ class RunView {
         ...rollouts.map(rollout),
       ),
     );
-    const given = groups.some(isEpisode) ? "; without a colour: given by the environment" : "";
+    const given = groups.some(isEpisode) ? "; without a colour: read, not trained on" : "";
     this.fill(
       "completions",
       "Completions",
@@ -259,15 +259,17 @@ class RunView {
 
 const isEpisode = ({ rollouts }) => rollouts.some(({ spans }) => spans.some(([version]) => version === null));
 
-function rollout({ pieces, spans, scores, advantage, ended, tokens }) {
+function rollout({ pieces, anew, spans, scores, advantage, ended, tokens }) {
+  const heads = anew.length ? [0, ...anew] : [];
   const text = el(
     "div",
     { class: "text" },
-    ...pieces.map(([version, part]) =>
+    ...pieces.flatMap(([version, part], at) => [
+      heads.includes(at) ? el("div", { class: "chain" }, `chain ${heads.indexOf(at) + 1}`) : "",
       version === null
-        ? el("span", { class: "observed", title: "given by the environment" }, part)
+        ? el("span", { class: "observed", title: "read" }, part)
         : el("span", { class: `v${version % 6}`, title: `version ${version}` }, part),
-    ),
+    ]),
   );
   const numbers = Object.entries(scores).map(([name, score]) => `${name} ${score === null ? "failed" : short(score)}`);
   if (advantage !== null) numbers.push(`advantage ${short(advantage)}`);

@@ -13,7 +13,7 @@ from typing import Any
 
 from async_rlhf.actors.agents.adapter import from_function
 from async_rlhf.actors.agents.endpoint import Llm
-from async_rlhf.actors.environments.settings import Call, Reply
+from async_rlhf.actors.environments.settings import Call, Reply, Scores
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.buffers.score import Score
 
@@ -25,6 +25,7 @@ Model = Callable[[Call, int], str | Reply]
 class Played:
     calls: list[Call]
     score: Score
+    turn_scores: tuple[float | None, ...]
 
     @property
     def chains(self) -> list[int]:
@@ -51,8 +52,8 @@ async def driven(generator: Any, model: Model) -> Played:
     sent: Reply | None = None
     while True:
         came = await generator.asend(sent) if inspect.isasyncgen(generator) else await asyncio.to_thread(generator.send, sent)
-        if isinstance(came, Score):
-            return Played(calls, came)
+        if isinstance(came, Scores):
+            return Played(calls, came.score, came.turns)
         calls.append(came)
         sent = reply(model(came, len(calls)))
 

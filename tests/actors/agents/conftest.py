@@ -32,9 +32,9 @@ class Opened:
 
     def write(self, call: Arrived, text: str, number: int = 1) -> Written:
         """Answer a call."""
-        asked, answer = call
-        found = read_reply(reply(text), asked, TEMPLATE, number)
-        answer.set_result(found)
+        asked, pending = call
+        found = read_reply(reply(text), asked, TEMPLATE, number, self.session.name)
+        pending.answer.set_result(found)
         return found
 
 

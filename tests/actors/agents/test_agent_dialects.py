@@ -173,7 +173,7 @@ TEXTS = {
 
 def written(text: str, finish_reason: Any = "stop", tools: tuple[Any, ...] = (TOOL,), stop: tuple[str, ...] = ()) -> Written:
     asked = Asked([{"role": "user", "content": "?"}], tools, stop=stop)
-    return read_reply(Reply(text, finish_reason, 5, 7), asked, TEMPLATE, 3)
+    return read_reply(Reply(text, finish_reason, 5, 7), asked, TEMPLATE, 3, "one")
 
 
 def in_chat(found: Written, answer: Any) -> list[Message]:

@@ -161,7 +161,7 @@ def test_the_sdks_own_retry_of_an_answer_that_was_lost_is_no_second_call(opened:
 def test_a_stream_that_nobody_reads_to_its_end_was_a_turn(opened: Opened) -> None:
     with asked(opened.llm, {**BODY, "stream": True}) as open:
         opened.write(opened.call(), "long " * 50_000)
-        assert open.getresponse().read(100).startswith(b'data: {"id": "chatcmpl-turn_1"')
+        assert open.getresponse().read(100).startswith(b'data: {"id": "chatcmpl-turn_1_')
     again = post(opened.llm, {**BODY, "stream": True}, x_stainless_retry_count="1")
     assert again.text.endswith("data: [DONE]\n\n") and opened.arrived.empty()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from async_rlhf.actors.agents.endpoint import HEADER, Llm
+from async_rlhf.actors.agents.endpoint import HEADER, Llm, endpoint
 from async_rlhf.actors.environments import resolve
-from async_rlhf.actors.environments.settings import Reply
+from async_rlhf.actors.environments.settings import Call, Reply
 from async_rlhf.actors.environments.yields import Read
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, EpisodeError
 from async_rlhf.buffers.score import Score
-from tests.actors.agents.by_hand import generator_of, play, post, reply, said
+from tests.actors.agents.by_hand import answer, asked, generator_of, play, post, reply, said
 from tests.actors.environments.played import Bench
 from tests.conftest import has_ended, wait_for
 
@@ -119,6 +120,37 @@ def test_a_request_says_whether_its_turn_is_trained() -> None:
     assert [call.trained for call in play(solve).calls] == [False, True]
 
 
+def test_a_reward_of_one_call_is_set_by_the_id_of_its_answer_once_and_what_cannot_count_is_refused() -> None:
+    llms: list[Llm] = []
+
+    def solve(llm: Llm) -> float:
+        ids = [str(post(llm, said("hi"), f"/v1/{path}").data["id"]) for path in ("chat/completions", "messages")]
+        ids.append(str(post(llm, {"input": "hi"}, "/v1/responses").data["id"]))
+        title = str(post(llm, said("title?"), **{HEADER: "false"}).data["id"])
+        assert [id.partition("turn")[0] for id in ids] == ["chatcmpl-", "msg_", "resp_"]
+        llm.reward(ids[0], 0.25)
+        llm.reward(ids[2], True)
+        of_another = re.sub("_[0-9a-f]+$", "_00000000", ids[1])
+        for id, value, reason in [
+            (ids[0], 0.25, "has the reward 0.25 already"),
+            (title, 1.0, "is not trained on"),
+            (of_another, 1.0, "no call of this episode; the newest that it has answered is 'turn_4_"),
+            (None, 1.0, "None is no call"),
+            (ids[1], None, "a number was expected"),
+            (ids[1], float("nan"), "must be finite"),
+            (ids[1], "much", "returned str 'much'"),
+        ]:
+            with pytest.raises(EpisodeError, match=reason):
+                llm.reward(id, value)  # type: ignore[arg-type]
+        llms.append(llm)
+        return 1.0
+
+    played = play(solve)
+    assert (played.score.value, played.turn_scores) == (1.0, (0.25, None, 1.0, None))
+    with pytest.raises(EpisodeError, match="the episode has ended"):
+        llms[0].reward("turn_1", 1.0)
+
+
 def test_what_cannot_be_read_as_a_call_is_counted_and_the_template_may_be_the_users() -> None:
     tool = {"type": "function", "function": {"name": "price"}}
     written = ["<tool_call>{broken", 'CALL {"name": "price"} END']
@@ -157,6 +189,40 @@ def test_an_agent_that_is_over_is_not_waited_for_by_threads_that_it_left(tmp_pat
     is_over.set()
     threads[0].join(300)
     assert len(played.calls) == 1 and played.score.value == 1.0 and after == [401]
+
+
+def test_a_call_behind_another_whose_client_has_gone_is_left_out_unless_a_retry_came_before_its_turn() -> None:
+    may_go_on = threading.Event()
+
+    def solve(llm: Llm) -> float:
+        session = endpoint()._sessions[llm.api_key]
+
+        def waits(*counts: int) -> None:
+            is_so = lambda: [call.num_waiting for calls in session._calls.values() for call in calls] == [*counts]  # noqa: E731
+            wait_for(is_so, f"calls with {counts} connections")
+
+        with asked(llm, said("first")) as first, ExitStack() as lost:
+            waits(1)
+            lost.enter_context(asked(llm, said("gone")))
+            waits(1, 1)
+            lost.enter_context(asked(llm, said("joined")))
+            waits(1, 1, 1)
+            lost.close()
+            waits(1, 0, 0)
+            with asked(llm, said("joined"), x_stainless_retry_count="1") as again:
+                waits(1, 0, 1)
+                may_go_on.set()
+                assert answer(first).status == answer(again).status == 200
+        assert post(llm, said("gone"), x_stainless_retry_count="1").status == 200
+        return 1.0
+
+    def model(call: Call, number: int) -> str:
+        may_go_on.wait(300)
+        return "x"
+
+    played = play(solve, model)
+    assert [call.messages[0]["content"] for call in played.calls] == ["first", "joined", "gone"]
+    assert played.score.metrics.items() >= {"calls": 3, "calls_left": 1, "retries_joined": 1}.items()
 
 
 def test_closing_the_generator_ends_the_agents_open_call_and_waits_for_the_agent() -> None:

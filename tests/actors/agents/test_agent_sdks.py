@@ -110,7 +110,7 @@ def test_a_loop_with_tools_is_one_chain_whatever_the_sdk(agent: Any, stream: boo
         ("tool", "3", "price"),
         ("tool", "4", "price"),
     ]
-    assert played.score.metrics == {"calls": 2, "chains": 1, "unparsed_turns": 0, "retries_joined": 0}
+    assert played.score.metrics == {"calls": 2, "chains": 1, "unparsed_turns": 0, "retries_joined": 0, "calls_left": 0}
 
 
 async def asynchronous(llm: Llm, prompt: str) -> dict[str, float]:

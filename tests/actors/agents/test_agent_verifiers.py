@@ -251,7 +251,7 @@ async def test_a_task_says_and_scores_what_it_does_with_any_other_model(folder: 
     played = await walk(spec_of(folder, target), *script, **row_of(folder, env))
     assert played.score.value == pytest.approx(trace.reward)
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
-    ours = {"calls": len(script), "chains": 1, "retries_joined": 0, "unparsed_turns": 0}
+    ours = {"calls": len(script), "chains": 1, "retries_joined": 0, "calls_left": 0, "unparsed_turns": 0}
     assert played.score.metrics == {**ours, **rewards, **trace.metrics}
     theirs = [(each.role, each.content) for each in trace.messages if each.role != "assistant"]
     assert [(message["role"], message["content"]) for each in played.calls for message in each.messages] == theirs

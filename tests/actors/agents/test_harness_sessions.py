@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 from openai import APIStatusError, OpenAI
 
+from async_rlhf.actors.agents.endpoint import Llm
 from async_rlhf.actors.agents.harness import Harnesses, serve_harnesses
 from async_rlhf.actors.environments.settings import Reply
 from async_rlhf.actors.environments.tool_calls import TEMPLATE
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.buffers.errors import ConfigError
+from tests.actors.agents.by_hand import asked, said
 from tests.actors.environments.played import Bench
 from tests.actors.served import running
 from tests.conftest import Clock, wait_for
@@ -61,11 +63,13 @@ def client(session: Any, **more: Any) -> OpenAI:
     return OpenAI(base_url=session["base_url"], api_key=session["api_key"], **more)
 
 
-def ask(session: Any, *texts: str) -> str:
+def answered(session: Any, *texts: str) -> Any:
     """texts: of user and assistant in turn."""
-    roles = ("user", "assistant")
-    messages: Any = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
-    return client(session).chat.completions.create(model="policy", messages=messages).choices[0].message.content or ""
+    return client(session).chat.completions.create(model="policy", **said(*texts))
+
+
+def ask(session: Any, *texts: str) -> str:
+    return answered(session, *texts).choices[0].message.content or ""
 
 
 # -- the whole way --------------------------------------------------------------------------------------------------------
@@ -87,9 +91,18 @@ def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(serve
 
     def play() -> list[Any]:
         session = harness.start()
-        said = [session["row"]["question"], first := ask(session, "2+2?"), ask(session, "2+2?", first, "sure?")]
+        first, second = ask(session, "2+2?"), answered(session, "2+2?", "four", "sure?")
+        said = [session["row"]["question"], first, second.choices[0].message.content]
         harness.post("set_reward", session_id=session["session_id"], reward=0.25)
         harness.post("set_reward", session_id=session["session_id"], reward={"right": 1.0, "short": 0.5})
+        for id, reward, status in [
+            (second.id, "?", 400),
+            (second.id, -0.5, 200),
+            (second.id, -0.5, 409),
+            ("turn_2", 1.0, 404),
+            (None, 1.0, 404),
+        ]:
+            assert harness.post("set_reward", session_id=session["session_id"], call_id=id, reward=reward)[0] == status
         return [*said, harness.post("end_session", session_id=session["session_id"])]
 
     with ThreadPoolExecutor(1) as thread:
@@ -101,9 +114,10 @@ def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(serve
     assert isinstance(one, Read) and isinstance(two, Read) and isinstance(end, End) and end.score is not None
     assert one.call is not None and two.call is not None and (one.call.chain, two.call.chain) == (0, 0)
     assert two.content == [{"role": "user", "content": "sure?"}]
-    assert (end.reason, end.score.value) == ("scored", 1.5)
+    assert (end.reason, end.score.value, end.turn_scores) == ("scored", 1.5, (None, -0.5))
     assert end.score.metrics == {
-        "calls": 2.0, "unparsed_turns": 0.0, "chains": 1.0, "retries_joined": 0.0, "right": 1.0, "short": 0.5,
+        "calls": 2.0, "unparsed_turns": 0.0, "chains": 1.0, "retries_joined": 0.0, "calls_left": 0.0,
+        "right": 1.0, "short": 0.5,
     }  # fmt: skip
 
 
@@ -262,6 +276,28 @@ def test_an_episode_without_a_call_fails_and_calls_at_once_are_answered_one_afte
             assert isinstance(read, Read) and read.call is not None and read.call.chain == number and not board.poll()
             board.reply(2, Reply(read.content[0]["content"] * 2, "stop", 1, 1))  # type: ignore[index, call-overload]
         assert {text: answer.result(60) for text, answer in texts.items()} == {"a": "aa", "b": "bb", "c": "cc"}
+
+
+def test_a_call_behind_another_whose_client_has_gone_is_left_out(board: Harnesses, harness: Harness) -> None:
+    board.begin(1, {})
+    session = harness.start()
+    llm, calls = Llm(board.origin, session["api_key"]), board.endpoint._sessions[session["session_id"]]._calls
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(ask, session, "first")
+        assert isinstance(event(board), Read)
+        with asked(llm, said("gone")):
+            wait_for(lambda: len(calls) == 2, "the second call")
+        wait_for(lambda: [call.num_waiting for of_key in calls.values() for call in of_key] == [1, 0], "its client has gone")
+        board.reply(1, Reply("!", "stop", 1, 1))
+        assert first.result(60) == "!" and not board.poll()
+        second = threads.submit(ask, session, "second")
+        read = event(board)
+        assert isinstance(read, Read) and read.content == [{"role": "user", "content": "second"}]
+        board.reply(1, Reply("?", "stop", 1, 1))
+        assert second.result(60) == "?"
+    harness.post("end_session", session_id=session["session_id"], reward=1)
+    end = event(board)
+    assert end.score.metrics.items() >= {"calls": 2.0, "calls_left": 1.0}.items()
 
 
 def test_a_call_that_runs_when_the_run_gives_its_episode_up_fails_and_what_comes_for_it_later_is_ignored(

@@ -84,7 +84,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
         timings=draw(st.dictionaries(TEXT, LIMITED, max_size=2)),
         sampling_mask=draw(st.none() | sampling_masks(sampled)),
         reference=draw(st.none() | st.just(np.array(reference, np.float32))),
-        turn_scores=draw(st.sampled_from([(), (0.5,) if observed else ()])),
+        turn_scores=draw(st.sampled_from([(), (0.5,) if observed else (), (None, 0.5) if observed else (0.5,)])),
     )
 
 

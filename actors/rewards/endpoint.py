@@ -1,0 +1,88 @@
+"""What rewards and teachers behind an OpenAI-compatible HTTP interface share: a request, its key, and which errors may pass.
+
+The caller limits the time of a request.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2
+
+from async_rlhf.actors.rewards.settings import TransientError
+
+_MAY_PASS = {408, 409, 425, 429}
+_LONGEST_WAIT_S = 300.0
+# What HTTP_PROXY names is asked for other machines only.
+_HERE: dict[str, None] = dict.fromkeys(("all://127.0.0.1", "all://localhost"))
+_BROKEN = (httpx2.TransportError, httpx2.DecodingError)
+
+
+async def posted(url: str, request: Mapping[str, Any], api_key_env: str, max_bytes: int) -> Any:
+    """The JSON of a good answer; raises TransientError or ValueError for any other. api_key_env: the environment variable with
+    the key; "": none is sent."""
+    try:
+        response = await _async_client().post(url, json=request, headers=_headers(api_key_env))
+    except _BROKEN as error:
+        raise _lost(url, error) from error
+    return _content(url, response, max_bytes)
+
+
+def post(url: str, request: Mapping[str, Any], api_key_env: str, max_bytes: int) -> Any:
+    """The same, waited for."""
+    try:
+        response = _client().post(url, json=request, headers=_headers(api_key_env))
+    except _BROKEN as error:
+        raise _lost(url, error) from error
+    return _content(url, response, max_bytes)
+
+
+# One of each for the process, so that connections are used again.
+
+
+@functools.cache
+def _async_client() -> httpx2.AsyncClient:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+    return httpx2.AsyncClient(timeout=None, limits=limits, mounts=_HERE)
+
+
+@functools.cache
+def _client() -> httpx2.Client:
+    return httpx2.Client(timeout=None, mounts=_HERE)
+
+
+def _headers(api_key_env: str) -> dict[str, str]:
+    if not api_key_env:
+        return {}
+    key = os.environ.get(api_key_env)
+    if not key:
+        raise ValueError(f"the server's key is not there: environment variable {api_key_env} is empty")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _lost(url: str, error: Exception) -> TransientError:
+    return TransientError(f"{url}: {type(error).__name__}: {error}")
+
+
+def _content(url: str, response: httpx2.Response, max_bytes: int) -> Any:
+    if response.status_code in _MAY_PASS or response.status_code >= 500:
+        raise TransientError(f"{url} answered {response.status_code}", after_s=_retry_after_s(response))
+    if response.status_code != 200:
+        raise ValueError(f"{url} answered {response.status_code}: {response.text[:200]!r}")
+    if len(response.content) > max_bytes:
+        raise ValueError(f"{url} answered {len(response.content)} bytes; at most {max_bytes} are read")
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ValueError(f"{url} answered what is no JSON: {response.text[:200]!r}") from error
+
+
+def _retry_after_s(response: httpx2.Response) -> float:
+    """Seconds in `Retry-After`; its other form, a date, counts as 0."""
+    try:
+        return min(_LONGEST_WAIT_S, max(0.0, float(response.headers.get("Retry-After", 0))))
+    except ValueError:
+        return 0.0

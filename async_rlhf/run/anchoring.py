@@ -1,0 +1,66 @@
+"""The paths among a configuration's values, and the models that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_rlhf.actors.data.config import anchor_source
+from async_rlhf.actors.environments import ADAPTERS
+from async_rlhf.actors.reference import is_address
+from async_rlhf.actors.rewards import absolute
+from async_rlhf.run import shipped
+
+# Settings that are a path, or name a function that may lie in a file.
+_ANCHORED: tuple[tuple[str, str, Callable[[str, Path], str]], ...] = (
+    ("learner", "deepspeed_config", lambda path, base: str(base / path)),
+    ("security", "keys", lambda path, base: str(base / path)),
+    ("loss", "kind", absolute),
+    ("advantage", "kind", absolute),
+    ("environment", "function", lambda target, base: absolute(target, base, ADAPTERS)),
+)
+
+
+def anchor(values: dict[str, Any], base: Path) -> None:
+    """Make the paths of a configuration's values absolute, seen from `base`."""
+    change_models(values, lambda given: _model(given, base))
+    for section, key, seen_from in _ANCHORED:
+        own = values.get(section)
+        if isinstance(own, dict) and isinstance(given := own.get(key), str) and given not in ("", "none"):
+            own[key] = seen_from(given, base)
+    for name in ("data", "evaluation"):
+        source = values.get(name)
+        several = source.get("sources") if isinstance(source, dict) else None
+        for each in (source, *(several if isinstance(several, list) else ())):
+            anchor_source(each, base)
+    rewards = values.get("rewards")
+    if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple | str):
+        functions = [functions] if isinstance(functions, str) else functions
+        rewards["functions"] = [absolute(str(function), base) for function in functions]
+    if isinstance(rewards, dict) and isinstance(options := rewards.get("options"), dict):
+        for chosen in options.values():
+            if isinstance(chosen, dict) and isinstance(path := chosen.get("path"), str):
+                chosen["path"] = str(base / path)
+
+
+def change_models(values: dict[str, Any], change: Callable[[str], str]) -> None:
+    """That of the policy, and of teachers those that no server has."""
+    scoring = values.get("scoring")
+    reference = scoring.get("reference") if isinstance(scoring, dict) else None
+    tables = [(values, ("model",))]
+    if isinstance(reference, dict):
+        by_source = reference.get("by_source")
+        tables += [(reference, ("path",)), *([(by_source, tuple(by_source))] if isinstance(by_source, dict) else [])]
+    for table, keys in tables:
+        for key in keys:
+            if isinstance(given := table.get(key), str) and given and not is_address(given):
+                table[key] = change(given)
+
+
+def _model(given: str, base: Path) -> str:
+    """The model at this path, or else the shipped one of this name; a published one keeps its name."""
+    own = base / Path(given).expanduser()
+    if not own.exists() and (among_shipped := shipped.model_directory(given)) is not None:
+        return str(among_shipped)
+    return given if shipped.is_name(given, base) else str(own)

@@ -1,0 +1,65 @@
+"""Teachers in a configuration and in a run: which are refused before it begins, and that no reward is needed beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.api import train
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.inspect.rollouts import records
+from async_rlhf.run.checks.preflight import preflight
+from async_rlhf.run.config import load
+from async_rlhf.run.run_dir import RunDir
+from tests.conftest import QUICK
+
+SPELLER = QUICK.parent / "models" / "tiny-speller"
+ALONE = {"loss.kind": "reverse_kl", "scoring.reference.path": "tiny-speller"}
+SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1:1/v1"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss.kind": "forward_kl"}, "learns from a teacher, and none is named: set scoring.reference.path"),
+        ({"scoring.reference.path": "tiny-speller"}, "scoring.reference names teachers, and nothing asks for a reference"),
+        ({**ALONE, "scoring.reference.path": "nothing-here"}, "nothing-here' is no Hugging Face model .*, and no URL"),
+        ({**ALONE, "advantage.kind": "leave_one_out"}, "advantage.kind is set, .*learns from a teacher.*leave it out"),
+        ({**ALONE, "advantage.constant_groups": "refill"}, "advantage.constant_groups is set"),
+        ({**ALONE, "loss.kl_coef": 0.1, "loss.kl_in": "reward"}, "rewards do not count.*set loss.kl_in = 'loss'"),
+        ({**ALONE, "loss.is_cap": "none"}, "without an importance weight"),
+        ({**ALONE, "scoring.stages.reference.placement": "learner"}, "scoring.reference.path is about a stage"),
+        ({**ALONE, "scoring.reference.by_source": {"code": "tiny-speller"}}, "'code', which is the source of no row"),
+        ({**SERVED, "generation.temperature": 0.7}, "temperature = 0.7: a server gives probabilities at temperature 1"),
+        ({**SERVED, "generation.top_k": 20}, "top_k = 20: a server gives probabilities at temperature 1 over all tokens"),
+        ({**SERVED, "scoring.stages.reference.stream_tokens": 4}, "is for one model read here; set stream_tokens = 0"),
+        ({**SERVED, "scoring.reference.api_key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY': there is no such environment variable"),
+    ],
+)
+def test_a_teacher_that_cannot_be_meant_is_refused_with_the_way_out(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        preflight(load(QUICK, changed))
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(SPELLER, tmp_path / "other")
+    tokenizer = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"].popitem()
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="has other tokens than model"):
+        preflight(load(QUICK, {**ALONE, "scoring.reference.path": str(tmp_path / "other")}))
+
+
+def test_without_any_reward_groups_of_one_are_learned_from(small: Callable[..., Any]) -> None:
+    given = {**ALONE, "rewards.functions": [], "generation.group_size": 1, "queue.max_staleness": 2, "max_steps": 2}
+    result = train(small(**given, **{"queue.keep_rollouts": True}), quiet=True)
+    rollouts = [rollout for record in records(RunDir.existing(result.run_dir)) for rollout in record["rollouts"]]
+    assert all(len(rollout["reference"]) == len(rollout["completion_ids"]) for rollout in rollouts)
+    for step in result.metrics:
+        assert step["applied"] and step["reward"] is None and step["kl/reference"] == pytest.approx(0.0, abs=0.05)
+    assert result.metrics[1]["rewards/reference/failed_ratio"] == 0.0
