@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 def misfit(known: Routing | None, routing: RoutingArray) -> str | None:
     """What of a recorded one is not of this model."""
     if known is None:
-        return "experts, and the model has none that are known here"
+        return "experts that are not known here"
     if (shape := routing.shape[1:]) != known[:2]:
         return f"{shape[1]} experts in each of {shape[0]} layers; the model takes {known.choices} in {known.layers}"
     largest = int(routing.max(initial=0))
@@ -43,16 +43,16 @@ def misfit(known: Routing | None, routing: RoutingArray) -> str | None:
 
 
 def routing_of(config: Any) -> Routing | None:
-    """Of a transformers configuration; None for a family that is not listed."""
+    """Of a transformers configuration; None for a family that is not listed, and without experts."""
     if config.model_type not in SOFTMAX | SIGMOID:
         return None
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next(number for name in names if (number := getattr(config, name, None)))
+    count = next((number for name in names if (number := getattr(config, name, None))), 0)
     kinds = getattr(config, "mlp_layer_types", None) or ["sparse"] * config.num_hidden_layers
     dense = {*range(getattr(config, "first_k_dense_replace", None) or 0), *(getattr(config, "mlp_only_layers", None) or ())}
     step = getattr(config, "decoder_sparse_step", None) or 1
     mixed = [n for n, kind in enumerate(kinds) if kind == "sparse" and n not in dense and (n + 1) % step == 0]
-    return Routing(len(mixed), config.num_experts_per_tok, count)
+    return Routing(len(mixed), config.num_experts_per_tok, count) if mixed and count else None
 
 
 def read_routing(directory: Path, model_type: str) -> Routing | None:

@@ -106,7 +106,7 @@ def _check_routing(config: Config) -> None:
     if not engine.replay_routing:
         return
     served = {
-        "engine.kind": (engine.kind, "torch", "vLLM returns experts by its second model runner, which its CPU build has not"),
+        "engine.kind": (engine.kind, "torch", "vLLM returns experts by its second model runner, which its CPU build lacks"),
         "engine.kv_policy": (engine.kv_policy, "full", "experts stand beside keys and values, and those are evicted"),
         "learner.compile": (learner.compile, False, "compiled layers choose by themselves"),
         "learner.sequence_parallel": (learner.sequence_parallel, 1, "no rank has the experts of whole rows"),
