@@ -3,7 +3,7 @@ No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +14,6 @@ from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
-from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.buffers.sampling import Sampling
 
 REFERENCE = "reference"
@@ -250,15 +249,6 @@ class RewardsConfig(Section):
             if unknown := [name for name in chosen if name not in names]:
                 hint = did_you_mean(unknown[0], names)
                 raise ConfigError(f"rewards.by_source.{source} names {unknown[0]!r}, which is no reward of this run; {hint}")
-
-    def check_sources(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """rows: the columns of each. Raises ConfigError for a source in `by_source` that no row has."""
-        if not self.by_source:
-            return
-        found = sorted({source for columns in rows if (source := source_of(columns)) is not None})
-        if unknown := [source for source in self.by_source if source not in found]:
-            hint = did_you_mean(unknown[0], found) if found else f"the data have no column {SOURCE!r}"
-            raise ConfigError(f"rewards.by_source names {unknown[0]!r}, which is the source of no row; {hint}")
 
     @property
     def composition(self) -> Composition:

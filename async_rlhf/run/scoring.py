@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import source_of
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 
@@ -25,21 +26,32 @@ prompt, what the model wrote in it, and which of `completion_ids` were sampled."
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
     """The rewards, as `RewardsConfig.specs` proves them; none where an environment is to judge alone."""
-    if config.environment.function and not config.rewards.functions:
+    if config.environment.all and not config.rewards.functions:
         return ()
     return config.rewards.specs(Path.cwd(), config.scoring.stages, columns)
 
 
-def environment_spec(config: Config, columns: AbstractSet[str] | None = None) -> EnvironmentSpec | None:
-    """The environment, as `EnvironmentConfig.spec` proves it; None where completions have one turn. Raises ConfigError."""
-    spec = config.environment.spec(Path.cwd(), columns)
-    if spec is not None and spec.name in (names := [each.name for each in reward_specs(config)] + [REFERENCE]):
+def environment_specs(config: Config) -> dict[str, EnvironmentSpec]:
+    """The environments by source, as `EnvironmentConfig.all` has them and `spec` proves them. Raises ConfigError."""
+    return {source: environment_spec(config, source) for source in config.environment.all}
+
+
+def played_by(config: Config, columns: Mapping[str, Any]) -> str | None:
+    """Which of the environments plays a row with these columns, by source; None: it has one turn."""
+    own = source_of(columns) or ""
+    return own if own in config.environment.by_source else "" if config.environment.function else None
+
+
+def environment_spec(config: Config, source: str, columns: AbstractSet[str] | None = None) -> EnvironmentSpec:
+    """One of them. columns: those of every row that it plays. Raises ConfigError."""
+    spec = config.environment.all[source].spec(Path.cwd(), columns)
+    if spec.name in (names := [each.name for each in reward_specs(config)] + [REFERENCE]):
         raise ConfigError(
             f"the environment and {'a reward' if spec.name in names[:-1] else 'the stage of the reference'} are both called "
             f'{spec.name!r}; rename one (environment.function = "other_name=...")'
         )
     limit = config.queue.progress_timeout_s
-    if spec is not None and spec.timeout_s >= limit:
+    if spec.timeout_s >= limit:
         raise ConfigError(
             f"environment {spec.name!r} may take {spec.timeout_s:g} s a step (timeout_s), and a group without progress for "
             f"{limit:g} s is given to another actor; raise queue.progress_timeout_s above it, or lower environment.timeout_s"
@@ -47,9 +59,9 @@ def environment_spec(config: Config, columns: AbstractSet[str] | None = None) ->
     return spec
 
 
-def score_names(config: Config, environment: EnvironmentSpec | Play | None) -> tuple[str, ...]:
-    """Of all that make the reward. environment: the run's, where it has one."""
-    return (*(spec.name for spec in reward_specs(config)), *([environment.name] if environment is not None else []))
+def score_names(config: Config, environments: Iterable[EnvironmentSpec | Play]) -> tuple[str, ...]:
+    """Of all that make the reward. environments: the run's; several may have one name."""
+    return (*(spec.name for spec in reward_specs(config)), *dict.fromkeys(each.name for each in environments))
 
 
 def group_rewards(config: Config) -> list[str]:

@@ -17,7 +17,7 @@ from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import rollout_of
-from async_rlhf.actors.loop.work import Played
+from async_rlhf.actors.loop.work import Played, Plays
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong
 from async_rlhf.actors.scoring.pool import Scored, fields_of
@@ -234,7 +234,7 @@ def test_what_is_recorded_is_what_plain_passes_say_whenever_weights_change(
     models = [own_model(kind, seed) for seed in range(3)]
     engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=6), on_update=on_update, version=0)
     play = play_of(Talker(["and on", "and on"]), Characters(64), 6, 40)
-    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), play)
+    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), Plays(play))
     sampling = Sampling(temperature=0.8, top_k=top_k)
     for group in range(2):
         keys = [RolloutKey(group, 0, member) for member in range(3)]
@@ -267,6 +267,6 @@ def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_referen
     assert rollout_of(
         Played(completion, (1,), "", ("",), score=RIGHT),
         Scored(completion.key, {}, reference=np.array([-1, -2, -3, -4], np.float32)),
-        play_of(None, None, 1, 1),
+        {},
         {},
     ).reference.tolist() == [-1, -4]  # type: ignore[union-attr]

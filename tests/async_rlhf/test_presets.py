@@ -167,8 +167,8 @@ def test_a_shipped_environment_passes_the_check_before_a_run(name: str) -> None:
 )
 def test_the_game_for_a_chat_model_scores_a_hit_or_what_agrees_with_its_answers(turns: tuple[str, ...], score: float) -> None:
     config = load(CONFIGS / "chat_game.toml", {"model": "tiny-speller"})
-    spec = environment_spec(config, {"prompt", "answer"})
-    assert spec is not None and config.data.chat
+    spec = environment_spec(config, "", {"prompt", "answer"})
+    assert config.data.chat
     game = load_environment(spec)(prompt="Guess.", answer=5)
     said = [game.send(text) for text in (None, *turns)]
     assert said[0] == "Guess." and said[-1] == Score(score)

@@ -22,7 +22,7 @@ from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import OF_EPISODES, environment_spec, stage_specs
+from async_rlhf.run.scoring import OF_EPISODES, environment_spec, played_by, stage_specs
 
 _COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
@@ -96,14 +96,15 @@ class RowCheck:
             return Rejected(str(error))
         except (ValueError, OverflowError, RecursionError) as error:
             return Rejected(f"it is not JSON, or not of text and numbers that can be sent: {error}")
-        lacking = self._check_columns(frozenset(row.columns))
+        lacking = self._check_columns(frozenset(row.columns), played_by(self._config, row.columns))
         return Rejected(lacking) if lacking else found
 
-    def _lack(self, columns: frozenset[str]) -> str:
-        """What rewards want of a row with these columns and do not get."""
+    def _lack(self, columns: frozenset[str], source: str | None) -> str:
+        """What rewards, or the environment of this source, want of a row with these columns and do not get."""
         try:
-            stage_specs(self._config, columns | OF_EPISODES if self._config.environment.function else columns)
-            environment_spec(self._config, columns)
+            stage_specs(self._config, columns if source is None else columns | OF_EPISODES)
+            if source is not None:
+                environment_spec(self._config, source, columns)
         except ConfigError as error:
             return str(error)
         return ""
