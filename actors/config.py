@@ -204,7 +204,8 @@ class RewardsConfig(Section):
     """Rewards given in running standard deviations from their running mean."""
     by_source: dict[str, dict[str, float | None]] = Field(default_factory=dict)
     """By `source` of a row: the rewards that judge it, with their weights there (`maths = { exact = 1.0, brief = 0.5 }`;
-    `"none"`, or a list of names: their usual ones). The others are not called. Rows of other sources are judged by all."""
+    `"none"`, or a list of names: their usual ones; an empty list where its environment judges alone). The others are not
+    called. Rows of other sources are judged by all."""
     max_failed_ratio: float = Field(default=0.25, ge=0, le=1)
     """The run stops when more than this share of the last scores failed."""
 
@@ -244,8 +245,6 @@ class RewardsConfig(Section):
 
     def _check_by_source(self, names: Sequence[str]) -> None:
         for source, chosen in self.by_source.items():
-            if not chosen:
-                raise ConfigError(f"rewards.by_source.{source} names no reward; name one, or leave the source out")
             if unknown := [name for name in chosen if name not in names]:
                 hint = did_you_mean(unknown[0], names)
                 raise ConfigError(f"rewards.by_source.{source} names {unknown[0]!r}, which is no reward of this run; {hint}")

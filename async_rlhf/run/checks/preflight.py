@@ -270,18 +270,20 @@ def _check_sources(config: Config, rows: Sequence[Row]) -> None:
 
 
 def _check_judged(config: Config, rows: Sequence[Row], environments: Environments) -> None:
-    """Whether something gives a score. Raises ConfigError."""
-    if config.rewards.functions:
-        return
-    if silent := next((spec for spec in environments.values() if not spec.judges), None):
+    """Whether something gives the rows of each source a score. Raises ConfigError."""
+    for source in sorted({source_of(row.columns) for row in rows}, key=str) or [None]:
+        played = played_by(config, {SOURCE: source})
+        spec = None if played is None else environments[played]
+        if config.rewards.by_source.get(source or "", config.rewards.functions) or (spec is not None and spec.judges):
+            continue
+        if spec is not None:
+            raise ConfigError(
+                f"environment {spec.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
+                "get_reward method"
+            )
         raise ConfigError(
-            f"environment {silent.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
-            "get_reward method"
-        )
-    if environments and (alone := next((row for row in rows if played_by(config, row.columns) is None), None)):
-        raise ConfigError(
-            f"rows whose {SOURCE} is {alone.columns.get(SOURCE)!r} have no environment, and no reward is named to judge them: "
-            "set rewards.functions, or name an environment for them"
+            f"rows whose {SOURCE} is {source!r} have no environment, and no reward judges them: name one in rewards.functions, "
+            "and where rewards.by_source has this source there too"
         )
 
 
