@@ -3,14 +3,14 @@ No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PlainValidator, field_validator
 
-from async_rlhf.actors.rewards import RewardSpec, resolve
+from async_rlhf.actors.rewards import RewardSpec, check_columns, resolve
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
@@ -227,10 +227,7 @@ class RewardsConfig(Section):
         try:
             specs = resolve(self.functions, base_dir, columns, self.options, settings)
         except (RewardError, ConfigError) as error:  # before the start a reward that cannot be loaded is a wrong setting
-            default = (
-                "" if "functions" in self.model_fields_set else f" (rewards.functions = {list(self.functions)} by default)"
-            )
-            raise ConfigError(f"{error}{default}") from error
+            raise ConfigError(f"{error}{self._default}") from error
         names = [spec.name for spec in specs]
         if unknown := set(stages) - {*names, REFERENCE}:
             name = min(unknown)
@@ -242,6 +239,20 @@ class RewardsConfig(Section):
             )
         self._check_by_source(names)
         return specs
+
+    def check_columns(self, specs: Iterable[RewardSpec], source: str | None, columns: AbstractSet[str]) -> None:
+        """columns: those of every row of this source. Raises ConfigError where what judges it asks for another."""
+        chosen = self.by_source.get(source or "")
+        for spec in specs:
+            if spec.name != REFERENCE and (chosen is None or spec.name in chosen):
+                try:
+                    check_columns(spec, columns)
+                except ConfigError as error:
+                    raise ConfigError(f"{error}{self._default}") from error
+
+    @property
+    def _default(self) -> str:
+        return "" if "functions" in self.model_fields_set else f" (rewards.functions = {list(self.functions)} by default)"
 
     def _check_by_source(self, names: Sequence[str]) -> None:
         for source, chosen in self.by_source.items():

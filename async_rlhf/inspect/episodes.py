@@ -28,7 +28,7 @@ from async_rlhf.buffers.score import Score
 from async_rlhf.inspect.trials import in_words, quantiles
 from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.scoring import environment_spec
+from async_rlhf.run.scoring import environment_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,9 @@ def rows_of(config: Config, limit: int) -> tuple[list[Row], EnvironmentSpec]:
     rows = load_rows(config.data)[0][:limit]
     if not config.environment.function:
         raise ConfigError("no environment is named; give FILE:NAME")
-    return rows, environment_spec(config, "", common_columns(rows))
+    spec = environment_specs(config)[""]
+    spec.check(common_columns(rows))
+    return rows, spec
 
 
 def play(config: Config, limit: int, write: Write) -> Iterator[Trial]:

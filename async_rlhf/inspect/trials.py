@@ -134,7 +134,7 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
     specs = reward_specs(config)
     found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
     kinds = {(source_of(row.columns), isinstance(row.prompt, str)): row for row in reversed(list(rows))}
-    members = [_made_up(row, played_by(config, row.columns) is not None) for row in kinds.values()]
+    members = [_made_up(row, played_by(config, source_of(row.columns)) is not None) for row in kinds.values()]
     for scope, size in (("completion", 1), ("group", config.generation.group_size)) if members else ():
         chosen = [spec for spec in specs if spec.scope == scope and (deep or not spec.holds_model)]
         bell = threading.Event()

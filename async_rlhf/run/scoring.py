@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.record import source_of
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 
@@ -33,19 +32,16 @@ def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tup
 
 def environment_specs(config: Config) -> dict[str, EnvironmentSpec]:
     """The environments by source, as `EnvironmentConfig.all` has them and `spec` proves them. Raises ConfigError."""
-    return {source: environment_spec(config, source) for source in config.environment.all}
+    specs = {source: own.spec(Path.cwd()) for source, own in config.environment.all.items()}
+    names = [each.name for each in reward_specs(config)] + [REFERENCE] if specs else []
+    for spec in specs.values():
+        _check_environment(config, spec, names)
+    return specs
 
 
-def played_by(config: Config, columns: Mapping[str, Any]) -> str | None:
-    """Which of the environments plays a row with these columns, by source; None: it has one turn."""
-    own = source_of(columns) or ""
-    return own if own in config.environment.by_source else "" if config.environment.function else None
-
-
-def environment_spec(config: Config, source: str, columns: AbstractSet[str] | None = None) -> EnvironmentSpec:
-    """One of them. columns: those of every row that it plays. Raises ConfigError."""
-    spec = config.environment.all[source].spec(Path.cwd(), columns)
-    if spec.name in (names := [each.name for each in reward_specs(config)] + [REFERENCE]):
+def _check_environment(config: Config, spec: EnvironmentSpec, names: Sequence[str]) -> None:
+    """names: which others have. Raises ConfigError."""
+    if spec.name in names:
         raise ConfigError(
             f"the environment and {'a reward' if spec.name in names[:-1] else 'the stage of the reference'} are both called "
             f'{spec.name!r}; rename one (environment.function = "other_name=...")'
@@ -56,7 +52,25 @@ def environment_spec(config: Config, source: str, columns: AbstractSet[str] | No
             f"environment {spec.name!r} may take {spec.timeout_s:g} s a step (timeout_s), and a group without progress for "
             f"{limit:g} s is given to another actor; raise queue.progress_timeout_s above it, or lower environment.timeout_s"
         )
-    return spec
+
+
+def played_by(config: Config, source: str | None) -> str | None:
+    """Which of the environments, by source, plays rows of this source; None: they have one turn."""
+    return source if source in config.environment.by_source else "" if config.environment.function else None
+
+
+def check_columns(
+    config: Config,
+    judges: Iterable[RewardSpec],
+    environments: Mapping[str, EnvironmentSpec],
+    source: str | None,
+    columns: AbstractSet[str],
+) -> None:
+    """columns: those of every row of this source. Raises ConfigError where what judges or plays them asks for another."""
+    played = played_by(config, source)
+    config.rewards.check_columns(judges, source, columns if played is None else columns | OF_EPISODES)
+    if played is not None:
+        environments[played].check(columns)
 
 
 def score_names(config: Config, environments: Iterable[EnvironmentSpec | Play]) -> tuple[str, ...]:
@@ -104,9 +118,9 @@ def stop_strings(config: Config) -> tuple[str, ...]:
 
 def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
     """The rewards, and behind them the reference where it is a stage. Raises ConfigError."""
-    rewards = reward_specs(config, columns)
+    judges = reward_specs(config, columns)
     _check(config)
-    return (*rewards, _reference(config)) if config.scoring.reference_is_stage else rewards
+    return (*judges, _reference(config)) if config.scoring.reference_is_stage else judges
 
 
 def _reference(config: Config) -> RewardSpec:

@@ -36,7 +36,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.learning_checks import remarks
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import (
-    OF_EPISODES,
+    check_columns,
     check_judging,
     environment_specs,
     played_by,
@@ -175,7 +175,7 @@ def _repeated(
     """Training prompts of which the model reads what it reads of held-out ones."""
 
     def read(row: Row, text: str) -> str:
-        source = played_by(config, row.columns)
+        source = played_by(config, source_of(row.columns))
         if source is None:
             return tokenizer.normal(text)
         # An environment's own columns are a part of what it asks.
@@ -238,22 +238,23 @@ def common_columns(rows: Iterable[Row]) -> set[str]:
 
 
 def _check_columns(config: Config, rows: Sequence[Row], environments: Environments) -> None:
-    """Whether these rows have what rewards and environments ask for. Raises ConfigError."""
-    played: dict[str | None, list[Row]] = {}
+    """Whether the rows of each source have what their rewards and environments ask for. Raises ConfigError."""
+    of: dict[str | None, list[Row]] = {}
     for row in rows:
-        played.setdefault(played_by(config, row.columns), []).append(row)
-    common = common_columns(rows)
-    try:
-        stage_specs(config, common if None in played or not environments else common | OF_EPISODES)
-        for source, own in played.items():
-            if source is not None:
-                environments[source].check(common := common_columns(own))
-    except ConfigError as error:
-        lacking = sorted({name for row in rows for name in row.columns if name not in common and repr(name) in str(error)})
-        if not lacking:
-            raise
-        number = next(number for number, row in enumerate(rows) if lacking[0] not in row.columns)
-        raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
+        of.setdefault(source_of(row.columns), []).append(row)
+    judges = stage_specs(config)
+    for source, own in of.items():
+        columns = common_columns(own)
+        try:
+            check_columns(config, judges, environments, source, columns)
+        except ConfigError as error:
+            lacking = sorted({name for row in own for name in row.columns if name not in columns and repr(name) in str(error)})
+            if not lacking:
+                raise
+            number = next(
+                number for number, row in enumerate(rows) if source_of(row.columns) == source and lacking[0] not in row.columns
+            )
+            raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
 
 
 def _check_sources(config: Config, rows: Sequence[Row]) -> None:
@@ -272,7 +273,7 @@ def _check_sources(config: Config, rows: Sequence[Row]) -> None:
 def _check_judged(config: Config, rows: Sequence[Row], environments: Environments) -> None:
     """Whether something gives the rows of each source a score. Raises ConfigError."""
     for source in sorted({source_of(row.columns) for row in rows}, key=str) or [None]:
-        played = played_by(config, {SOURCE: source})
+        played = played_by(config, source)
         spec = None if played is None else environments[played]
         if config.rewards.by_source.get(source or "", config.rewards.functions) or (spec is not None and spec.judges):
             continue
