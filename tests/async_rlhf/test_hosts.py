@@ -217,14 +217,16 @@ LAUNCH = {"launch.kind": "hosts", "launch.hosts": ["gpu1"]}
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Of a folder with a model, data, and a reward that imports its neighbour, which imports another."""
+    """Of a folder with a model, data, an environment, and a reward that imports its neighbour, which imports another."""
     folder = machine(tmp_path)
     (folder / "judge.py").write_text("import near\n\ndef judge(completion):\n    return near.ONE\n")
     (folder / "near.py").write_text("from far import ONE\n")
     (folder / "far.py").write_text("import json\nimport near\nONE = 1.0\n")
     (folder / "other.py").write_text("raise SystemExit\n")
+    (folder / "played.py").write_text("def play(prompt):\n    yield prompt\n")
     keys.create(folder / "keys", ["actor-0"], link.new_pair)
-    return load(folder / "config.toml", {"output_dir": str(folder / "runs"), "security.keys": str(folder / "keys"), **LAUNCH})
+    own = {"security.keys": str(folder / "keys"), "environment.by_source": {"games": str(folder / "played.py:play")}}
+    return load(folder / "config.toml", {"output_dir": str(folder / "runs"), **own, **LAUNCH})
 
 
 def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Config, tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there))
     Start(life=1, name="actor-0", role="actor", arguments=(), files=dict.fromkeys(given.files, "0" * 32),
           inline=dict(given.inline), returns=list(given.returns))  # fmt: skip
-    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far")}
+    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far", "played")}
     assert {name for name in given.files if name.endswith(".py")} == own
     for name, data in ({name: path.read_bytes() for name, path in given.files.items()} | dict(given.inline)).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
@@ -243,6 +245,7 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     (tmp_path / "near.py").unlink()
     its = RunDir.existing(there).config()
     assert its.model == f"{there}/model" and its.rewards.functions[0] == f"own={there}/rewards/0/judge.py:judge"
+    assert its.environment.by_source["games"].function == f"{there}/rewards/0/played.py:play"
     secret = (tmp_path / "keys" / "for-actor-0" / "peer.secret").read_text().strip()
     assert keys.load_peer(Path(its.security.keys or "")).secret.decode() == secret
     assert "hub.secret" not in {Path(name).name for name in (*given.inline, *given.files)}
