@@ -1,5 +1,5 @@
-"""What people meet around the code: the site, the workflows, the forms of issues, the image. What they run, copy and ask for is
-there."""
+"""What people meet around the code: the site, the workflows, the forms of issues, the image, the notebook. What they run, copy
+and ask for is there."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import yaml
+from nbclient import NotebookClient
 from typer.main import get_command
 
 from async_rlhf.cli.commands import app
 from async_rlhf.serve.queue_dir import QueueDir
+from tests.conftest import SMALL
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
+NOTEBOOK = REPOSITORY / "docs" / "staleness.ipynb"
 CONTAINER = (REPOSITORY / "docs" / "Containerfile").read_text()
 
 
@@ -107,3 +111,23 @@ def test_the_image_is_healthy_while_a_daemon_holds_its_queue(tmp_path: Path) -> 
     finally:
         lock.release()
     assert not is_healthy()
+
+
+def test_the_notebook_is_executed_small_and_names_nothing_of_a_machine() -> None:
+    cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    shown = [output for cell in cells for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 2
+    assert not any(output.output_type == "error" for output in shown)
+    assert len(text := NOTEBOOK.read_text()) < 300_000 and not re.search(r'["\s(](/\w+){2,}', text)
+
+
+@pytest.mark.rest
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    cell = next(each for each in book.cells if each.source.startswith("STEPS = 60"))
+    sizes = {key: value for key, value in SMALL.items() if key.startswith(("data", "generation", "learner", "engine"))}
+    cell.source = cell.source.replace("STEPS = 60", "STEPS = 3").replace("settings = {", f"settings = {sizes} | {{")
+    NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "S = 16" in book.cells[-2].outputs[0]["data"]["text/plain"]
