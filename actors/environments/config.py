@@ -71,6 +71,8 @@ class EnvironmentConfig(SourceEnvironment):
 
     @model_validator(mode="after")
     def _check(self) -> EnvironmentConfig:
+        if "" in self.by_source:
+            raise ValueError('by_source."": a source has a name; environment.function is that of all other rows')
         if empty := next((source for source, own in self.by_source.items() if not own.function), None):
             raise ValueError(f"by_source.{empty} has no function; name one, or leave the source out")
         return self

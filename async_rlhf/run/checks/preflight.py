@@ -265,7 +265,7 @@ def _check_sources(config: Config, rows: Sequence[Row]) -> None:
     }
     found = sorted({source for row in rows if (source := source_of(row.columns)) is not None}) if any(named.values()) else []
     for setting, sources in named.items():
-        if unknown := next((source for source in sources if source not in found), None):
+        if (unknown := next((source for source in sources if source not in found), None)) is not None:
             hint = did_you_mean(unknown, found) if found else f"the data have no column {SOURCE!r}"
             raise ConfigError(f"{setting} names {unknown!r}, which is the source of no row; {hint}")
 
