@@ -95,7 +95,8 @@ class Config(Section):
     @classmethod
     def _judged_by_its_environment(cls, values: Any) -> Any:
         """With an environment there are no rewards but those that are named."""
-        if isinstance(values, dict) and isinstance(values.get("environment"), dict) and values["environment"].get("function"):
+        own = values.get("environment") if isinstance(values, dict) else None
+        if isinstance(own, dict) and (own.get("function") or own.get("by_source")):
             rewards = values.get("rewards", {})
             if isinstance(rewards, dict) and "functions" not in rewards:
                 return {**values, "rewards": {**rewards, "functions": []}}
@@ -304,9 +305,18 @@ def differences(old: Config, new: Config) -> list[str]:
 
 def _prepare(values: dict[str, Any], base: Path) -> None:
     """Make paths absolute, seen from `base`; an environment may be given by its function alone."""
-    if isinstance(function := values.get("environment"), str):
-        values["environment"] = {"function": function}
+    _written_out(values, "environment")
+    own = values.get("environment")
+    if isinstance(own, dict) and isinstance(by_source := own.get("by_source"), dict):
+        for source in by_source:
+            _written_out(by_source, source)
+            anchor({"environment": by_source[source]}, base)
     anchor(values, base)
+
+
+def _written_out(values: dict[str, Any], name: str) -> None:
+    if isinstance(function := values.get(name), str):
+        values[name] = {"function": function}
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:

@@ -156,6 +156,8 @@ def test_a_line_says_accuracy_only_where_one_reward_does() -> None:
     assert figures(several) == {"reward": 1.2, "rewards/accuracy": 0.0, "rewards/brief": 1.2}
     assert figures({**several, "solved_by": "brief"}) == {"accuracy": 1.0, **figures(several)}
     assert figures({"mean_reward": 0.5, "accuracy": 0.25, "rewards": {"exact": 0.5}}) == {"accuracy": 0.25, "reward": 0.5}
+    apart = {"a": {"mean_reward": 0.5}, "b": {"mean_reward": None}, "c": 1}
+    assert figures({"mean_reward": 0.5, "by_source": apart}) == {"reward": 0.5, "reward/a": 0.5}
     assert figures({"mean_reward": 10**400, "accuracy": float("nan"), "rewards": [1, 2]}) == {}
 
 
