@@ -55,8 +55,10 @@ ROOMS = {
     "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),
     "pandas": ("experiments/staleness/frames.py",),
     "markdown_it": ("experiments/page.py",),
-    "tensorboard": ("async_rlhf/run/processes/tracking.py",),
-    "wandb": ("async_rlhf/run/processes/tracking.py",),
+    "tensorboard": ("async_rlhf/run/tracking/to_tensorboard.py",),
+    "wandb": ("async_rlhf/run/tracking/to_wandb.py",),
+    "trackio": ("async_rlhf/run/tracking/to_trackio.py",),
+    "mlflow": ("async_rlhf/run/tracking/to_mlflow.py",),
     "starlette": (
         "actors/agents/endpoint.py",
         "async_rlhf/watch/http.py",
