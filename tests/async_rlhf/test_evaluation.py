@@ -237,7 +237,7 @@ def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step_and_is_ano
     forget_evaluations(run, after=10)
     rewind(run, 10)
     assert [record["step"] for record in run.read_evaluations()] == [0, 10]
-    assert json.loads(run.tracked("wandb").read_text()) == {"step": 0, "evaluations": 0, "sampled": 0, "branch": 1}
+    assert json.loads(run.tracked("wandb").read_text()) == {"step": 0, "evaluations": 0, "sampled": 0, "branch": 2}
     assert json.loads(run.tracked("mlflow").read_text()) == {"step": 9, "evaluations": 2}, "it has nothing of what is redone"
 
 

@@ -76,7 +76,7 @@ def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatc
     options = {"rewards.options": {"judge": {"api_key": KEY, "max_tokens": 9}}, "rewards.functions": ["judge.py:judge"]}
     run = RunDir.create(small(**SECRETS, **options))
     run.retire()
-    opened("wandb", run, 0)
+    opened("wandb", run, 1)
     monkeypatch.delitem(sys.modules, "async_rlhf.run.tracking.to_wandb")
     assert KEY not in json.dumps(got["config"]) and got["config"]["hooks"]["url"] == "**********"
     assert got["config"]["rewards"]["options"]["judge"] == {"api_key": "**********", "max_tokens": 9}

@@ -41,13 +41,13 @@ _NO_MEASURES = ("step", "time", "version", "num_prompts")
 
 class _Sent(BaseModel):
     """How far the tracker has come: the step of the last line it sent, how many evaluations, the last step with a table of its
-    groups; and how often the run was set back behind it."""
+    groups; and the branch that it sends to."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     step: int = Field(default=0, ge=0)
     evaluations: int = Field(default=0, ge=0)
     sampled: int = Field(default=0, ge=0)
-    branch: int = Field(default=0, ge=0)
+    branch: int = Field(default=1, ge=1)
 
 
 def tracker_nodes(config: Config, run: RunDir) -> list[Node]:

@@ -1,6 +1,6 @@
-"""Tracking services, one file each, named as TRL's `report_to` names them. A library is imported where its tracker is made.
+"""Tracking services, one file each, named as TRL's `report_to` names them. A library is imported where its service is opened.
 
-What a tracker raises ends the process that sends (`run.processes.tracking`), never the run.
+What a service raises ends the process that sends (`run.processes.tracking`), never the run.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.watching import TrackerKind
 
 KINDS: tuple[TrackerKind, ...] = get_args(TrackerKind)
-
-Row = Mapping[str, str | float]
+PROJECT = "async-rlhf"
+"""Where the environment names no other."""
+Row = Mapping[str, str | int]
 
 
 class Tracked(NamedTuple):
-    """What a service is given of a run."""
+    """A run, as a service is given it."""
 
     directory: Path
-    """The run directory."""
     name: str
     id: str
-    """The same for all lives of a run, another for every other, and for what follows when a run is set back."""
-    branch: int
-    """How often it was set back behind what had been sent."""
+    """The same for all lives of a run, another for every other and for each branch."""
+    branch: str
+    """Empty; `-2`, `-3`... for what follows when a run is set back behind what was sent."""
     config: dict[str, Any]
     """With asterisks for what may be secret."""
 
@@ -50,13 +50,10 @@ class Tracker(Protocol):
 
 
 def opened(kind: TrackerKind, run: RunDir, branch: int) -> Tracker:
-    """The tracker of this kind, which continues what it has of the run. Raises what its library raises."""
-    begun = (run.path / "manifest.json").read_bytes() + str(run.path.resolve()).encode() + f"-{branch}".encode() * bool(branch)
-    tracked = Tracked(
-        directory=run.path,
-        name=run.path.resolve().name + f"-{branch + 1}" * bool(branch),
-        id=hashlib.blake2b(begun, digest_size=8).hexdigest(),
-        branch=branch,
-        config=without_secrets(json.loads(run.config().model_dump_json())),
-    )
-    return cast(Tracker, import_module(f"{__name__}.to_{kind}").open_tracker(tracked))
+    """The service, going on with what it has of the run. branch: from 1. Raises what its library raises."""
+    path, behind = run.path.resolve(), f"-{branch}" if branch > 1 else ""
+    begun = (run.path / "manifest.json").read_bytes() + f"{path}{behind}".encode()
+    identity = hashlib.blake2b(begun, digest_size=8).hexdigest()
+    config = without_secrets(json.loads(run.config().model_dump_json()))
+    service = import_module(f"{__name__}.to_{kind}").Service
+    return cast(Tracker, service(Tracked(run.path, f"{path.name}{behind}", identity, behind, config)))

@@ -10,36 +10,30 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from async_rlhf.run.config import flat
-from async_rlhf.run.tracking import Row, Tracked
+from async_rlhf.run.tracking import PROJECT, Row, Tracked
 
 _TAG, _MOST_PARAMS, _LONGEST = "async_rlhf.id", 100, 500
-_NO_NAME = re.compile(r"[^\w\-./ ]")
 
 
-def open_tracker(run: Tracked) -> MLflow:
-    """The run of the experiment `async-rlhf` that has this `id` as a tag, or a new one with the configuration as parameters."""
-    client, name = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", "async-rlhf")
-    experiment = client.get_experiment_by_name(name)
-    place = client.create_experiment(name) if experiment is None else experiment.experiment_id
-    if found := client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'", max_results=1):
-        client.update_run(found[0].info.run_id, status="RUNNING")
-        return MLflow(client, found[0].info.run_id)
-    made = client.create_run(place, run_name=run.name, tags={_TAG: run.id}).info.run_id
-    params = [Param(_NO_NAME.sub("_", key), str(value)[:_LONGEST]) for key, value in flat(run.config)]
-    for first in range(0, len(params), _MOST_PARAMS):
-        client.log_batch(made, params=params[first : first + _MOST_PARAMS])
-    return MLflow(client, made)
+class Service:
+    """The run of the experiment that has the run's `id` as a tag, or a new one. Each call returns when it has been answered."""
 
-
-class MLflow:
-    """Each call is a request that has been answered when it returns."""
-
-    def __init__(self, client: MlflowClient, run: str) -> None:
-        self._client, self._run = client, run
+    def __init__(self, run: Tracked) -> None:
+        self._client, name = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        place = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        if found := self._client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'", max_results=1):
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(place, run_name=run.name, tags={_TAG: run.id}).info.run_id
+        params = [Param(_named(key), str(value)[:_LONGEST]) for key, value in flat(run.config)]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._run, params=params[first : first + _MOST_PARAMS])
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        shown = [Metric(_NO_NAME.sub("_", name), value, int(at * 1000), step) for name, value in values.items()]
-        self._client.log_batch(self._run, metrics=shown)
+        metrics = [Metric(_named(name), value, int(at * 1000), step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
         columns = {column: [row[column] for row in rows] for column in rows[0]}
@@ -50,3 +44,8 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
+
+
+def _named(text: str) -> str:
+    """With the characters that its names may have."""
+    return re.sub(r"[^\w\-./ ]", "_", text)[:250]

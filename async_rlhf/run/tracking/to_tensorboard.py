@@ -11,14 +11,10 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from async_rlhf.run.tracking import Row, Tracked
 
 
-def open_tracker(run: Tracked) -> TensorBoard:
-    """What follows when a run is set back is another run, in `tensorboard-2/` and so on."""
-    return TensorBoard(EventFileWriter(str(run.directory / f"tensorboard{f'-{run.branch + 1}' * bool(run.branch)}")))
-
-
-class TensorBoard:
-    def __init__(self, writer: EventFileWriter) -> None:
-        self._writer = writer
+class Service:
+    def __init__(self, run: Tracked) -> None:
+        self._writer = EventFileWriter(str(run.directory / f"tensorboard{run.branch}"))
+        self.flush, self.close = self._writer.flush, self._writer.close
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
         shown = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
@@ -26,9 +22,3 @@ class TensorBoard:
 
     def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
         """It has none."""
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
