@@ -33,7 +33,7 @@ ROOMS = {
         "actors/workers/service.py",
         "experiments/throughput/",
     ),
-    "httpx2": ("actors/rewards/builtins/judge.py", "async_rlhf/run/supervision/hooks.py"),
+    "httpx2": ("actors/rewards/builtins/judge.py", "async_rlhf/push/upload.py", "async_rlhf/run/supervision/hooks.py"),
     "torch": (
         "buffers/device/",
         "actors/torch_engine/",

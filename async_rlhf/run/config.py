@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from async_rlhf.actors.config import ActorsConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
-from async_rlhf.actors.data.config import DataConfig, anchor_source
+from async_rlhf.actors.data.config import HUB_PREFIX, DataConfig, anchor_source
 from async_rlhf.actors.environments import ADAPTERS, EnvironmentConfig
 from async_rlhf.actors.rewards import absolute
 from async_rlhf.buffers.config import REVEALED, QueueConfig, Section, SecurityConfig, WeightsConfig
@@ -227,6 +227,9 @@ def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
             _lay(values, changed)
     if isinstance(model := values.get("model"), str):
         values["model"] = shipped.fetched(model)
+    for each in _sources(values):
+        if isinstance(source := each.get("source"), str) and source.startswith(HUB_PREFIX):
+            each["source"] = shipped.fetched_file(source)
     config = validated(values)
     check(config)
     return config
@@ -327,11 +330,8 @@ def _anchor(values: dict[str, Any], base: Path) -> None:
         own = values.get(section)
         if isinstance(own, dict) and isinstance(given := own.get(key), str) and given not in ("", "none"):
             own[key] = seen_from(given, base)
-    for name in ("data", "evaluation"):
-        source = values.get(name)
-        several = source.get("sources") if isinstance(source, dict) else None
-        for each in (source, *(several if isinstance(several, list) else ())):
-            anchor_source(each, base)
+    for each in _sources(values):
+        anchor_source(each, base)
     rewards = values.get("rewards")
     if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple | str):
         functions = [functions] if isinstance(functions, str) else functions
@@ -340,6 +340,13 @@ def _anchor(values: dict[str, Any], base: Path) -> None:
         for chosen in options.values():
             if isinstance(chosen, dict) and isinstance(path := chosen.get("path"), str):
                 chosen["path"] = str(base / path)
+
+
+def _sources(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tables that name a place of prompts."""
+    for section in (values.get("data"), values.get("evaluation")):
+        several = section.get("sources") if isinstance(section, dict) else None
+        yield from (each for each in (section, *(several if isinstance(several, list) else ())) if isinstance(each, dict))
 
 
 def _model(given: str, base: Path) -> str:

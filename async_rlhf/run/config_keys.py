@@ -100,7 +100,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 _MASK = str(SecretStr("any"))
-_LIKE_A_SECRET = re.compile(r"api_?key|token$|secret|passw|credential|authorization", re.IGNORECASE)
+LIKE_A_SECRET = re.compile(r"api_?key|token$|secret|passw|credential|authorization", re.IGNORECASE)
 # A key of the same section is offered when it is a little like the one that was given, one from elsewhere when it is much so.
 _LIKE, _MUCH_LIKE = 0.7, 0.88
 
@@ -142,7 +142,7 @@ def without_secrets(values: Any) -> Any:
     reward, arguments of vLLM) are asterisks. For who is not this user."""
     if isinstance(values, dict):
         return {
-            key: _MASK if isinstance(value, str) and value and _LIKE_A_SECRET.search(key) else without_secrets(value)
+            key: _MASK if isinstance(value, str) and value and LIKE_A_SECRET.search(key) else without_secrets(value)
             for key, value in values.items()
         }
     return [without_secrets(each) for each in values] if isinstance(values, list) else values

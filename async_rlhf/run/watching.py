@@ -96,16 +96,7 @@ class TrackingConfig(Section):
     @field_validator("kind", mode="before")
     @classmethod
     def _listed(cls, kind: Any) -> Any:
-        if kind == "none":
-            return ()
-        return (kind,) if isinstance(kind, str) else kind
-
-    @field_validator("kind")
-    @classmethod
-    def _once(cls, kind: tuple[TrackerKind, ...]) -> tuple[TrackerKind, ...]:
-        if len(set(kind)) < len(kind):
-            raise ValueError("one of them is named twice")
-        return kind
+        return {"none": ()}.get(kind, (kind,)) if isinstance(kind, str) else kind
 
 
 EventKind = Literal["stalled", "guard", "failing_rewards", "disk_low", "diverged", "failed", "finished", "best"]

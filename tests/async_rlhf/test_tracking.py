@@ -207,12 +207,11 @@ def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refus
 
 
 def test_one_tracker_or_several_each_a_process(small: Any) -> None:
-    for given, kinds in (("none", []), ("wandb", ["wandb"]), (["mlflow", "tensorboard"], ["mlflow", "tensorboard"])):
+    for given, kinds in (("none", []), ("wandb", ["wandb"]), (["mlflow", "wandb", "mlflow"], ["mlflow", "wandb"])):
         config = small(**{"tracking.kind": given})
         assert [node.arguments for node in tracker_nodes(config, RunDir(config.run_dir))] == [(kind,) for kind in kinds]
-    for wrong, why in (("wanbd", "'tensorboard', 'wandb', 'trackio' or 'mlflow'"), (["wandb", "wandb"], "named twice")):
-        with pytest.raises(ConfigError, match=why):
-            small(**{"tracking.kind": wrong})
+    with pytest.raises(ConfigError, match="'tensorboard', 'wandb', 'trackio' or 'mlflow'"):
+        small(**{"tracking.kind": "wanbd"})
 
 
 def test_a_run_without_a_tracker_is_sent_from_its_files_once_and_set_back_it_is_another_run(

@@ -51,7 +51,8 @@ class _Sent(BaseModel):
 
 
 def tracker_nodes(config: Config, run: RunDir) -> list[Node]:
-    return [Node(name, "tracker", (kind,), run.log(name)) for kind in config.tracking.kind for name in (f"tracker-{kind}",)]
+    kinds = dict.fromkeys(config.tracking.kind)
+    return [Node(f"tracker-{kind}", "tracker", (kind,), run.log(f"tracker-{kind}")) for kind in kinds]
 
 
 def run_tracker(run: RunDir, config: Config, kind: TrackerKind, *, progress: Callable[[], None] = lambda: None) -> None:
