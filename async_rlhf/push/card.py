@@ -23,7 +23,7 @@ from async_rlhf.run.run_files import Tail, is_step, read_object
 
 # About the machine and its user, not about what was learned.
 _LEFT_OUT = {"output_dir", "address", "hooks", "launch", "placement", "security", "tracking", "disk_pause_bytes"}
-_FOLDERS = re.compile(r"(?<![\w/.:])(?:[\w-]+:)?/(?:[^/\s\"']+/)+(?=[^/\s\"']+)")
+_FOLDERS = re.compile(r"(?<![\w/.:<>])/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
 _Z = 1.959964  # of a normal distribution, for 95 %
 
 

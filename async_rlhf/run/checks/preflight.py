@@ -296,12 +296,8 @@ def _check_devices(config: Config) -> None:
 def check_tracking(config: TrackingConfig) -> None:
     """Raises ConfigError for a tracker whose package is not installed, or that has nowhere to write."""
     for kind in config.kind:
-        if kind == "trackio" and importlib.util.find_spec(kind) is None:
-            raise ConfigError(
-                "tracking.kind = 'trackio' needs the package trackio, which does not go with the pinned versions. Leave it "
-                "out, and send the run from an environment of its own: async-rlhf track RUN_DIR --to trackio (docs/watching.md)"
-            )
-        check_installed(kind, "tracking.kind", kind, kind, "'none'")
+        without = f"'none', and async-rlhf track RUN_DIR --to {kind} from an environment that has it (docs/watching.md)"
+        check_installed(kind, "tracking.kind", kind, kind, without)
         if kind == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and importlib.util.find_spec("sqlalchemy") is None:
             raise ConfigError(
                 "tracking.kind = 'mlflow' with this package, mlflow-skinny, writes to a server only: set MLFLOW_TRACKING_URI "

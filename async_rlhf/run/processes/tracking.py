@@ -165,7 +165,8 @@ def _rows(record: Mapping[str, Any], samples: Any) -> list[Row]:
 
 
 def _text(value: Any) -> str:
-    return (value if isinstance(value, str) else json.dumps(value))[:_LONGEST]
+    """Half of a surrogate pair, which no service takes, as a question mark."""
+    return (value if isinstance(value, str) else json.dumps(value))[:_LONGEST].encode(errors="replace").decode()
 
 
 def _time(record: Mapping[str, Any]) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 
 import trackio
 
@@ -18,15 +20,16 @@ class Service:
 
     def log(self, step: int, at: float, values: Mapping[str, object]) -> None:
         if not self._is_open:
-            trackio.init(
-                project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-                name=f"{self._tracked.name}-{self._tracked.id[:8]}",
-                resume="allow",
-                config=self._tracked.config,
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+            with _silence():
+                trackio.init(
+                    project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                    name=f"{self._tracked.name}-{self._tracked.id[:8]}",
+                    resume="allow",
+                    config=self._tracked.config,
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
             self._is_open = True
         trackio.log(dict(values), step=step)
 
@@ -36,7 +39,13 @@ class Service:
     def flush(self) -> None:
         """Only `finish` waits for what was logged. What is logged later resumes the run, in a thirtieth of a second."""
         if self._is_open:
-            trackio.finish()
+            with _silence():
+                trackio.finish()
         self._is_open = False
 
     close = flush
+
+
+def _silence() -> redirect_stdout[io.StringIO]:
+    """It prints what it does each time."""
+    return redirect_stdout(io.StringIO())
