@@ -16,7 +16,7 @@ from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import without_secrets
 from async_rlhf.run.live import changes, effective
-from async_rlhf.run.manifest import Published, published
+from async_rlhf.run.manifest import Published, places, published
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_step, read_object
@@ -66,7 +66,8 @@ def _facts(run: RunDir, config: Config, made: Mapping[str, Any], data: Sequence[
         yield "prompts", f"{counts.get('training')} to train on, {counts.get('held_out')} held out"
         yield "digest of the rows", RunData(run.path, config.data).digest
     yield "rewards", ", ".join([*config.rewards.functions, config.environment.function]).strip(", ")
-    yield "weights of rewards", json.dumps(config.rewards.weights)
+    if weights := config.rewards.weights:
+        yield "weights of rewards", json.dumps(weights)
     yield "loss, advantage", f"{config.loss.kind}, {config.advantage.kind}"
     yield "batch", f"{config.learner.batch_size} completions in groups of {config.generation.group_size}"
     yield "seed", config.seed
@@ -106,7 +107,10 @@ def _staleness(run: RunDir, config: Config, step: int) -> str:
 
 def _settings(config: Config) -> str:
     values = config.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude=_LEFT_OUT)
-    return tomli_w.dumps(without_secrets(values))
+    text = tomli_w.dumps(without_secrets(values))
+    for path in filter(None, places(config)):
+        text = text.replace(path, str(published(path)))
+    return text
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from async_rlhf.actors.data.config import HUB_PREFIX
 from async_rlhf.buffers.files import RUN, content_digest
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.run.config import Config
@@ -29,7 +30,7 @@ def manifest(config: Config) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": config.seed,
         "origin": _origin(Path(config.model)),
-        "published": [each._asdict() for each in map(published, _places(config)) if each.commit],
+        "published": [each._asdict() for each in map(published, places(config)) if each.commit],
         "git_commit": _commit(),
         "sources": _sources(),
         "python": platform.python_version(),
@@ -46,7 +47,8 @@ class Published(NamedTuple):
     file: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}{self.file} at commit {self.commit}" if self.commit else self.name
+        """As a configuration names it."""
+        return f"{HUB_PREFIX if self.file else ''}{self.name}@{self.commit}{self.file}" if self.commit else self.name
 
 
 def published(path: str) -> Published:
@@ -55,7 +57,8 @@ def published(path: str) -> Published:
     return Published(path) if found is None else Published(f"{found[1]}/{found[2]}", found[3], found[4] or "")
 
 
-def _places(config: Config) -> list[str]:
+def places(config: Config) -> list[str]:
+    """What a configuration names that may come from the Hub."""
     data = [each.source for each in (config.data, *config.data.sources)]
     return [config.model, *data, config.evaluation.source or ""]
 

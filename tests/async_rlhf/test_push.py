@@ -81,12 +81,13 @@ def test_a_dry_run_shows_the_card_and_the_files_and_contacts_nobody(run: RunDir,
 
 
 def test_what_came_from_the_hub_is_named_with_its_commit(run: RunDir) -> None:
-    assert str(published(f"{BASE}/model.safetensors")) == f"owner/base/model.safetensors at commit {'c' * 40}"
+    assert str(published(f"{BASE}/model.safetensors")) == f"hub:owner/base@{'c' * 40}/model.safetensors"
     assert published("/data/words.jsonl").commit == ""
     text = (run.path / "config.toml").read_text()
     (run.path / "config.toml").write_text(re.sub(r'model = ".*"', f'model = "{BASE}"', text, count=1))
     made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
-    assert "base_model: owner/base\n" in made and f"from owner/base at commit {'c' * 40}." in made
+    named = f"owner/base@{'c' * 40}"
+    assert "base_model: owner/base\n" in made and f"from {named}." in made and f'model = "{named}"\n' in made
 
 
 @pytest.mark.usefixtures("quick_picture")
@@ -155,7 +156,7 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_the_run_keeps(server: 
     settings = {"data.options": {}, "rewards.functions": ["thrice.py:thrice"]}
     first = server.add("datasets/me/words", rows("one"))
     config = small(**settings, **{"data.source": "hub:me/words/data/train.jsonl"})
-    assert str(published(config.data.source)) == f"me/words/data/train.jsonl at commit {first}"
+    assert str(published(config.data.source)) == f"hub:me/words@{first}/data/train.jsonl"
     run = RunDir.create(config)
     run.retire()
     kept = json.loads((run.path / "manifest.json").read_text())["published"]
