@@ -26,7 +26,7 @@ from async_rlhf.launch.config import LaunchConfig, PlacementConfig
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
-from async_rlhf.run.anchoring import anchor, change_models
+from async_rlhf.run.anchoring import anchor, fetch
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.config_keys import explain, known
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
@@ -226,7 +226,7 @@ def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
             changed = _nested(key, _plain(value))
             _prepare(changed, Path.cwd())
             _lay(values, changed)
-    change_models(values, shipped.fetched)
+    fetch(values)
     config = validated(values)
     check(config)
     return config
@@ -280,7 +280,7 @@ def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in values.items():
         _lay(nested, _nested(key, _plain(value)))
-    return dict(_flat(nested))
+    return dict(flat(nested))
 
 
 def dump(config: Config) -> str:
@@ -298,7 +298,7 @@ def dump(config: Config) -> str:
 
 def differences(old: Config, new: Config) -> list[str]:
     """Dotted keys in which two configurations differ, as `key: old -> new`."""
-    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    before, after = dict(flat(old.model_dump())), dict(flat(new.model_dump()))
     keys = [*before, *(key for key in after if key not in before)]
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
 
@@ -345,9 +345,10 @@ def _lay(under: dict[str, Any], over: Mapping[str, Any], where: str = "") -> Non
             under[key] = value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Tables as dotted keys."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -7,8 +7,10 @@ and no process is started.
 from __future__ import annotations
 
 import codecs
+import importlib.util
 import json
 import locale
+import os
 import re
 import resource
 import shutil
@@ -340,9 +342,15 @@ def _check_devices(config: Config) -> None:
 
 
 def check_tracking(config: TrackingConfig) -> None:
-    """Raises ConfigError when the library is not installed."""
-    if config.kind != "none":
-        check_installed(config.kind, "tracking.kind", config.kind, config.kind, "'none'")
+    """Raises ConfigError for a tracker whose package is not installed, or that has nowhere to write."""
+    for kind in config.kind:
+        without = f"'none', and async-rlhf track RUN_DIR --to {kind} from an environment that has it (docs/watching.md)"
+        check_installed(kind, "tracking.kind", kind, kind, without)
+        if kind == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and importlib.util.find_spec("sqlalchemy") is None:
+            raise ConfigError(
+                "tracking.kind = 'mlflow' with this package, mlflow-skinny, writes to a server only: set MLFLOW_TRACKING_URI "
+                "(http://HOST:PORT)"
+            )
 
 
 def check_hooks(config: HooksConfig) -> None:
