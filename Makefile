@@ -27,7 +27,7 @@ HERE   := PYTHONDONTWRITEBYTECODE= XDG_CACHE_HOME=$(KEPT) MPLCONFIGDIR=$(KEPT)/m
 # A pretrained chat model from the package index (93 MB, Apache-2.0).
 CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup train train-chat train-tools check test test-all bench sweep ablation simulate fuzz gpu-smoke kit soak clean
+.PHONY: help setup train train-chat train-tools check docs test test-all bench sweep ablation simulate fuzz gpu-smoke kit soak clean
 
 help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
@@ -36,6 +36,7 @@ help:
 	@echo "make test    set up and prove every guarantee, in four processes (nine minutes on two cores)"
 	@echo "make test-all  the rest: every case of what make test takes a part of, vLLM, DeepSpeed, Ray, long runs (a quarter of an hour)"
 	@echo "make check   set up, then ruff and mypy"
+	@echo "make docs    set up, then the site of these documents and the Python API, into build/site"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
 	@echo "make fuzz    a million spoilt frames at a live hub: FRAMES=1000000"
 	@echo "make soak    an endless run under kills, changes and viewers: does it stay as small as it was? MINUTES=20"
@@ -86,6 +87,9 @@ check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 test: $(DEV) $(VLLM)
 	$(HERE) $(BIN)/python -m pytest -m "not rest"

@@ -11,11 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PlainValidator, field_validator
 
 from async_rlhf.actors.reference import ReferenceConfig
-from async_rlhf.actors.rewards import RewardSpec, resolve
+from async_rlhf.actors.rewards import RewardSpec, check_columns, resolve
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
-from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.buffers.sampling import Sampling
 
 REFERENCE = "reference"
@@ -209,7 +208,8 @@ class RewardsConfig(Section):
     """Rewards given in running standard deviations from their running mean."""
     by_source: dict[str, dict[str, float | None]] = Field(default_factory=dict)
     """By `source` of a row: the rewards that judge it, with their weights there (`maths = { exact = 1.0, brief = 0.5 }`;
-    `"none"`, or a list of names: their usual ones). The others are not called. Rows of other sources are judged by all."""
+    `"none"`, or a list of names: their usual ones; an empty list where its environment judges alone). The others are not
+    called. Rows of other sources are judged by all."""
     max_failed_ratio: float = Field(default=0.25, ge=0, le=1)
     """The run stops when more than this share of the last scores failed."""
 
@@ -231,10 +231,7 @@ class RewardsConfig(Section):
         try:
             specs = resolve(self.functions, base_dir, columns, self.options, settings)
         except (RewardError, ConfigError) as error:  # before the start a reward that cannot be loaded is a wrong setting
-            default = (
-                "" if "functions" in self.model_fields_set else f" (rewards.functions = {list(self.functions)} by default)"
-            )
-            raise ConfigError(f"{error}{default}") from error
+            raise ConfigError(f"{error}{self._default}") from error
         names = [spec.name for spec in specs]
         if unknown := set(stages) - {*names, REFERENCE}:
             name = min(unknown)
@@ -247,22 +244,25 @@ class RewardsConfig(Section):
         self._check_by_source(names)
         return specs
 
+    def check_columns(self, specs: Iterable[RewardSpec], source: str | None, columns: AbstractSet[str]) -> None:
+        """columns: those of every row of this source. Raises ConfigError where what judges it asks for another."""
+        chosen = self.by_source.get(source or "")
+        for spec in specs:
+            if spec.name != REFERENCE and (chosen is None or spec.name in chosen):
+                try:
+                    check_columns(spec, columns)
+                except ConfigError as error:
+                    raise ConfigError(f"{error}{self._default}") from error
+
+    @property
+    def _default(self) -> str:
+        return "" if "functions" in self.model_fields_set else f" (rewards.functions = {list(self.functions)} by default)"
+
     def _check_by_source(self, names: Sequence[str]) -> None:
         for source, chosen in self.by_source.items():
-            if not chosen:
-                raise ConfigError(f"rewards.by_source.{source} names no reward; name one, or leave the source out")
             if unknown := [name for name in chosen if name not in names]:
                 hint = did_you_mean(unknown[0], names)
                 raise ConfigError(f"rewards.by_source.{source} names {unknown[0]!r}, which is no reward of this run; {hint}")
-
-    def check_sources(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """rows: the columns of each. Raises ConfigError for a source in `by_source` that no row has."""
-        if not self.by_source:
-            return
-        found = sorted({source for columns in rows if (source := source_of(columns)) is not None})
-        if unknown := [source for source in self.by_source if source not in found]:
-            hint = did_you_mean(unknown[0], found) if found else f"the data have no column {SOURCE!r}"
-            raise ConfigError(f"rewards.by_source names {unknown[0]!r}, which is the source of no row; {hint}")
 
     @property
     def composition(self) -> Composition:

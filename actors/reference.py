@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from async_rlhf.buffers.config import Section
-from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.buffers.record import SOURCE, source_of
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import source_of
 
 
 def is_address(path: str) -> bool:
@@ -46,15 +46,12 @@ class ReferenceConfig(Section):
         """Each once."""
         return tuple(dict.fromkeys(each for each in (self.path, *self.by_source.values()) if each))
 
-    def check_sources(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """rows: the columns of each. Raises ConfigError for a source without a row, and for a row without a teacher."""
-        found = {source_of(columns) for columns in rows} if self.by_source else set()
-        named = sorted(source for source in found if source is not None)
-        if unknown := [source for source in self.by_source if source not in named]:
-            hint = did_you_mean(unknown[0], named) if named else f"the data have no column {SOURCE!r}"
-            raise ConfigError(f"scoring.reference.by_source names {unknown[0]!r}, which is the source of no row; {hint}")
-        if not self.path and (left := [source for source in found if source not in self.by_source]):
+    def check_taught(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """rows: the columns of each. Raises ConfigError for a row without a teacher."""
+        if not self.by_source or self.path:
+            return
+        if (left := next((source for source in map(source_of, rows) if source not in self.by_source), "")) != "":
             raise ConfigError(
-                f"scoring.reference.by_source has no teacher for rows of the source {left[0]!r}; add it, or set "
+                f"scoring.reference.by_source has no teacher for rows of the source {left!r}; add it, or set "
                 "scoring.reference.path for all others"
             )

@@ -96,14 +96,17 @@ def train(
 
     data: rows instead of those of the source it names: dictionaries, or a `datasets.Dataset`. They are written into the run
     directory, so that every process and a resumed run, which needs them no more, reads the same.
-    rewards: functions, or one, instead of those the file names. environment: a generator function (`@environment`). Of both,
-    what no other process can import (a lambda, a closure, what a notebook defines) is served by threads of this process
-    (`run/caller.py`). loss, advantage: functions of your own, declared with `@loss`, `@advantage`, which
-    must be importable. overrides: nested or dotted, laid upon the
-    configuration key by key (`config.load`). resume: go on with its run directory, from the newest checkpoint or from that of
-    `from_step` steps; where nothing is left to train on, nothing is started. overwrite: remove the run directory that is there.
-    on_step: called with the record of each step; what it raises ends the run, which can be resumed. Raises ConfigError before
-    any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
+    rewards: functions, or one, instead of those the file names.
+    environment: a generator function (`@environment`). Of it and of rewards, what no other process can import (a lambda, a
+    closure, what a notebook defines) is served by threads of this process (`run/caller.py`).
+    loss, advantage: functions of your own, declared with `@loss`, `@advantage`, which must be importable.
+    overrides: nested or dotted, laid upon the configuration key by key (`config.load`).
+    resume: go on with its run directory, from the newest checkpoint or from that of `from_step` steps; where nothing is left
+    to train on, nothing is started.
+    overwrite: remove the run directory that is there.
+    on_step: called with the record of each step; what it raises ends the run, which can be resumed.
+
+    Raises ConfigError before any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     warm()
     of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)

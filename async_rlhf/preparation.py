@@ -234,7 +234,7 @@ def _checked(config: Config, rows: Rows | None) -> tuple[Config, Prepared]:
     if model == config.model:
         return config, prepared
     config = config.model_copy(update={"model": model})  # converted from a file, in which `preflight` cannot look
-    return config, check_model(config, prepared.rows, prepared.environment)
+    return config, check_model(config, prepared.rows, prepared.environments)
 
 
 def as_rewards_want(config: Config) -> Config:

@@ -33,7 +33,7 @@ ROOMS = {
         "actors/workers/service.py",
         "experiments/throughput/",
     ),
-    "httpx2": ("actors/rewards/endpoint.py", "async_rlhf/run/supervision/hooks.py"),
+    "httpx2": ("actors/rewards/endpoint.py", "async_rlhf/push/upload.py", "async_rlhf/run/supervision/hooks.py"),
     "torch": (
         "buffers/device/",
         "actors/torch_engine/",
@@ -55,8 +55,10 @@ ROOMS = {
     "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),
     "pandas": ("experiments/staleness/frames.py",),
     "markdown_it": ("experiments/page.py",),
-    "tensorboard": ("async_rlhf/run/processes/tracking.py",),
-    "wandb": ("async_rlhf/run/processes/tracking.py",),
+    "tensorboard": ("async_rlhf/run/tracking/to_tensorboard.py",),
+    "wandb": ("async_rlhf/run/tracking/to_wandb.py",),
+    "trackio": ("async_rlhf/run/tracking/to_trackio.py",),
+    "mlflow": ("async_rlhf/run/tracking/to_mlflow.py",),
     "starlette": (
         "actors/agents/endpoint.py",
         "async_rlhf/watch/http.py",

@@ -15,6 +15,8 @@ HELD_OUT_SEED = 1_000_003
 TASK_PREFIX = "reasoning_gym:"
 CALLER_ROWS = "caller"
 """The source of rows that are given in Python."""
+HUB_PREFIX = "hub:"
+"""Before a file of a data set on the Hugging Face Hub, which a checked configuration names by its place in the cache."""
 SPOOL_PREFIX = "spool:"
 """Before the directory into which rows are dropped while the run goes on."""
 
@@ -22,7 +24,7 @@ SPOOL_PREFIX = "spool:"
 def anchor_source(values: Any, base: Path) -> None:
     """Make the path in the raw values of a source absolute, seen from `base`."""
     source = values.get("source") if isinstance(values, dict) else None
-    if isinstance(source, str) and source not in ("", "none", CALLER_ROWS) and not source.startswith(TASK_PREFIX):
+    if isinstance(source, str) and source not in ("", "none", CALLER_ROWS) and not source.startswith((TASK_PREFIX, HUB_PREFIX)):
         prefix = SPOOL_PREFIX if source.startswith(SPOOL_PREFIX) else ""
         values["source"] = prefix + str(base / Path(source.removeprefix(prefix)).expanduser())
 
@@ -59,7 +61,8 @@ class DataConfig(Source):
 
     source: str = ""
     """`reasoning_gym:<task>`; a `.jsonl`, `.json`, `.csv` or `.parquet` file, or a directory saved by Hugging Face `datasets`
-    (of several splits `DIR/SPLIT`); `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: files that arrive during the
+    (of several splits `DIR/SPLIT`); `hub:OWNER/NAME[@REVISION]/FILE`: one of those files in a data set of the Hub (cached, or
+    fetched once); `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: files that arrive during the
     run. Empty: `sources`."""
     sources: tuple[MixedSource, ...] = ()
     """Several, each with its own `source`, `options`, `columns` and `size`, a `name` and a `weight`."""

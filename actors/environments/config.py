@@ -13,8 +13,8 @@ from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
 
 
-class EnvironmentConfig(Section):
-    """What answers the model between its turns. A text alone stands for `function`."""
+class SourceEnvironment(Section):
+    """One environment. A text alone stands for `function`."""
 
     function: str = ""
     """An import path (`package.module:name`) or a file (`path.py:name`); before it `own_name=...`, then `trl:` or `verifiers:`.
@@ -49,11 +49,30 @@ class EnvironmentConfig(Section):
         chosen = {name: getattr(self, name) for name in ("max_turns", "timeout_s", "episode_timeout_s")}
         return {name: value for name, value in chosen.items() if value is not None}
 
-    def spec(self, base_dir: Path, columns: AbstractSet[str] | None = None) -> EnvironmentSpec | None:
-        """The environment, proven to be loadable (`resolve`); None without one. Raises ConfigError for one that is not."""
-        if not self.function:
-            return None
+    def spec(self, base_dir: Path, columns: AbstractSet[str] | None = None) -> EnvironmentSpec:
+        """The environment, proven to be loadable (`resolve`). Raises ConfigError for one that is not."""
         try:
             return resolve(self.function, base_dir, columns, self.options, self.given)
         except EpisodeError as error:  # before the start an environment that cannot be loaded is a wrong setting
             raise ConfigError(f"environment.function: {error}") from error
+
+
+class EnvironmentConfig(SourceEnvironment):
+    """What answers the model between its turns. A text alone stands for `function`."""
+
+    by_source: dict[str, SourceEnvironment] = Field(default_factory=dict)
+    """By `source` of a row: its environment, with settings of its own. Rows of other sources have that of `function`, or one
+    turn where that is empty."""
+
+    @property
+    def all(self) -> dict[str, SourceEnvironment]:
+        """By source; under `""` that of all other rows, where they have one. Empty: completions have one turn."""
+        return {**({"": self} if self.function else {}), **self.by_source}
+
+    @model_validator(mode="after")
+    def _check(self) -> EnvironmentConfig:
+        if "" in self.by_source:
+            raise ValueError('by_source."": a source has a name; environment.function is that of all other rows')
+        if empty := next((source for source, own in self.by_source.items() if not own.function), None):
+            raise ValueError(f"by_source.{empty} has no function; name one, or leave the source out")
+        return self

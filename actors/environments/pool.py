@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from async_rlhf.actors.environments.config import EnvironmentConfig
+from async_rlhf.actors.environments.config import SourceEnvironment
 from async_rlhf.actors.environments.loading import EnvironmentSpec, form_of
 from async_rlhf.actors.environments.remote import RemoteEpisodes
 from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
@@ -71,7 +71,7 @@ class EpisodePool(Generic[Key]):
     def __init__(
         self,
         spec: EnvironmentSpec,
-        config: EnvironmentConfig,
+        config: SourceEnvironment,
         wake: Callable[[], None] = lambda: None,
         function: EnvironmentFunction | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
-from async_rlhf.actors.environments.config import EnvironmentConfig
+from async_rlhf.actors.environments.config import SourceEnvironment
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return, read_yield
@@ -25,7 +25,7 @@ class EpisodeKind:
     timeout_setting, memory_setting = "timeout_s", "environment.worker_memory_mb"
     cleans_up = True
 
-    def __init__(self, spec: EnvironmentSpec, config: EnvironmentConfig, function: EnvironmentFunction | None) -> None:
+    def __init__(self, spec: EnvironmentSpec, config: SourceEnvironment, function: EnvironmentFunction | None) -> None:
         self.spec, self.in_thread = spec, function is not None
         self.memory_mb = None if self.in_thread else config.worker_memory_mb
         self.at_once: int | None = config.max_concurrency

@@ -30,7 +30,7 @@ from async_rlhf.actors.environments import Content, Reply
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.loop.transcript import Transcript, Turn
-from async_rlhf.actors.loop.work import Play, Played
+from async_rlhf.actors.loop.work import NO_PLAYS, Play, Played, Plays
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
 from async_rlhf.buffers.record import FinishReason, Score
@@ -41,12 +41,16 @@ _UNTRAINED = "no call of it is trained"
 
 @dataclass(eq=False)
 class _Group:
-    """said, prompt, text, failure: of members that begin together: their first observations, the one of the group (None until
-    all members have theirs), as the model reads it, and why it cannot. prompt_ids: of the first member that has a prompt, empty
-    until then. without: members that have none and wait for one of their group."""
+    """play: its environment.
+
+    said, prompt, text, failure: of members that begin together: their first observations, the one of the group (None until all
+    members have theirs), as the model reads it, and why it cannot. prompt_ids: of the first member that has a prompt, empty
+    until then. without: members that have none and wait for one of their group.
+    """
 
     row: Row
     seed: int
+    play: Play | None
     requests: Mapping[RolloutKey, Request]
     said: dict[RolloutKey, Content | Score] = field(default_factory=dict)
     prompt: Content | None = None
@@ -69,9 +73,9 @@ class _Episode:
 class Episodes:
     """See the module docstring. Raises what engine and environment raise."""
 
-    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], play: Play | None = None) -> None:
-        """decode: token ids to what the environment is given as the model's turn."""
-        self._engine, self._decode, self._play = engine, decode, play
+    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], plays: Plays = NO_PLAYS) -> None:
+        """decode: token ids to what the environment is given as the model's turn. plays: the environments of the rows."""
+        self._engine, self._decode, self._plays = engine, decode, plays
         self._episodes: dict[RolloutKey, _Episode] = {}
         self._opening: set[RolloutKey] = set()
         # What goes to the engine at the end of `poll`, all at once: turns that may begin, and keys that it may still hold.
@@ -85,17 +89,17 @@ class Episodes:
 
     def begin(self, groups: Iterable[tuple[Row, int, Sequence[Request]]]) -> None:
         """Begin the members of groups: of each its row, its environments' seed, and requests with the prompt of the row."""
-        begun = [_Group(row, seed, {request.key: request for request in requests}) for row, seed, requests in groups]
+        of = self._plays.of
+        begun = [_Group(row, seed, of(row.columns), {each.key: each for each in requests}) for row, seed, requests in groups]
         for group in begun:
             self._episodes |= {key: _Episode(request, group) for key, request in group.requests.items()}
-        if self._play is None:
-            episodes = [self._episodes[key] for group in begun for key in group.requests]
-            for episode in episodes:
-                episode.transcript.begin(Turn(0, 0, "", episode.request.prompt_ids))
-            self._submit([episode.request for episode in episodes])
-            return
+        alone = [self._episodes[key] for group in begun if group.play is None for key in group.requests]
+        for episode in alone:
+            episode.transcript.begin(Turn(0, 0, "", episode.request.prompt_ids))
+        self._submit([episode.request for episode in alone])
         for group in begun:
-            self._open(group, group.requests)
+            if group.play is not None:
+                self._open(group, group.play, group.requests)
 
     def step(self) -> list[Played]:
         """Decode a token of what runs; what has ended by then, and what the environment has ended."""
@@ -104,20 +108,18 @@ class Episodes:
 
     def poll(self) -> list[Played]:
         """What the environment has answered; nothing without one."""
-        if self._play is None:
-            return []
         played: list[Played | None] = []
-        for event in self._play.pool.poll():
+        for play, event in [(each, event) for each in self._plays.all for event in each.pool.poll()]:
             if (episode := self._episodes.get(event.key)) is None:
                 continue  # it was discarded
             if event.came is None:
-                self._again(event.key, episode)
+                self._again(event.key, play, episode)
                 continue
             episode.steps.append((event.began, event.ended))
             if isinstance(event.came, Read):
-                played.append(self._observed(event.key, event.came, episode))
+                played.append(self._observed(event.key, event.came, play, episode))
             else:
-                played.append(self._ended(event.key, event.came, episode))
+                played.append(self._ended(event.key, event.came, play, episode))
         self._submit(self._beginning)
         if self._over:
             self._engine.abort(self._over)
@@ -126,8 +128,8 @@ class Episodes:
 
     def discard(self, keys: Sequence[RolloutKey]) -> list[int]:
         """Forget these; of each the tokens thrown away."""
-        if self._play is not None:
-            self._play.pool.discard(keys)
+        for play in self._plays.all:
+            play.pool.discard(keys)
         self._opening.difference_update(keys)
         known = [self._episodes.pop(key, None) for key in keys]
         before = [0 if episode is None else episode.transcript.num_sampled for episode in known]
@@ -159,44 +161,44 @@ class Episodes:
         """The model's turn ended."""
         key, ids = completion.key, completion.token_ids.tolist()
         episode, text = self._episodes[key], self._decode(ids)
-        turn = episode.transcript.end(completion, text)
-        if self._play is None or episode.failed is not None:
+        turn, play = episode.transcript.end(completion, text), episode.group.play
+        if play is None or episode.failed is not None:
             return self._end(key, episode, completion.finish_reason, episode.failed)
-        if not self._play.spec.calls:
-            self._play.pool.reply(key, text)
+        if not play.spec.calls:
+            play.pool.reply(key, text)
             return None
         num_prompt = len(episode.transcript.chain(turn.chain)[0].ids) + turn.behind
         reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
-        self._play.pool.reply(key, Reply(text, reason, num_prompt, len(ids)))
+        play.pool.reply(key, Reply(text, reason, num_prompt, len(ids)))
         return None
 
-    def _observed(self, key: RolloutKey, read: Read, episode: _Episode) -> Played | None:
-        assert self._play is not None
+    def _observed(self, key: RolloutKey, read: Read, play: Play, episode: _Episode) -> Played | None:
         transcript, call = episode.transcript, read.call
         if call is None and not transcript.turns:
-            self._opened(key, episode, read.content)
+            self._opened(key, play, episode, read.content)
             return None
         try:
-            turn = self._next(transcript, read)
-            room = self._room(transcript, turn)
+            turn = self._next(transcript, read, play)
+            room = self._room(transcript, turn, play)
             if room > 0 and turn.trained and transcript.first is None:
-                self._joins(episode.group, turn.ids if turn.chain == transcript.num_chains else transcript.row(turn.chain)[0])
+                self._joins(
+                    episode.group, play, turn.ids if turn.chain == transcript.num_chains else transcript.row(turn.chain)[0]
+                )
         except (EpisodeError, ConfigError) as error:  # the latter of a template that does not take the tools of a call
-            self._play.pool.discard([key])
+            play.pool.discard([key])
             return self._end(key, episode, "stop", Score(failure=str(error)))
         if room <= 0:
-            self._play.pool.discard([key])
-            return self._end(key, episode, "context", self._play.at_limit)
+            play.pool.discard([key])
+            return self._end(key, episode, "context", play.at_limit)
         if transcript.turns:
             transcript.turns[-1].score = read.score
         most = room if call is None or call.max_tokens is None else min(room, call.max_tokens)
-        self._begin_turn(key, episode, turn, most, () if call is None else call.stop)
+        self._begin_turn(key, play, episode, turn, most, () if call is None else call.stop)
         return None
 
-    def _next(self, transcript: Transcript, read: Read) -> Turn:
+    def _next(self, transcript: Transcript, read: Read, play: Play) -> Turn:
         """The turn that the model is to write. Raises EpisodeError, and ConfigError for tools that the template leaves out."""
-        assert self._play is not None
-        rendering, call = self._play.rendering, read.call
+        rendering, call = play.rendering, read.call
         number, trained = (0, True) if call is None else (call.chain, call.trained)
         past, anew = transcript.conversation(number), transcript.num_chains
         if not past:
@@ -205,7 +207,7 @@ class Episodes:
                 raise EpisodeError(f"its call is of chain {number}, and the next one to begin is {wanted}")
             ids = tuple(rendering.given(call.tools).prompt(read.content, is_foreign=True).ids)
             if transcript.first is None:
-                self._check_prompt(len(ids), "call")
+                _check_prompt(len(ids), play, "call")
             return Turn(number, anew, read.content, ids, call.tools, trained)
         first, last = past[0], past[-1]
         if call is not None and call.tools and call.tools != first.tools:
@@ -223,17 +225,21 @@ class Episodes:
             raise EpisodeError("its observation is empty: the model has nothing to read")
         return Turn(number, anew if restarts else last.chain, read.content, tuple(found), first.tools, trained)
 
-    def _room(self, transcript: Transcript, turn: Turn) -> int:
+    def _room(self, transcript: Transcript, turn: Turn, play: Play) -> int:
         """Tokens that this turn may have; 0 or fewer: none."""
-        assert self._play is not None
-        if not transcript.conversation(turn.conversation) and len(turn.ids) > self._play.max_prompt_length:
+        if not transcript.conversation(turn.conversation) and len(turn.ids) > play.max_prompt_length:
             return 0
-        return self._play.max_length - transcript.length - (len(turn.ids) if transcript.turns else 0)
+        return play.max_length - transcript.length - (len(turn.ids) if transcript.turns else 0)
 
     def _begin_turn(
-        self, key: RolloutKey, episode: _Episode, turn: Turn, max_tokens: float = math.inf, stop: Sequence[str] = ()
+        self,
+        key: RolloutKey,
+        play: Play,
+        episode: _Episode,
+        turn: Turn,
+        max_tokens: float = math.inf,
+        stop: Sequence[str] = (),
     ) -> None:
-        assert self._play is not None
         first, number = episode.request, len(episode.transcript.turns)
         prompt_ids, context = episode.transcript.begin(turn)
         self._opening.discard(key)
@@ -244,45 +250,45 @@ class Episodes:
             max_new_tokens=int(min(first.max_new_tokens, max_tokens)),
             seed=turn_seed(first.seed, number),
             stop=tuple(dict.fromkeys((*first.stop, *stop))),
-            hold=episode.failed is None and self._play.goes_on(number),
+            hold=episode.failed is None and play.goes_on(number),
         )
         self._beginning.append(following)
 
-    def _ended(self, key: RolloutKey, end: End, episode: _Episode) -> Played | None:
-        assert self._play is not None
+    def _ended(self, key: RolloutKey, end: End, play: Play, episode: _Episode) -> Played | None:
         turns = episode.transcript.turns
         for turn, score in zip(turns, end.turn_scores, strict=False):
             turn.score = score
-        if not turns and not self._play.spec.calls:
-            self._opened(key, episode, end.score or Score(failure=_NO_TURN))
+        if not turns and not play.spec.calls:
+            self._opened(key, play, episode, end.score or Score(failure=_NO_TURN))
             return None
         if end.reason == "max_turns":
-            return self._end(key, episode, "max_turns", end.score or self._play.at_limit)
+            return self._end(key, episode, "max_turns", end.score or play.at_limit)
         wrote = turns[-1].wrote if turns else None
         return self._end(key, episode, "stop" if wrote is None else wrote.finish_reason, end.score)
 
-    def _again(self, key: RolloutKey, episode: _Episode) -> None:
+    def _again(self, key: RolloutKey, play: Play, episode: _Episode) -> None:
         """Its process ended, and the environment with it: the same from the beginning."""
         self._beginning = [request for request in self._beginning if request.key != key]
         self._engine.abort([key])
         episode.group.said.pop(key, None)
         episode.transcript, episode.steps = Transcript(), []
-        self._open(episode.group, [key])
+        self._open(episode.group, play, [key])
 
     def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played | None:
-        transcript = episode.transcript
+        transcript, play = episode.transcript, episode.group.play
         if transcript.first is None:
             is_failed = score is not None and score.failure is not None
             failure = _UNTRAINED if transcript.turns else _NO_TURN
-            self._without_prompt(key, episode, score if is_failed and score is not None else Score(failure=failure))
+            assert play is not None
+            self._without_prompt(key, play, episode, score if is_failed and score is not None else Score(failure=failure))
             return None
         del self._episodes[key]
-        if self._play is not None:
+        if play is not None:
             self._over.append(key)  # what is held for a turn that will not come
         completion, rows = transcript.completion(key, reason), transcript.recorded()
-        said, prompt = ((), "") if self._play is None else transcript.messages()
+        said, prompt = ((), "") if play is None else transcript.messages()
         turn_scores = tuple(turn.score for row in rows for turn in row if turn.trained)
-        is_agent = self._play is not None and self._play.spec.calls
+        is_agent = play is not None and play.spec.calls
         return Played(
             completion,
             rows[0][0].ids,
@@ -292,7 +298,7 @@ class Episodes:
             anew=tuple(row[0].content for row in rows[1:]),
             messages=said,
             num_prompt=len(as_messages(prompt)),
-            is_chat=self._play is not None and self._play.rendering.is_chat(prompt),
+            is_chat=play is not None and play.rendering.is_chat(prompt),
             score=score,
             turn_scores=turn_scores if is_agent else turn_scores[:-1],
             steps=tuple(episode.steps),
@@ -302,73 +308,71 @@ class Episodes:
 
     # -- the prompt ------------------------------------------------------------------------------------------------------
 
-    def _open(self, group: _Group, keys: Iterable[RolloutKey]) -> None:
-        assert self._play is not None
+    def _open(self, group: _Group, play: Play, keys: Iterable[RolloutKey]) -> None:
         for key in keys:
             self._opening.add(key)
-            self._play.pool.begin(key, {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed})
+            play.pool.begin(key, {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed})
 
-    def _joins(self, group: _Group, prompt_ids: tuple[int, ...]) -> None:
+    def _joins(self, group: _Group, play: Play, prompt_ids: tuple[int, ...]) -> None:
         """What stands before the first trained turn of a member that begins by itself. Raises EpisodeError."""
         if group.prompt_ids and prompt_ids[0] != group.prompt_ids[0]:
             raise EpisodeError("its first prompt shares no token with that of its group: let the row decide how it begins")
         if not group.prompt_ids:
             group.prompt_ids = prompt_ids
-            self._begin_without(group)
+            self._begin_without(group, play)
 
-    def _opened(self, key: RolloutKey, episode: _Episode, said: Content | Score) -> None:
+    def _opened(self, key: RolloutKey, play: Play, episode: _Episode, said: Content | Score) -> None:
         """A member has its first observation; with the last of its group all of them begin."""
         group = episode.group
         group.said[key] = said
         if group.prompt is not None:  # it was begun again, the others are on their way
-            self._begin_turns(group, [key])
+            self._begin_turns(group, play, [key])
         elif len(group.said) == len(group.requests):
             group.prompt = next((said for said in group.said.values() if not isinstance(said, Score)), "")
-            self._render_prompt(group, group.prompt)
-            self._begin_turns(group, list(group.requests))
+            _render_prompt(group, play, group.prompt)
+            self._begin_turns(group, play, list(group.requests))
 
-    def _begin_turns(self, group: _Group, keys: Sequence[RolloutKey]) -> None:
+    def _begin_turns(self, group: _Group, play: Play, keys: Sequence[RolloutKey]) -> None:
         for key in keys:
             episode, said = self._episodes[key], group.said[key]
             if said == group.prompt and not group.failure:
-                self._begin_turn(key, episode, Turn(0, 0, group.prompt, group.prompt_ids))
+                self._begin_turn(key, play, episode, Turn(0, 0, group.prompt, group.prompt_ids))
                 continue
             differs = "its first observation differs from that of its group: let the row decide it"
             failure = Score(failure=group.failure if said == group.prompt else differs)
-            self._without_prompt(key, episode, said if isinstance(said, Score) else failure)
+            self._without_prompt(key, play, episode, said if isinstance(said, Score) else failure)
 
-    def _without_prompt(self, key: RolloutKey, episode: _Episode, score: Score) -> None:
+    def _without_prompt(self, key: RolloutKey, play: Play, episode: _Episode, score: Score) -> None:
         """Nothing of this member is trained on: it is sampled behind a prompt of its group, once one has it or none will."""
-        assert self._play is not None
-        self._play.pool.discard([key])
+        play.pool.discard([key])
         self._engine.abort([key])
         self._opening.add(key)
         episode.failed, episode.transcript = score, Transcript()
         group = episode.group
         group.without.append(key)
         if group.prompt_ids or len(group.without) == len(group.requests):
-            self._begin_without(group)
+            self._begin_without(group, play)
 
-    def _begin_without(self, group: _Group) -> None:
+    def _begin_without(self, group: _Group, play: Play) -> None:
         for key in group.without:
             episode = self._episodes[key]
             prompt_ids = group.prompt_ids or episode.request.prompt_ids
-            self._begin_turn(key, episode, Turn(0, 0, group.prompt or "", prompt_ids), 1)
+            self._begin_turn(key, play, episode, Turn(0, 0, group.prompt or "", prompt_ids), 1)
         group.without = []
 
-    def _render_prompt(self, group: _Group, content: Content) -> None:
-        """The tokens of the group's prompt, or none and the reason."""
-        assert self._play is not None
-        try:
-            group.text, ids, _ = self._play.rendering.prompt(content)
-            self._check_prompt(len(ids), "observation")
-        except EpisodeError as error:
-            group.text, group.failure = "", str(error)
-        else:
-            group.prompt_ids = tuple(ids)
 
-    def _check_prompt(self, length: int, what: str) -> None:
-        """Raises EpisodeError for a first prompt that is too long."""
-        assert self._play is not None
-        if length > self._play.max_prompt_length:
-            raise EpisodeError(f"its first {what} has {length} tokens, the limit is {self._play.max_prompt_length}")
+def _render_prompt(group: _Group, play: Play, content: Content) -> None:
+    """The tokens of the group's prompt, or none and the reason."""
+    try:
+        group.text, ids, _ = play.rendering.prompt(content)
+        _check_prompt(len(ids), play, "observation")
+    except EpisodeError as error:
+        group.text, group.failure = "", str(error)
+    else:
+        group.prompt_ids = tuple(ids)
+
+
+def _check_prompt(length: int, play: Play, what: str) -> None:
+    """Raises EpisodeError for a first prompt that is too long."""
+    if length > play.max_prompt_length:
+        raise EpisodeError(f"its first {what} has {length} tokens, the limit is {play.max_prompt_length}")

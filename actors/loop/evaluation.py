@@ -19,10 +19,11 @@ from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
-from async_rlhf.buffers.record import Score
+from async_rlhf.buffers.record import Score, source_of
 from async_rlhf.buffers.sampling import GREEDY, Sampling
 
 _NUM_SHOWN = 8
+_MOST_SOURCES = 64
 _PATIENCE_S = 120.0
 
 
@@ -70,9 +71,9 @@ def judge(
     Raises DeadlineError when neither a score nor an environment's answer arrives for `_PATIENCE_S`, and as long as one step may
     take, after generation has ended.
     """
-    count, play = sum(len(requests) for _, _, requests in begun.values()), work.play
-    patience_s = _PATIENCE_S + (0.0 if play is None else play.spec.timeout_s)
-    episodes = Episodes(engine, work.decode, play)
+    count, plays = sum(len(requests) for _, _, requests in begun.values()), work.plays
+    patience_s = _PATIENCE_S + max((play.spec.timeout_s for play in plays.all), default=0.0)
+    episodes = Episodes(engine, work.decode, plays)
     episodes.begin((row, environment_seed(work.seed, number), requests) for number, (row, _, requests) in begun.items())
     ended: dict[RolloutKey, Played] = {}
     found: dict[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]] = {}
@@ -87,7 +88,7 @@ def judge(
         if scored := scoring.poll():
             for each in scored:
                 played = ended.pop(each.key)
-                own = {} if play is None else {play.name: played.score or Score()}
+                own = plays.scores(plays.of(begun[each.key.group][0].columns), played.score)
                 found[each.key] = played, {**each.scores, **own}, each
             progress(len(found), count)
         if scored or now_ended or engine.num_unfinished:
@@ -112,8 +113,9 @@ def evaluate(
     `mean_reward`, `accuracy`, `rewards` (scores by name, before weights) and `mean_length` are means over the completions that
     could be judged, None over none; `failed` counts the others, of `num_prompts` prompts. accuracy: share of solved ones among
     those that `solved_by` judged. samples: of the first prompts the `prompt` as the model saw it, its first `completion` and
-    its `reward`, so that a person can read what became of the model. sampled: what `summary_of_samples` makes of the sampled
-    completions, where there are some. group_size: completions of each prompt, judged as a group; None: one, greedy.
+    its `reward`, so that a person can read what became of the model. by_source: `mean_reward`, `accuracy` and
+    `num_prompts` of the rows with each `source`; after the first 64 `other`. sampled: what `summary_of_samples` makes of the
+    sampled completions, where there are some. group_size: completions of each prompt, judged as a group; None: one, greedy.
     """
     samplings, rows = [*judging.judged, *judging.sampled], work.rows
     begun = {number: work.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
@@ -123,6 +125,7 @@ def evaluate(
     num_judged = len(judging.judged)
     first = [key for key in judged if key.member < num_judged]
     rewards = [total for key in first if (total := totals[key]) is not None]
+    known = {key: judging.solved(scores[key]) for key in first}
     members = range(num_judged, num_judged + len(judging.sampled))
     drawn = [[RolloutKey(number, 0, member) for member in members] for number in range(len(rows))]
     shown = [(begun[number][1], RolloutKey(number, 0, 0)) for number in range(min(len(rows), _NUM_SHOWN))]
@@ -130,7 +133,15 @@ def evaluate(
     solved = [[judging.solved(scores[key]) for key in keys] for keys in drawn]
     return {
         "mean_reward": _mean(rewards),
-        "accuracy": _mean([judging.solved(scores[key]) for key in first]),
+        "accuracy": _mean([*known.values()]),
+        "by_source": {
+            source: {
+                "mean_reward": _mean([totals[key] for key in keys]),
+                "accuracy": _mean([known[key] for key in keys]),
+                "num_prompts": len({key.group for key in keys}),
+            }
+            for source, keys in _by_source(first, rows).items()
+        },
         "rewards": {name: _mean([scores[key][name].value for key in first]) for name in (scores[first[0]] if first else ())},
         "num_prompts": len(rows),
         "failed": len(first) - len(rewards),
@@ -140,6 +151,14 @@ def evaluate(
         "solved_by": judging.solved_by,
         "group_size": None if judging.judged == (GREEDY,) else num_judged,
     }
+
+
+def _by_source(keys: Sequence[RolloutKey], rows: Sequence[Row]) -> dict[str, list[RolloutKey]]:
+    found: dict[str, list[RolloutKey]] = {}
+    for key in sorted(keys):  # in the order of the rows, whichever ended first
+        if (source := source_of(rows[key.group].columns)) is not None:
+            found.setdefault(source if source in found or len(found) < _MOST_SOURCES else "other", []).append(key)
+    return found
 
 
 def summary_of_samples(

@@ -9,13 +9,15 @@ from itertools import takewhile
 import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey
-from async_rlhf.actors.loop.work import Play, Played
+from async_rlhf.actors.loop.work import Played
 from async_rlhf.actors.scoring.pool import Scored
 from async_rlhf.buffers.record import Int32Array, Rollout, Score, Span, sampled
 
 
-def rollout_of(played: Played, scored: Scored[RolloutKey], play: Play | None, timings: Mapping[str, float]) -> Rollout:
-    """Of a rollout that has been judged, behind its own prompt."""
+def rollout_of(
+    played: Played, scored: Scored[RolloutKey], by_environment: Mapping[str, Score], timings: Mapping[str, float]
+) -> Rollout:
+    """Of a rollout that has been judged, behind its own prompt. by_environment: as `Plays.scores`."""
     completion, reference = played.completion, scored.reference
     if reference is not None and len(reference) > len(completion.logprobs):
         reference = reference[sampled(completion.spans)]
@@ -24,7 +26,7 @@ def rollout_of(played: Played, scored: Scored[RolloutKey], play: Play | None, ti
         logprobs=completion.logprobs,
         spans=completion.spans,
         finish_reason=completion.finish_reason,
-        scores=scored.scores if play is None else {**scored.scores, play.name: played.score or Score()},
+        scores={**scored.scores, **by_environment},
         text=played.text,
         timings=timings,
         sampling_mask=completion.sampling_mask,

@@ -3,8 +3,8 @@ that has ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.config import GenerationConfig
@@ -15,7 +15,7 @@ from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import PLAIN, Row, Template, encode, prompt_number, rollout_seed
 from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.composition import Composition
-from async_rlhf.buffers.record import Score, sampled
+from async_rlhf.buffers.record import Score, sampled, source_of
 from async_rlhf.buffers.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -57,6 +57,36 @@ class Play:
 
 
 @dataclass(frozen=True)
+class Plays:
+    """The environments of a run. default: of rows whose source has none of its own; None: those have one turn. Several may have
+    one name: their scores are then one component of the reward."""
+
+    default: Play | None = None
+    by_source: Mapping[str, Play] = field(default_factory=dict)
+
+    @property
+    def all(self) -> tuple[Play, ...]:
+        return (*(() if self.default is None else (self.default,)), *self.by_source.values())
+
+    def of(self, columns: Mapping[str, Any]) -> Play | None:
+        """Of a row with these columns."""
+        return self.by_source.get(source_of(columns) or "", self.default)
+
+    def scores(self, own: Play | None, score: Score | None) -> dict[str, Score]:
+        """By environment, of a rollout that `own` has played; the others do not apply."""
+        none = {play.name: Score() for play in self.all}
+        return none if own is None else {**none, own.name: score or Score()}
+
+    def counted(self) -> dict[str, float]:
+        """As in `wire.Telemetry`, of all together."""
+        each = [play.counted() for play in self.all]
+        return {name: sum(counted[name] for counted in each) for name in (each[0] if each else ())}
+
+
+NO_PLAYS = Plays()
+
+
+@dataclass(frozen=True)
 class Work:
     """What a group number means: the same for every actor, and for an evaluation. rows: empty where they come while the run
     goes on."""
@@ -70,8 +100,8 @@ class Work:
     """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
     refill: Composition | None = None
     """Where constant groups are to be replaced by others: how rewards are made of scores."""
-    play: Play | None = None
-    """The environment, where episodes have one."""
+    plays: Plays = NO_PLAYS
+    """The environments, where episodes have one."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that environments and rewards are given."""

@@ -23,7 +23,7 @@ from async_rlhf.actors.engine import Engine, RolloutKey
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
 from async_rlhf.actors.loop.rollouts import behind_one_prompt, rollout_of
-from async_rlhf.actors.loop.work import Played, Work
+from async_rlhf.actors.loop.work import Play, Played, Work
 from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
@@ -117,7 +117,7 @@ class Worker:
     ) -> None:
         self._clock = clock
         self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
-        self._episodes = Episodes(engine, work.decode, work.play)
+        self._episodes = Episodes(engine, work.decode, work.plays)
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
         self._group_size = work.generation.group_size
         self._canary_drift = 0.0
@@ -228,7 +228,7 @@ class Worker:
         for number in numbers:
             group = self._open.pop(number)
             keys = [RolloutKey(number, group.attempt, member) for member in range(self._group_size)]
-            play = self._work.play
+            play = self._work.plays.of(group.row.columns)
             turns = [1 if play is None else max(1, play.pool.num_turns(key)) for key in keys]
             thrown_away = self._episodes.discard(keys)
             self._count["dropped_tokens_total"] += sum(thrown_away)
@@ -264,9 +264,11 @@ class Worker:
         group = self._open[number]
         played, generated = group.played[scored.key.member]
         stages = {name: self._decoding.overlap(*when) for name, when in scored.stages.items()}
-        stages |= self._environment_stage(played)
+        plays = self._work.plays
+        play = plays.of(group.row.columns)
+        stages |= self._environment_stage(play, played)
         timings = pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s)
-        group.rollouts[scored.key.member] = rollout_of(played, scored, self._work.play, timings)
+        group.rollouts[scored.key.member] = rollout_of(played, scored, plays.scores(play, played.score), timings)
         if len(group.rollouts) == self._group_size:
             del self._open[number]
             self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
@@ -281,7 +283,8 @@ class Worker:
         prompts = [group.played[member][0].prompt_ids for member in members]
         own = [group.rollouts[member] for member in members]
         prompt_ids, rollouts = behind_one_prompt(prompts, own, self._work.decode)
-        is_agent = self._work.play is not None and self._work.play.spec.calls
+        play = self._work.plays.of(group.row.columns)
+        is_agent = play is not None and play.spec.calls
         return Group(
             number=number,
             attempt=group.attempt,
@@ -293,14 +296,14 @@ class Worker:
             columns=group.row.columns,
         )
 
-    def _environment_stage(self, played: Played) -> dict[str, StageTime]:
+    def _environment_stage(self, play: Play | None, played: Played) -> dict[str, StageTime]:
         """The steps of the environment as one stage: what they took, and what of it was hidden behind decoding."""
-        if self._work.play is None or not played.steps:
+        if play is None or not played.steps:
             return {}
         steps = [self._decoding.overlap(*step) for step in played.steps]
         ended = steps[-1].ended
         seconds, hidden = (sum(getattr(step, name) for step in steps) for name in ("seconds", "hidden_s"))
-        return {self._work.play.name: StageTime(ended - seconds, ended, hidden)}
+        return {play.name: StageTime(ended - seconds, ended, hidden)}
 
     def _account(self, number: int, lengths: Sequence[Length]) -> None:
         """The group is put; once in `_GROUPS_A_REPORT`, whether long completions are dropped more often."""
@@ -315,7 +318,7 @@ class Worker:
         """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others; of what
         has not begun no more than fills this actor once, for it comes back together."""
         size = self._group_size
-        if self._work.play is None:
+        if not self._work.plays.all:
             outside = sum(len(group.played) == size for group in self._open.values())
         else:
             too_many = max(0, self._episodes.num_opening - self._capacity * size)
@@ -353,7 +356,7 @@ class Worker:
             scores_asked_again_total=float(self._scoring.num_resent),
             shown_total=float(sum(counter.shown for counter in counters)),
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),
-            **({} if self._work.play is None else self._work.play.counted()),
+            **self._work.plays.counted(),
         )
 
 

@@ -113,6 +113,21 @@ def _spec(
     return _checked(name, target, function, columns, dict(options.get(name, {})), given.get(name, {}))
 
 
+def check_columns(spec: RewardSpec, columns: AbstractSet[str]) -> None:
+    """columns: those of every row that it judges. Raises ConfigError when a parameter can get no value, and what its own checks
+    raise."""
+    function = _function(spec.target)
+    Signature.of(function).check(spec.name, columns, spec.options.keys())
+    _check_options(settings_of(function), spec.stream_tokens, spec.options)
+
+
+def _check_options(settings: Declaration, stream_tokens: int, options: Mapping[str, Any]) -> None:
+    if settings.check is not None:
+        settings.check(**options)
+    if stream_tokens and settings.stream is not None and settings.stream.check is not None:
+        settings.stream.check(**options)
+
+
 def spec_in_process(name: str, function: RewardFunction, columns: AbstractSet[str] | None) -> RewardSpec:
     """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
     spec = _checked(name, f"caller:{name}", function, columns, {}, {})
@@ -134,15 +149,14 @@ def _checked(
     _check_given(name, given, settings, signature.is_async)
     if columns is not None:
         signature.check(name, columns, chosen.keys())
-        if settings.check is not None:
-            settings.check(**chosen)
+        _check_options(settings, settings.stream_tokens, chosen)
     if settings.batch_size > 1 and signature.form != "list":
         raise ConfigError(
             f"reward {name!r} has batch_size = {settings.batch_size} but takes one completion; "
             f"take lists (`prompts`, `completions`), or leave batch_size out"
         )
     if settings.stream_tokens:
-        _check_stream(name, settings, signature.is_async, chosen if columns is not None else None)
+        _check_stream(name, settings, signature.is_async)
     return RewardSpec(
         name,
         target,
@@ -170,8 +184,8 @@ def _check_given(name: str, given: Mapping[str, Any], settings: Declaration, is_
         )
 
 
-def _check_stream(name: str, settings: Declaration, is_async: bool, options: Mapping[str, Any] | None) -> None:
-    """Raises ConfigError for a reward that has no incremental scoring; options: None where they were checked before."""
+def _check_stream(name: str, settings: Declaration, is_async: bool) -> None:
+    """Raises ConfigError for a reward that has no incremental scoring."""
     where = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
     if settings.stream is None or is_async or settings.scope != "completion":
         raise ConfigError(
@@ -179,8 +193,6 @@ def _check_stream(name: str, settings: Declaration, is_async: bool, options: Map
         )
     if settings.workers != 1:
         raise ConfigError(f"{where} and workers = {settings.workers}: what was read lies in one process; set workers = 1")
-    if options is not None and settings.stream.check is not None:
-        settings.stream.check(**options)
 
 
 def absolute(target: str, base_dir: Path, forms: Collection[str] = ADAPTERS) -> str:

@@ -16,7 +16,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 
 PANELS = {
     "Start here": ("init", "check", "train", "status", "watch", "plot", "evaluate", "stop"),
-    "One run in detail": ("set", "fork", "rollouts", "report"),
+    "One run in detail": ("set", "fork", "rollouts", "report", "track", "push"),
     "Before a run": ("try", "doctor", "plan"),
     "Many runs and machines": ("sweep", "queue", "spool", "serve", "keys"),
 }

@@ -28,7 +28,7 @@ from async_rlhf.buffers.score import Score
 from async_rlhf.inspect.trials import in_words, quantiles
 from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.scoring import environment_spec
+from async_rlhf.run.scoring import environment_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,9 +85,10 @@ def configuration(function: str, source: str, model: str | None, settings: Mappi
 def rows_of(config: Config, limit: int) -> tuple[list[Row], EnvironmentSpec]:
     """The first rows of the data, and the environment, which can take them. Raises ConfigError."""
     rows = load_rows(config.data)[0][:limit]
-    spec = environment_spec(config, common_columns(rows))
-    if spec is None:
+    if not config.environment.function:
         raise ConfigError("no environment is named; give FILE:NAME")
+    spec = environment_specs(config)[""]
+    spec.check(common_columns(rows))
     return rows, spec
 
 
@@ -143,7 +144,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     from async_rlhf.actors.loop.episodes import Episodes
     from async_rlhf.buffers.model_directory import from_pretrained
     from async_rlhf.learner.model.gguf import model_directory
-    from async_rlhf.run.processes.evaluation import environment_of
+    from async_rlhf.run.processes.evaluation import environments_of
     from async_rlhf.run.processes.roles import make_work
 
     rows, _ = rows_of(config, limit)
@@ -155,8 +156,8 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     begun = [(row, environment_seed(config.seed, n), work.requests(n, 0, row)[2][:1]) for n, row in enumerate(rows)]
     bell = threading.Event()
     try:
-        with environment_of(config, tokenizer, bell.set) as play:
-            episodes = Episodes(engine, work.decode, play)
+        with environments_of(config, tokenizer, bell.set) as plays:
+            episodes = Episodes(engine, work.decode, plays)
             episodes.begin(begun)
             num_left, last_answer = len(rows), time.monotonic()
             while num_left:

@@ -30,7 +30,7 @@ from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
 from async_rlhf.run.config import Config
-from async_rlhf.run.scoring import reward_specs
+from async_rlhf.run.scoring import played_by, reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")
 # What may be a list with one item for each of several completions.
@@ -134,7 +134,7 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
     specs = reward_specs(config)
     found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
     kinds = {(source_of(row.columns), isinstance(row.prompt, str)): row for row in reversed(list(rows))}
-    members = [_made_up(row, config.environment.function) for row in kinds.values()]
+    members = [_made_up(row, played_by(config, source_of(row.columns)) is not None) for row in kinds.values()]
     for scope, size in (("completion", 1), ("group", config.generation.group_size)) if members else ():
         chosen = [spec for spec in specs if spec.scope == scope and (deep or not spec.holds_model)]
         bell = threading.Event()
@@ -152,7 +152,7 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
     return found
 
 
-def _made_up(row: Row, is_episode: object) -> dict[str, Any]:
+def _made_up(row: Row, is_episode: bool) -> dict[str, Any]:
     """The fields of a completion, whose text and tokens are made up."""
     ids, turn = list(range(8)), [{"role": "assistant", "content": _MADE_UP}]
     fields = {"completion": _MADE_UP, "completion_ids": ids, "prompt_ids": ids, "finish_reason": "stop"}

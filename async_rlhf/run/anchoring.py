@@ -1,12 +1,12 @@
-"""The paths among a configuration's values, and the models that it names."""
+"""The paths among a configuration's values, and the models and data sets that it names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.data.config import anchor_source
+from async_rlhf.actors.data.config import HUB_PREFIX, anchor_source
 from async_rlhf.actors.environments import ADAPTERS
 from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards import absolute
@@ -24,16 +24,13 @@ _ANCHORED: tuple[tuple[str, str, Callable[[str, Path], str]], ...] = (
 
 def anchor(values: dict[str, Any], base: Path) -> None:
     """Make the paths of a configuration's values absolute, seen from `base`."""
-    change_models(values, lambda given: _model(given, base))
+    _change_models(values, lambda given: _model(given, base))
     for section, key, seen_from in _ANCHORED:
         own = values.get(section)
         if isinstance(own, dict) and isinstance(given := own.get(key), str) and given not in ("", "none"):
             own[key] = seen_from(given, base)
-    for name in ("data", "evaluation"):
-        source = values.get(name)
-        several = source.get("sources") if isinstance(source, dict) else None
-        for each in (source, *(several if isinstance(several, list) else ())):
-            anchor_source(each, base)
+    for each in _sources(values):
+        anchor_source(each, base)
     rewards = values.get("rewards")
     if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple | str):
         functions = [functions] if isinstance(functions, str) else functions
@@ -44,7 +41,22 @@ def anchor(values: dict[str, Any], base: Path) -> None:
                 chosen["path"] = str(base / path)
 
 
-def change_models(values: dict[str, Any], change: Callable[[str], str]) -> None:
+def fetch(values: dict[str, Any]) -> None:
+    """What the Hub has of a configuration's values, as `shipped` does it. Raises ConfigError."""
+    _change_models(values, shipped.fetched)
+    for each in _sources(values):
+        if isinstance(source := each.get("source"), str) and source.startswith(HUB_PREFIX):
+            each["source"] = shipped.fetched_file(source)
+
+
+def _sources(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tables that name a place of prompts."""
+    for section in (values.get("data"), values.get("evaluation")):
+        several = section.get("sources") if isinstance(section, dict) else None
+        yield from (each for each in (section, *(several if isinstance(several, list) else ())) if isinstance(each, dict))
+
+
+def _change_models(values: dict[str, Any], change: Callable[[str], str]) -> None:
     """That of the policy, and of teachers those that no server has."""
     scoring = values.get("scoring")
     reference = scoring.get("reference") if isinstance(scoring, dict) else None

@@ -26,7 +26,7 @@ from async_rlhf.launch.config import LaunchConfig, PlacementConfig
 from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
-from async_rlhf.run.anchoring import anchor, change_models
+from async_rlhf.run.anchoring import anchor, fetch
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.config_keys import explain, known
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
@@ -95,7 +95,8 @@ class Config(Section):
     @classmethod
     def _judged_by_its_environment(cls, values: Any) -> Any:
         """With an environment there are no rewards but those that are named."""
-        if isinstance(values, dict) and isinstance(values.get("environment"), dict) and values["environment"].get("function"):
+        own = values.get("environment") if isinstance(values, dict) else None
+        if isinstance(own, dict) and (own.get("function") or own.get("by_source")):
             rewards = values.get("rewards", {})
             if isinstance(rewards, dict) and "functions" not in rewards:
                 return {**values, "rewards": {**rewards, "functions": []}}
@@ -225,7 +226,7 @@ def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
             changed = _nested(key, _plain(value))
             _prepare(changed, Path.cwd())
             _lay(values, changed)
-    change_models(values, shipped.fetched)
+    fetch(values)
     config = validated(values)
     check(config)
     return config
@@ -279,7 +280,7 @@ def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in values.items():
         _lay(nested, _nested(key, _plain(value)))
-    return dict(_flat(nested))
+    return dict(flat(nested))
 
 
 def dump(config: Config) -> str:
@@ -297,16 +298,25 @@ def dump(config: Config) -> str:
 
 def differences(old: Config, new: Config) -> list[str]:
     """Dotted keys in which two configurations differ, as `key: old -> new`."""
-    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    before, after = dict(flat(old.model_dump())), dict(flat(new.model_dump()))
     keys = [*before, *(key for key in after if key not in before)]
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
 
 
 def _prepare(values: dict[str, Any], base: Path) -> None:
     """Make paths absolute, seen from `base`; an environment may be given by its function alone."""
-    if isinstance(function := values.get("environment"), str):
-        values["environment"] = {"function": function}
+    _written_out(values, "environment")
+    own = values.get("environment")
+    if isinstance(own, dict) and isinstance(by_source := own.get("by_source"), dict):
+        for source in by_source:
+            _written_out(by_source, source)
+            anchor({"environment": by_source[source]}, base)
     anchor(values, base)
+
+
+def _written_out(values: dict[str, Any], name: str) -> None:
+    if isinstance(function := values.get(name), str):
+        values[name] = {"function": function}
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:
@@ -335,9 +345,10 @@ def _lay(under: dict[str, Any], over: Mapping[str, Any], where: str = "") -> Non
             under[key] = value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Tables as dotted keys."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -122,7 +122,7 @@ def _check_routing(config: Config) -> None:
 
 def _check_episodes(config: Config) -> None:
     length, turn = config.generation.max_episode_length, config.generation.max_completion_length
-    if length is not None and not config.environment.function:
+    if length is not None and not config.environment.all:
         raise ConfigError(
             f"generation.max_episode_length = {length} and no environment: completions have one turn. Name one in "
             "environment.function, or leave it out; generation.max_completion_length bounds a completion"

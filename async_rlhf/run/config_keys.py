@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
@@ -99,6 +100,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 _MASK = str(SecretStr("any"))
+LIKE_A_SECRET = re.compile(r"api_?key|token$|secret|passw|credential|authorization", re.IGNORECASE)
 # A key of the same section is offered when it is a little like the one that was given, one from elsewhere when it is much so.
 _LIKE, _MUCH_LIKE = 0.7, 0.88
 
@@ -133,6 +135,17 @@ def secret_keys(section: type[BaseModel]) -> frozenset[str]:
 def masked(key: str, value: Any, config: type[BaseModel]) -> Any:
     """The value of a dotted key as it may be shown."""
     return _MASK if any(f"{secret}.".startswith(f"{key}.") for secret in secret_keys(config)) else value
+
+
+def without_secrets(values: Any) -> Any:
+    """Of a dump that already is without declared secrets: also texts under names of secrets in what has no schema (options of a
+    reward, arguments of vLLM) are asterisks. For who is not this user."""
+    if isinstance(values, dict):
+        return {
+            key: _MASK if isinstance(value, str) and value and LIKE_A_SECRET.search(key) else without_secrets(value)
+            for key, value in values.items()
+        }
+    return [without_secrets(each) for each in values] if isinstance(values, list) else values
 
 
 def _is_secret(annotation: Any) -> bool:

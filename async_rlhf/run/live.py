@@ -24,7 +24,7 @@ from async_rlhf.learner.loop.recording import Recording
 from async_rlhf.run.config import Config, changed, dotted, override
 from async_rlhf.run.config_keys import settings
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import environment_spec, score_names
+from async_rlhf.run.scoring import environment_specs, score_names
 
 LIVE = (
     "learner.learning_rate",
@@ -50,7 +50,7 @@ def present(run: RunDir) -> dict[str, Any]:
     config = effective(run)
     names = dict.fromkeys(config.rewards.weights)
     with suppress(ConfigError):  # rewards that cannot be loaded from here
-        names = dict.fromkeys(score_names(config, environment_spec(config)))
+        names = dict.fromkeys(score_names(config, environment_specs(config).values()))
     return {key: _value(config, key) for key in (*LIVE, *(f"{_WEIGHTS}{name}" for name in names))}
 
 
@@ -87,7 +87,7 @@ def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int)
     """The line that asks a run of this configuration for these values; none where it has them. Raises ConfigError."""
     new = override(config, given)
     if any(key.startswith(_WEIGHTS) for key in given):
-        new.rewards.composition.check(score_names(new, environment_spec(new)))
+        new.rewards.composition.check(score_names(new, environment_specs(new).values()))
     pairs = {key: (_value(config, key), _value(new, key)) for key in given}
     values = {key: (old, value) for key, (old, value) in pairs.items() if old != value}
     return [Asked(number=number, values=values)] if values else []

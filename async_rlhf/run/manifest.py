@@ -1,22 +1,25 @@
-"""How a run directory was made: the format of its files, the code, the packages, the model it began with."""
+"""How a run directory was made: the format of its files, the code, the packages, the model, what came from the Hub."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
+from async_rlhf.actors.data.config import HUB_PREFIX
 from async_rlhf.buffers.files import RUN, content_digest
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.run.config import Config
 
 _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym")
+_SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(/.+)?")
 _ROOMS = ("actors", "buffers", "launch", "learner", "run")
 
 
@@ -27,12 +30,37 @@ def manifest(config: Config) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seed": config.seed,
         "origin": _origin(Path(config.model)),
+        "published": [each._asdict() for each in map(published, places(config)) if each.commit],
         "git_commit": _commit(),
         "sources": _sources(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
+
+
+class Published(NamedTuple):
+    """A repository of the Hugging Face Hub at a commit, and a file in it; what lies here alone has none, and its own name."""
+
+    name: str
+    commit: str = ""
+    file: str = ""
+
+    def __str__(self) -> str:
+        """As a configuration names it."""
+        return f"{HUB_PREFIX if self.file else ''}{self.name}@{self.commit}{self.file}" if self.commit else self.name
+
+
+def published(path: str) -> Published:
+    """Of a path into the cache of the Hub."""
+    found = _SNAPSHOT.search(path)
+    return Published(path) if found is None else Published(f"{found[1]}/{found[2]}", found[3], found[4] or "")
+
+
+def places(config: Config) -> list[str]:
+    """What a configuration names that may come from the Hub."""
+    data = [each.source for each in (config.data, *config.data.sources)]
+    return [config.model, *data, config.evaluation.source or ""]
 
 
 def _origin(model: Path) -> dict[str, Any] | None:

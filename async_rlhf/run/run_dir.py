@@ -9,7 +9,7 @@ evaluations.jsonl  (evaluations, one at a time)        logs/<role>.log
 changes.jsonl    what was changed while it went on, and from which step on (`learner.loop.changes`)
 events.jsonl     what may need a person (supervisor)
 restarts.json    how often each role was started again (supervisor)
-tracking.json    how far the tracker has come          tensorboard/, wandb/  what it wrote
+tracking.KIND.json   how far a tracker has come     tensorboard/, wandb/  what it wrote
 spans/<actor>.jsonl  idle stretches and adopted weights (actors)
 checkpoints/step_NNNNNN/{model/,optimizer-NNNNN.safetensors,state.json}, checkpoints/latest, checkpoints/best
 queue/, weights/ the hub's own memory                  lock            held while any process of the run lives
@@ -101,7 +101,6 @@ class RunDir:
         self.evaluations = path / "evaluations.jsonl"
         self.events = path / "events.jsonl"
         self.restarts = path / "restarts.json"
-        self.tracked = path / "tracking.json"
         self.latest = path / "checkpoints" / "latest"
         self.lock_file = path / "lock"
         self._config, self._manifest = path / "config.toml", path / "manifest.json"
@@ -197,6 +196,9 @@ class RunDir:
 
     def log(self, role: str) -> Path:
         return self.path / "logs" / f"{role}.log"
+
+    def tracked(self, kind: str) -> Path:
+        return self.path / f"tracking.{kind}.json"
 
     def spans(self, actor: str) -> Path:
         return self.path / "spans" / f"{actor}.jsonl"

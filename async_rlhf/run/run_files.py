@@ -208,13 +208,16 @@ def is_step(record: dict[str, Any]) -> bool:
 
 
 def figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """By name, of a line of `evaluations.jsonl`: `accuracy` where one reward decides what is solved, `reward`, and where there
-    are several rewards the mean of each as `rewards/NAME`."""
+    """By name, of a line of `evaluations.jsonl`: `accuracy` where one reward decides what is solved, `reward`, where there are
+    several rewards the mean of each as `rewards/NAME`, and where there are several sources that of each as `reward/SOURCE`."""
     means = evaluation.get("rewards")
     several = means if isinstance(means, Mapping) and len(means) > 1 else {}
     accuracy = None if several and not evaluation.get("solved_by") else evaluation.get("accuracy")
     found = {"accuracy": accuracy, "reward": evaluation.get("mean_reward")}
     found |= {f"rewards/{name}": mean for name, mean in several.items()}
+    apart = evaluation.get("by_source")
+    if isinstance(apart, Mapping) and len(apart) > 1:
+        found |= {f"reward/{source}": own.get("mean_reward") for source, own in apart.items() if isinstance(own, Mapping)}
     return {name: value for name, value in found.items() if isinstance(value, int | float) and abs(value) < _HIGHEST}
 
 

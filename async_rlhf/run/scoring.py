@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,32 +27,58 @@ prompt, what the model wrote in it, and which of `completion_ids` were sampled."
 
 def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
     """The rewards, as `RewardsConfig.specs` proves them; none where an environment is to judge alone, or a teacher."""
-    has_others = config.environment.function or loss_spec(config.loss.kind).learns_from == "teacher"
+    has_others = config.environment.all or loss_spec(config.loss.kind).learns_from == "teacher"
     if has_others and not config.rewards.functions:
         return ()
     return config.rewards.specs(Path.cwd(), config.scoring.stages, columns)
 
 
-def environment_spec(config: Config, columns: AbstractSet[str] | None = None) -> EnvironmentSpec | None:
-    """The environment, as `EnvironmentConfig.spec` proves it; None where completions have one turn. Raises ConfigError."""
-    spec = config.environment.spec(Path.cwd(), columns)
-    if spec is not None and spec.name in (names := [each.name for each in reward_specs(config)] + [REFERENCE]):
+def environment_specs(config: Config) -> dict[str, EnvironmentSpec]:
+    """The environments by source, as `EnvironmentConfig.all` has them and `spec` proves them. Raises ConfigError."""
+    specs = {source: own.spec(Path.cwd()) for source, own in config.environment.all.items()}
+    names = [each.name for each in reward_specs(config)] + [REFERENCE] if specs else []
+    for spec in specs.values():
+        _check_environment(config, spec, names)
+    return specs
+
+
+def _check_environment(config: Config, spec: EnvironmentSpec, names: Sequence[str]) -> None:
+    """names: which others have. Raises ConfigError."""
+    if spec.name in names:
         raise ConfigError(
             f"the environment and {'a reward' if spec.name in names[:-1] else 'the stage of the reference'} are both called "
             f'{spec.name!r}; rename one (environment.function = "other_name=...")'
         )
     limit = config.queue.progress_timeout_s
-    if spec is not None and spec.timeout_s >= limit:
+    if spec.timeout_s >= limit:
         raise ConfigError(
             f"environment {spec.name!r} may take {spec.timeout_s:g} s a step (timeout_s), and a group without progress for "
             f"{limit:g} s is given to another actor; raise queue.progress_timeout_s above it, or lower environment.timeout_s"
         )
-    return spec
 
 
-def score_names(config: Config, environment: EnvironmentSpec | Play | None) -> tuple[str, ...]:
-    """Of all that make the reward. environment: the run's, where it has one."""
-    return (*(spec.name for spec in reward_specs(config)), *([environment.name] if environment is not None else []))
+def played_by(config: Config, source: str | None) -> str | None:
+    """Which of the environments, by source, plays rows of this source; None: they have one turn."""
+    return source if source in config.environment.by_source else "" if config.environment.function else None
+
+
+def check_columns(
+    config: Config,
+    judges: Iterable[RewardSpec],
+    environments: Mapping[str, EnvironmentSpec],
+    source: str | None,
+    columns: AbstractSet[str],
+) -> None:
+    """columns: those of every row of this source. Raises ConfigError where what judges or plays them asks for another."""
+    played = played_by(config, source)
+    config.rewards.check_columns(judges, source, columns if played is None else columns | OF_EPISODES)
+    if played is not None:
+        environments[played].check(columns)
+
+
+def score_names(config: Config, environments: Iterable[EnvironmentSpec | Play]) -> tuple[str, ...]:
+    """Of all that make the reward. environments: the run's; several may have one name."""
+    return (*(spec.name for spec in reward_specs(config)), *dict.fromkeys(each.name for each in environments))
 
 
 def group_rewards(config: Config) -> list[str]:
@@ -95,11 +121,11 @@ def stop_strings(config: Config) -> tuple[str, ...]:
 
 def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
     """The rewards, and behind them the reference where it is a stage. Raises ConfigError."""
-    rewards = reward_specs(config, columns)
+    judges = reward_specs(config, columns)
     _check(config)
     if columns is not None:
         _check_teachers(config)
-    return (*rewards, _reference(config)) if config.scoring.reference_is_stage else rewards
+    return (*judges, _reference(config)) if config.scoring.reference_is_stage else judges
 
 
 def _reference(config: Config) -> RewardSpec:

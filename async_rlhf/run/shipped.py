@@ -1,10 +1,10 @@
 """Configurations and models by name: what comes with the package, and models of the Hugging Face Hub (`Qwen/Qwen3-0.6B`, also
 `NAME@REVISION`), from the cache, or fetched into it. And the files of a first project of one's own.
 
-A model is fetched only before a run begins, by the command that reads the configuration; its processes load the directory. The
-run keeps the path of the snapshot, which names the commit, so that it is resumed with the same files. Of a repository only
-weights as safetensors, configurations and tokenizers are taken. `HF_HUB_OFFLINE`, `HF_TOKEN` and `HF_HOME` mean what they do
-for huggingface_hub.
+A model, or a file of a data set, is fetched only before a run begins, by the command that reads the configuration; its
+processes load what lies here. The run keeps the path of the snapshot, which names the commit, so that it is resumed with the
+same files. Of a model only weights as safetensors, configurations and tokenizers are taken. `HF_HUB_OFFLINE`, `HF_TOKEN` and
+`HF_HOME` mean what they do for huggingface_hub.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
@@ -25,6 +27,7 @@ FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "make train-chat"}
 """Models of shipped configurations that come from elsewhere: by file, the command of the repository that fetches it."""
 _ANYWHERE = "{async-rlhf}/configs/"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
+_FILE = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@([\w.-]+))?/(.+)")
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -103,6 +106,27 @@ def _snapshot(name: str) -> Path:
             f"could be fetched into {directory}; try again with a network, or give the directory of another model"
         )
     return directory
+
+
+def fetched_file(source: str) -> str:
+    """The file of a data set, in the snapshot that names its commit. Raises ConfigError as `fetched` does."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if (found := _FILE.fullmatch(source)) is None:
+        raise ConfigError(
+            f"data.source = {source!r} names no file of a data set; give hub:OWNER/NAME/FILE or .../NAME@REVISION/FILE"
+        )
+    repository, revision, file = found.groups()
+    fetch = partial(hf_hub_download, repository, file, repo_type="dataset", revision=revision)
+    try:
+        with suppress(LocalEntryNotFoundError):
+            return str(fetch(local_files_only=True))
+        print(f"fetching {source} from the Hugging Face Hub (once)", file=sys.stderr)  # noqa: T201  # a user waits for it
+        return str(fetch())
+    except (OSError, ValueError, ImportError) as error:  # as above
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"data.source = {source!r} is not in the cache, and cannot be fetched: {why}") from error
 
 
 def _is_whole(directory: Path) -> bool:

@@ -82,12 +82,21 @@ class EvaluationConfig(Section):
         )
 
 
-class TrackingConfig(Section):
-    """A tracker that gets every step and every evaluation, beside the files of the run directory."""
+TrackerKind = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
-    kind: Literal["none", "tensorboard", "wandb"] = "none"
-    """`tensorboard`: event files in `tensorboard/` of the run directory. `wandb`: Weights & Biases, with its own variables
-    (`WANDB_PROJECT`, `async-rlhf` without it; `WANDB_MODE=offline`). Each needs the extra of its name."""
+
+class TrackingConfig(Section):
+    """Trackers that get every step, every evaluation and samples, beside the files of the run directory."""
+
+    kind: tuple[TrackerKind, ...] = ()
+    """One or several, each a process of its own; `"none"`: none. `tensorboard`: event files in `tensorboard/` of the run
+    directory. `wandb`: Weights & Biases, `trackio`, `mlflow`: with their own variables (`WANDB_PROJECT`, `TRACKIO_DIR`,
+    `MLFLOW_TRACKING_URI`; the project or experiment is `async-rlhf` without one)."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _listed(cls, kind: Any) -> Any:
+        return {"none": ()}.get(kind, (kind,)) if isinstance(kind, str) else kind
 
 
 EventKind = Literal["stalled", "guard", "failing_rewards", "disk_low", "diverged", "failed", "finished", "best"]

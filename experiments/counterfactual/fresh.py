@@ -38,7 +38,7 @@ def fresh_groups(
     """
     from transformers import AutoTokenizer
 
-    if config.environment.function:
+    if config.environment.all:
         raise ConfigError("fresh completions of a run with an environment are not made; take a run whose rewards judge alone")
     model = str(checkpoint / "model")
     work = make_work(config, RunData(run.path, config.data).epoch(), from_pretrained(AutoTokenizer, Path(model)))
@@ -56,7 +56,7 @@ def fresh_groups(
             number=number,
             attempt=0,
             prompt_ids=np.array(requests[0].prompt_ids, np.int32),
-            rollouts=tuple(rollout_of(*found[request.key][::2], None, {}) for request in requests),
+            rollouts=tuple(rollout_of(*found[request.key][::2], {}, {}) for request in requests),
             sampling=config.generation.sampling,
             prompt=prompt,
             columns=row.columns,

@@ -24,7 +24,7 @@ from async_rlhf.launch.machine import shown_devices, this_machine
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
 # Those of users; the others are ours.
-_EXTRAS = ("vllm", "deepspeed", "ray", "lora", "data", "gguf", "chat", "plot", "tensorboard", "wandb")
+_EXTRAS = ("vllm", "deepspeed", "ray", "lora", "data", "gguf", "chat", "plot", "tensorboard", "wandb", "mlflow")
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,8 @@ def contents(configs: Sequence[Config], *, is_here: bool = True) -> dict[str, st
         written = json.dumps([[row.prompt, row.columns] for part in rows for row in part])
         found[f"the rows of {config.data.source or 'data.sources'}"] = xxhash.xxh3_128_hexdigest(written.encode())
         files = list(large_files(config))
-        for target in (*config.rewards.functions, config.environment.function, config.loss.kind, config.advantage.kind):
+        environments = [own.function for own in config.environment.all.values()]
+        for target in (*config.rewards.functions, *environments, config.loss.kind, config.advantage.kind):
             if (file := own_file(target)) is not None:
                 files += with_neighbours(file)
         found |= {name: content_digest(file) for file in files if (name := shipped.portable(str(file))) not in found}

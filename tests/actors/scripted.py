@@ -17,7 +17,7 @@ from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.environments.yields import End, Read, read_yield
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import behind_one_prompt
-from async_rlhf.actors.loop.work import Play, Played
+from async_rlhf.actors.loop.work import Play, Played, Plays
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
@@ -204,7 +204,7 @@ class Scene:
     def __init__(self, group_size: int = 2, max_length: int = 20, rendering: object = None, **of_spec: Any) -> None:
         self.engine, self.pool = ScriptedEngine(), ScriptedPool()
         play = play_of(self.pool, rendering or Characters(), 6, max_length, **of_spec)
-        self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, play)
+        self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, Plays(play))
         self.keys = [RolloutKey(3, 0, member) for member in range(group_size)]
         requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member) for key in self.keys]
         self.episodes.begin([(ROW, 42, requests)])

@@ -17,7 +17,7 @@ from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey, co
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
-from async_rlhf.actors.loop.work import Play, Work
+from async_rlhf.actors.loop.work import Play, Plays, Work
 from async_rlhf.actors.loop.worker import Worker
 from async_rlhf.actors.prompts import Row, rollout_seed, turn_seed
 from async_rlhf.actors.scoring.pool import ScoringPool
@@ -72,12 +72,12 @@ class Killing(ScriptedHub):
 def actor(hub: ScriptedHub, engine: Engine, source: Path, name: str, made: Any, path: Path) -> Iterator[Worker]:
     config = EnvironmentConfig(function=f"{source}:{name}")
     spec = config.spec(source.parent, {"path"})
-    assert spec is not None and spec.calls
+    assert spec.calls
     pool = EpisodePool[RolloutKey](spec, config)
     scoring = ScoringPool[RolloutKey]((), ScoringConfig())
     play = Play(spec, pool, Renderer(made, chat=True), 100, 800)
     generation = GenerationConfig(group_size=SIZE, max_completion_length=LENGTH, temperature=0.8)
-    work = Work(0, [Row(PROMPT, {"path": str(path)})], generation, made, play=play)
+    work = Work(0, [Row(PROMPT, {"path": str(path)})], generation, made, plays=Plays(play))
     try:
         yield Worker("a", hub, engine, scoring, work, 4, 1e-3)  # type: ignore[arg-type]
     finally:

@@ -18,7 +18,7 @@ from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import behind_one_prompt
-from async_rlhf.actors.loop.work import Played
+from async_rlhf.actors.loop.work import Played, Plays
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.loading import load_engine
@@ -337,7 +337,7 @@ def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_
     models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=700) for seed in range(3)]
     engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=4), on_update=on_update, version=0)
     play = play_of(Agency(talks), Renderer(made, chat=True, render=render), 80, 600, calls=True)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), play)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
     keys = [RolloutKey(0, 0, member) for member in range(6)]
     episodes.begin([(ROW, 1, [Request(key, PROMPT, 5, Sampling(temperature=0.8), seed=key.member) for key in keys])])
     done = played_with_updates(episodes, engine, models, len(keys))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import rollout_of
-from async_rlhf.actors.loop.work import Played
-from async_rlhf.actors.prompts import turn_seed
+from async_rlhf.actors.loop.work import Played, Plays
+from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong
 from async_rlhf.actors.scoring.pool import Scored, fields_of
 from async_rlhf.actors.torch_engine.loading import load_engine
@@ -30,11 +30,13 @@ from tests.actors.scripted import (
     ROW,
     Characters,
     Scene,
+    ScriptedEngine,
     ScriptedPool,
     Talker,
     plain_passes,
     play_of,
     played_with_updates,
+    text_of,
 )
 from tests.actors.torch_models import own_model
 from tests.actors.vllm_model import save_model
@@ -54,6 +56,31 @@ def test_members_begin_together_with_what_their_environment_says_first(scene: Sc
     scene.poll()
     assert [request.key for request in scene.engine.submitted] == [one, other]
     assert all(r.prompt_ids == (ord("g"), ord("o")) and r.hold and not r.context for r in scene.engine.submitted)
+
+
+def test_rows_of_each_source_are_played_by_their_own_environment_or_by_none() -> None:
+    engine, pools = ScriptedEngine(), {"a": ScriptedPool(), "b": ScriptedPool()}
+    plays = Plays(by_source={name: play_of(pool, Characters(), 6, 20) for name, pool in pools.items()})
+    episodes = Episodes(cast(Engine, cast(Any, engine)), text_of, plays)
+    keys = {name: RolloutKey(number, 0, 0) for number, name in enumerate("abc")}
+    rows = {name: Row(name, {"source": name}) for name in keys}
+    episodes.begin([(rows[name], 1, [Request(key, PROMPT, 5, Sampling(), seed=0)]) for name, key in keys.items()])
+    assert [pool.begun[0][0] for pool in pools.values()] == [keys["a"], keys["b"]] and episodes.num_opening == 2
+    assert [request.key for request in engine.submitted] == [keys["c"]], "a prompt of its own needs nobody's answer"
+    pools["b"].says(keys["b"], "go")
+    assert episodes.step() == []
+    engine.end(keys["b"], [65])
+    engine.end(keys["c"], [66])
+    (alone,) = episodes.step()
+    assert alone.completion.key == keys["c"] and alone.score is None and not pools["a"].replies
+    assert pools["b"].replies == [(keys["b"], "A")]
+    pools["b"].ends(keys["b"], RIGHT)
+    (scored,) = episodes.step()
+    assert scored.completion.key == keys["b"] and scored.score == RIGHT
+    episodes.discard([keys["a"]])
+    assert not pools["a"].live and not episodes.num_opening
+    none = Score()
+    assert plays.scores(plays.of(rows["a"].columns), RIGHT) == {"game": RIGHT} and plays.scores(None, None) == {"game": none}
 
 
 def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_version(scene: Scene) -> None:
@@ -234,7 +261,7 @@ def test_what_is_recorded_is_what_plain_passes_say_whenever_weights_change(
     models = [own_model(kind, seed) for seed in range(3)]
     engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=6), on_update=on_update, version=0)
     play = play_of(Talker(["and on", "and on"]), Characters(64), 6, 40)
-    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), play)
+    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), Plays(play))
     sampling = Sampling(temperature=0.8, top_k=top_k)
     for group in range(2):
         keys = [RolloutKey(group, 0, member) for member in range(3)]
@@ -267,6 +294,6 @@ def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_referen
     assert rollout_of(
         Played(completion, (1,), "", ("",), score=RIGHT),
         Scored(completion.key, {}, reference=np.array([-1, -2, -3, -4], np.float32)),
-        play_of(None, None, 1, 1),
+        {},
         {},
     ).reference.tolist() == [-1, -4]  # type: ignore[union-attr]

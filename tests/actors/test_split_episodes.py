@@ -16,7 +16,7 @@ from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import rollout_of
-from async_rlhf.actors.loop.work import Played
+from async_rlhf.actors.loop.work import Played, Plays
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.scoring.pool import Scored, fields_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
@@ -133,7 +133,7 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     renderer = Renderer(made, chat=True, render="split")
     renderer.check()
     play = play_of(Talker(ANSWERS), renderer, 20, 400)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), play)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
     keys = [RolloutKey(0, 0, member) for member in range(6)]
     own = [Request(key, (7, 8), 3 + key.member, Sampling(temperature=TEMPERATURE), seed=key.member) for key in keys]
     episodes.begin([(Row("row", {}), 1, own)])

@@ -13,7 +13,7 @@ import pytest
 from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
 from async_rlhf.actors.environments import Reply
-from async_rlhf.actors.loop.work import Play, Work
+from async_rlhf.actors.loop.work import Play, Plays, Work
 from async_rlhf.actors.loop.worker import Decoding, Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import resolve
@@ -90,7 +90,9 @@ def worker(
     **settings: Any,
 ) -> Iterator[Worker]:
     generation = GenerationConfig(group_size=group_size, max_completion_length=length, **settings)
-    work = Work(0, [Row("ab", {"answer": "ba"})], generation, cast(Any, Crosses()), partial_every=partial_every, play=play)
+    work = Work(
+        0, [Row("ab", {"answer": "ba"})], generation, cast(Any, Crosses()), partial_every=partial_every, plays=Plays(play)
+    )
     engine = engine or load_engine(str(SHIPPED), EngineConfig(slots=slots), version=0)
     pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), ScoringConfig())
     try:

@@ -24,8 +24,7 @@ from tests.documents import Page
 
 REWARDS, ENVIRONMENTS = Page("rewards.md"), Page("environments.md")
 FIRST, *OTHERS = ENVIRONMENTS.commands()
-DATA = {"source": "data.jsonl", "options": {}, "held_out": 0}
-PLAYED: dict[str, Any] = {"environment": "double.py:double", "rewards.functions": [], "data": DATA}
+PLAYED: dict[str, Any] = {"rewards.functions": [], "data.source": "", "data.options": {}, "data.held_out": 0}
 
 
 @pytest.fixture

@@ -156,6 +156,8 @@ def test_a_line_says_accuracy_only_where_one_reward_does() -> None:
     assert figures(several) == {"reward": 1.2, "rewards/accuracy": 0.0, "rewards/brief": 1.2}
     assert figures({**several, "solved_by": "brief"}) == {"accuracy": 1.0, **figures(several)}
     assert figures({"mean_reward": 0.5, "accuracy": 0.25, "rewards": {"exact": 0.5}}) == {"accuracy": 0.25, "reward": 0.5}
+    apart = {"a": {"mean_reward": 0.5}, "b": {"mean_reward": None}, "c": 1}
+    assert figures({"mean_reward": 0.5, "by_source": apart}) == {"reward": 0.5, "reward/a": 0.5}
     assert figures({"mean_reward": 10**400, "accuracy": float("nan"), "rewards": [1, 2]}) == {}
 
 
@@ -226,15 +228,19 @@ def test_a_run_that_gets_no_better_has_finished_and_goes_on_with_more_patience(s
     assert len(train(more, resume=True, quiet=True).metrics) == made + 1
 
 
-def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step(small: Callable[..., Any]) -> None:
+def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step_and_is_another_one_for_trackers(
+    small: Callable[..., Any],
+) -> None:
     run = RunDir.create(small())
     for each in (START, line("step", 10), line("step", 20)):
         record_evaluation(run, each)
-    run.tracked.write_text('{"step": 25, "evaluations": 3}')
+    run.tracked("wandb").write_text('{"step": 25, "evaluations": 3}')
+    run.tracked("mlflow").write_text('{"step": 9, "evaluations": 2}')
     forget_evaluations(run, after=10)
     rewind(run, 10)
     assert [record["step"] for record in run.read_evaluations()] == [0, 10]
-    assert json.loads(run.tracked.read_text()) == {"step": 10, "evaluations": 2}
+    assert json.loads(run.tracked("wandb").read_text()) == {"step": 0, "evaluations": 0, "sampled": 0, "branch": 2}
+    assert json.loads(run.tracked("mlflow").read_text()) == {"step": 9, "evaluations": 2}, "it has nothing of what is redone"
 
 
 def test_a_file_of_its_own_is_evaluated_whole_with_its_own_columns(small: Callable[..., Any], tmp_path: Path) -> None:

@@ -217,16 +217,18 @@ LAUNCH = {"launch.kind": "hosts", "launch.hosts": ["gpu1"]}
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Of a folder with a model, a teacher, data, and a reward that imports its neighbour, which imports another."""
+    """Of a folder with model, teacher, data, environment, and a reward that imports its neighbour, which imports another."""
     folder = machine(tmp_path)
     (folder / "judge.py").write_text("import near\n\ndef judge(completion):\n    return near.ONE\n")
     (folder / "near.py").write_text("from far import ONE\n")
     (folder / "far.py").write_text("import json\nimport near\nONE = 1.0\n")
     (folder / "other.py").write_text("raise SystemExit\n")
+    (folder / "played.py").write_text("def play(prompt):\n    yield prompt\n")
     keys.create(folder / "keys", ["actor-0"], link.new_pair)
     taught = {"loss.kl_coef": 0.1, "scoring.reference.path": "tiny-speller", "scoring.reference.by_source.code": "http://t/v1"}
+    played = {"environment.by_source": {"games": str(folder / "played.py:play")}}
     own = {"output_dir": str(folder / "runs"), "security.keys": str(folder / "keys")}
-    return load(folder / "config.toml", {**own, **taught, **LAUNCH})
+    return load(folder / "config.toml", {**own, **taught, **played, **LAUNCH})
 
 
 def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Config, tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there))
     Start(life=1, name="actor-0", role="actor", arguments=(), files=dict.fromkeys(given.files, "0" * 32),
           inline=dict(given.inline), returns=list(given.returns))  # fmt: skip
-    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far")}
+    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far", "played")}
     assert {name for name in given.files if name.endswith(".py")} == own
     for name, data in ({name: path.read_bytes() for name, path in given.files.items()} | dict(given.inline)).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
@@ -247,6 +249,7 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     assert its.model == f"{there}/model" and its.rewards.functions[0] == f"own={there}/rewards/0/judge.py:judge"
     assert (its.scoring.reference.path, its.scoring.reference.by_source) == (f"{there}/teachers/0", {"code": "http://t/v1"})
     assert (there / "teachers" / "0" / "model.safetensors").is_file()
+    assert its.environment.by_source["games"].function == f"{there}/rewards/0/played.py:play"
     secret = (tmp_path / "keys" / "for-actor-0" / "peer.secret").read_text().strip()
     assert keys.load_peer(Path(its.security.keys or "")).secret.decode() == secret
     assert "hub.secret" not in {Path(name).name for name in (*given.inline, *given.files)}

@@ -186,7 +186,7 @@ def test_what_an_engine_holds_between_turns_is_what_was_estimated_at_most(max_pl
     held = 0
     while engine.num_unfinished:
         engine.step()
-        holds = [hold for _, hold in engine._scheduler._holds._held.values()]
+        holds = engine._scheduler._holds._cached
         held = max(held, sum(part.nbytes for hold in holds for part in hold.cache))
     assert 0.9 * estimate <= held <= estimate
 

@@ -158,7 +158,7 @@ def test_prompts_to_evaluate_on_have_the_columns_that_the_environment_asks_for(
     (tmp_path / "say.py").write_text("def say(prompt, answer):\n    yield prompt\n")
     (evaluated := tmp_path / "evaluated.jsonl").write_text('{"prompt": "b", "answer": "b"}\n')
     settings = {"environment": str(tmp_path / "say.py:say"), "evaluation.source": str(evaluated), "rewards.functions": []}
-    assert checked(rows("a"), **settings).environment.name == "say"
+    assert checked(rows("a"), **settings).environments[""].name == "say"
     evaluated.write_text('{"prompt": "b"}\n')
     with pytest.raises(ConfigError, match=r"evaluation.source: .*'answer'"):
         checked(rows("a"), **settings)

@@ -20,7 +20,7 @@ from async_rlhf.experiments.warm_start.speller import INSTRUCTION
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import environment_spec
+from async_rlhf.run.scoring import environment_specs
 from tests.conftest import QUICK, SMALL, has_ended, wait_for
 
 CONFIGS = QUICK.parent
@@ -179,8 +179,8 @@ def test_a_shipped_environment_passes_the_check_before_a_run(name: str) -> None:
 )
 def test_the_game_for_a_chat_model_scores_a_hit_or_what_agrees_with_its_answers(turns: tuple[str, ...], score: float) -> None:
     config = load(CONFIGS / "chat_game.toml", {"model": "tiny-speller"})
-    spec = environment_spec(config, {"prompt", "answer"})
-    assert spec is not None and config.data.chat
+    spec = environment_specs(config)[""]
+    assert config.data.chat
     game = load_environment(spec)(prompt="Guess.", answer=5)
     said = [game.send(text) for text in (None, *turns)]
     assert said[0] == "Guess." and said[-1] == Score(score)

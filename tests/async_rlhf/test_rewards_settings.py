@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scoring.stages": {"taged": {"retries": 1}}}, "stages.taged: there is no stage of this name.*did you mean 'tagged'"),
     ({"scoring.stages": {"tagged": {"batch_size": 4}}}, "has batch_size = 4 but takes one completion"),
     ({"rewards.options": {"tagged": {"levl": 1}}}, "rewards.options.tagged.levl.*did you mean 'level'"),
-    ({"rewards.by_source": {"words": []}}, r"rewards.by_source.words names no reward"),
+    ({"rewards.by_source": {"words": []}}, "source is 'words' have no environment, and no reward judges them"),
     ({"rewards.by_source": {"words": ["taged"]}}, r"by_source.words names 'taged', .*did you mean 'tagged'"),
     ({"rewards.by_source": {"words": {"tagged": "much"}}}, r"by_source.words.tagged = 'much': Input should be a valid number"),
     ({"rewards.by_source": {"wrods": ["tagged"]}}, r"names 'wrods', .*the source of no row; did you mean 'words'"),

@@ -19,8 +19,8 @@ from async_rlhf.launch.program import rank_node
 from async_rlhf.run.config import Config, changed, differences, dump, load, override
 from async_rlhf.run.config_keys import masked, secret_keys
 from async_rlhf.run.hosts.node_files import pack
-from async_rlhf.run.processes.tracking import _WandB
 from async_rlhf.run.run_dir import RunDir, keep_config
+from async_rlhf.run.tracking import opened
 from async_rlhf.serve.queue_dir import QueueDir
 
 KEY = "T0-SECRET"
@@ -72,10 +72,14 @@ def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatc
     wandb.Settings = lambda **settings: None
     wandb.init = lambda **settings: (got.update(settings), types.SimpleNamespace(define_metric=lambda *a, **k: None))[1]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    run = RunDir.create(small(**SECRETS))
+    monkeypatch.delitem(sys.modules, "async_rlhf.run.tracking.to_wandb", raising=False)
+    options = {"rewards.options": {"judge": {"api_key": KEY, "max_tokens": 9}}, "rewards.functions": ["judge.py:judge"]}
+    run = RunDir.create(small(**SECRETS, **options))
     run.retire()
-    _WandB(run)
+    opened("wandb", run, 1)
+    monkeypatch.delitem(sys.modules, "async_rlhf.run.tracking.to_wandb")
     assert KEY not in json.dumps(got["config"]) and got["config"]["hooks"]["url"] == "**********"
+    assert got["config"]["rewards"]["options"]["judge"] == {"api_key": "**********", "max_tokens": 9}
 
 
 def test_another_host_is_given_none(small: Any) -> None:

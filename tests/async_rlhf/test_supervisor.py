@@ -193,7 +193,11 @@ def test_what_is_raised_about_the_last_step_leaves_no_process(small: Any, monkey
     ("role", "left", "told"),
     [
         ("learner", ["hub"], "the run cannot be started: no room"),
-        ("tracker", ["hub", "learner", "actor-0"], "tracker ended before it began: no room; starting it again in 0.5 s"),
+        (
+            "tracker",
+            ["hub", "learner", "actor-0"],
+            "tracker-tensorboard ended before it began: no room; starting it again in 0.5 s",
+        ),
     ],
 )
 def test_only_a_role_that_the_run_needs_refuses_it_by_not_starting(

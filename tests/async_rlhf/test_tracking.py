@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from typer.testing import CliRunner
 
-from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.program import Node
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.cli.commands import app
 from async_rlhf.run.checks.preflight import check_tracking
 from async_rlhf.run.processes.evaluation import record_evaluation
-from async_rlhf.run.processes.tracking import measures
+from async_rlhf.run.processes.tracking import _alone, measures, rewind, track, tracker_nodes
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision import supervisor
 from async_rlhf.run.supervision.child import Child
@@ -24,6 +30,8 @@ from async_rlhf.run.supervision.supervisor import Supervisor
 from async_rlhf.run.watching import TrackingConfig
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import wait_for
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 class Supervised:
@@ -39,8 +47,9 @@ class Supervised:
         """As a resumed run does."""
         self.run.announce(self.sockets)
         self.supervisor = Supervisor(self.config, self.run, self.run.launcher, self.heard)
-        self.tracker = Child(Node("tracker", "tracker", (), self.run.log("tracker")), optional=True)
-        self.supervisor._children = {"tracker": self.tracker}
+        for node in tracker_nodes(self.config, self.run):
+            self.tracker, self.kind = Child(node, optional=True), node.arguments[0]
+            self.supervisor._children = {node.name: self.tracker}
 
     def look(self) -> None:
         self.supervisor._look_after(self.tracker)
@@ -48,11 +57,15 @@ class Supervised:
     def steps(self, *steps: int) -> None:
         with self.run.metrics.open("a") as file:
             file.writelines(json.dumps({"step": step, "time": 1e9 + step, "reward": step / 10}) + "\n" for step in steps)
+        rollouts = [{"text": "42", "scores": {"exact": 1.0}}]
+        with self.run.samples.open("a") as file:
+            file.writelines(json.dumps({"step": s, "prompt": "6 * 7 =", "rollouts": rollouts}) + "\n" for s in steps)
 
     def wait_until_sent(self, step: int) -> None:
         def look() -> bool:
             self.look()
-            return self.run.tracked.exists() and json.loads(self.run.tracked.read_text())["step"] == step
+            tracked = self.run.tracked(self.kind)
+            return tracked.exists() and json.loads(tracked.read_text())["step"] == step
 
         wait_for(look, f"step {step} to be sent")
 
@@ -63,9 +76,12 @@ class Supervised:
         self.run.retire()
 
     def shown(self) -> list[tuple[int, str, float]]:
-        files = sorted((self.run.path / "tensorboard").iterdir())
-        events = [event for file in files for event in EventFileLoader(str(file)).Load()]
-        return [(e.step, value.tag, round(value.tensor.float_val[0], 3)) for e in events for value in e.summary.value]
+        return shown(self.run.path / "tensorboard")
+
+
+def shown(directory: Path) -> list[tuple[int, str, float]]:
+    events = [event for file in sorted(directory.iterdir()) for event in EventFileLoader(str(file)).Load()]
+    return [(e.step, value.tag, round(value.tensor.float_val[0], 3)) for e in events for value in e.summary.value]
 
 
 @pytest.fixture
@@ -87,7 +103,7 @@ def test_a_killed_tracker_goes_on_where_it_was(supervised: Callable[..., Supervi
     run.wait_until_sent(3)
     run.end()
     assert run.shown() == [(1, "reward", 0.1), (2, "reward", 0.2), (3, "reward", 0.3), (2, "evaluation/mean_reward", 0.5)]
-    assert run.events == ["tracker ended by signal 9 (SIGKILL); starting it again in 0.5 s"]
+    assert run.events == ["tracker-tensorboard ended by signal 9 (SIGKILL); starting it again in 0.5 s"]
 
 
 def test_a_tracker_that_always_fails_is_given_up_and_stops_nothing(
@@ -99,7 +115,9 @@ def test_a_tracker_that_always_fails_is_given_up_and_stops_nothing(
     run.steps(1)
     wait_for(lambda: run.look() or not run.tracker.wanted, "the tracker to be given up")
     run.end()
-    assert len(run.events) == 2 and run.events[1].startswith("tracker ended 2 times without having worked"), run.events
+    assert len(run.events) == 2 and run.events[1].startswith("tracker-tensorboard ended 2 times without having worked"), (
+        run.events
+    )
 
 
 def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_when_the_run_goes_on(
@@ -118,7 +136,7 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_it_did_not_send_is_sent_
         impatient.setattr(supervisor, "_TRACKING_S", 0.0)
         run.run.withdraw()
         run.supervisor._finish_tracking()
-    assert process.poll() is not None and len(run.events) == 1 and "the tracker was not ready" in run.events[0]
+    assert process.poll() is not None and len(run.events) == 1 and "tracker-tensorboard was not ready" in run.events[0]
     run.begin_again()
     run.wait_until_sent(3)
     run.end()
@@ -133,9 +151,43 @@ def test_weights_and_biases_writes_offline_without_a_network(
     run.steps(1, 2)
     run.wait_until_sent(2)
     run.end()
-    assert run.events == [], run.run.log("tracker").read_text()
+    assert run.events == [], run.run.log("tracker-wandb").read_text()
     [written] = (run.run.path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"reward" in written.read_bytes()
+    [table] = (run.run.path / "wandb").glob("offline-run-*/files/media/table/rollouts_*.table.json")
+    assert b"reward" in written.read_bytes() and json.loads(table.read_text())["data"] == [
+        [1, "6 * 7 =", "42", '{"exact": 1.0}']
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::pandas.errors.Pandas4Warning")  # its own affair
+def test_mlflow_has_steps_settings_and_tables_and_a_run_that_is_resumed_is_the_same_there(
+    supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    run, said = supervised("none", **{"seed": 7}), list[str]()
+    run.steps(1, 2)
+    record_evaluation(run.run, {"label": "step", "step": 2, "mean_reward": 0.5, "samples": [{"prompt": "2+2", "reward": 1}]})
+    run.run.withdraw()
+    run.run.retire()
+    track(run.run, "mlflow", said.append)
+    run.steps(2, 3)
+    track(run.run, "mlflow", said.append)
+    assert [line.partition(" of ")[0] for line in said] == [f"mlflow has {step} steps and 1 evaluations" for step in (2, 3)]
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("async-rlhf")
+    [found] = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(found.info.run_id, "reward")
+    assert [(each.step, each.value, each.timestamp) for each in history] == [
+        (step, step / 10, 1000 * (10**9 + step)) for step in (1, 2, 3)
+    ]
+    assert (found.data.params["seed"], found.info.status) == ("7", "FINISHED")
+    tables = [Path(client.download_artifacts(found.info.run_id, name)) for name in ("rollouts", "evaluation_samples")]
+    assert [file.name for table in tables for file in table.iterdir()] == ["step_000001.json", "step_000002.json"]
 
 
 def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +196,82 @@ def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refus
         "loss": 0.5, "applied": 1.0, "sampled/pass_at/4": 0.25,
     }  # fmt: skip
     check_tracking(TrackingConfig())
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ConfigError, match=r"tracking.kind = 'mlflow' .* set MLFLOW_TRACKING_URI"):
+        check_tracking(TrackingConfig(kind=("mlflow",)))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[wandb\]'"):
-        check_tracking(TrackingConfig(kind="wandb"))
+        check_tracking(TrackingConfig(kind=("wandb",)))
+    with pytest.raises(ConfigError, match="async-rlhf track RUN_DIR --to trackio"):
+        check_tracking(TrackingConfig(kind=("trackio",)))
+
+
+def test_one_tracker_or_several_each_a_process(small: Any) -> None:
+    for given, kinds in (("none", []), ("wandb", ["wandb"]), (["mlflow", "wandb", "mlflow"], ["mlflow", "wandb"])):
+        config = small(**{"tracking.kind": given})
+        assert [node.arguments for node in tracker_nodes(config, RunDir(config.run_dir))] == [(kind,) for kind in kinds]
+    with pytest.raises(ConfigError, match="'tensorboard', 'wandb', 'trackio' or 'mlflow'"):
+        small(**{"tracking.kind": "wanbd"})
+
+
+def test_a_run_without_a_tracker_is_sent_from_its_files_once_and_set_back_it_is_another_run(
+    supervised: Callable[..., Supervised],
+) -> None:
+    run = supervised("none").run
+    with run.metrics.open("a") as file:
+        file.writelines(json.dumps({"step": step, "time": 1e9, "reward": step / 10}) + "\n" for step in range(1, 1002))
+    run.withdraw()
+    run.retire()
+    arguments = ["track", str(run.path), "--to", "tensorboard"]
+    for _ in range(2):
+        sent = CliRunner().invoke(app, arguments)
+        assert sent.exit_code == 0 and "tensorboard has 1001 steps and 0 evaluations" in sent.output
+    assert [step for step, *_ in shown(run.path / "tensorboard")] == list(range(1, 1002))
+    lines = run.metrics.read_text().splitlines(keepends=True)[:10]
+    run.metrics.write_text("".join(lines))
+    rewind(run, 10)
+    assert "10 steps" in CliRunner().invoke(app, arguments).output
+    assert len(shown(run.path / "tensorboard")) == 1001 and len(shown(run.path / "tensorboard-2")) == 10
+
+
+def test_what_cannot_be_sent_is_refused_with_the_reason(
+    supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = supervised("none").run
+    run.withdraw()
+    run.retire()
+    with pytest.raises(ConfigError, match=r"--to 'tensorbord' is no tracker; choose one of: tensorboard, wandb"):
+        track(run, "tensorbord", print)
+    with _alone(run, "tensorboard"), pytest.raises(ConfigError, match="is being sent to tensorboard by another process"):
+        track(run, "tensorboard", print)
+    (run.path / "tensorboard").write_text("in the way")
+    with pytest.raises(AsyncRLHFError, match=r"tensorboard fails: FileExistsError.* The same command goes on"):
+        track(run, "tensorboard", print)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match="--to trackio needs the package trackio: pip install trackio"):
+        track(run, "trackio", print)
+
+
+@pytest.mark.rest
+def test_trackio_gets_a_run_from_an_environment_of_its_own(supervised: Callable[..., Supervised], tmp_path: Path) -> None:
+    """That which the document says, for the packages that it names."""
+    run = supervised("none")
+    run.steps(1, 2)
+    run.run.withdraw()
+    run.run.retire()
+    [packages] = re.findall(r"trackers/bin/pip install (trackio .*)", (REPOSITORY / "docs" / "watching.md").read_text())
+    python = tmp_path / "trackers" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "trackers")], check=True)
+    if subprocess.run([str(python), "-m", "pip", "install", "-q", *packages.split()]).returncode != 0:
+        pytest.skip("there is no package index")
+    place = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    for _ in range(2):
+        command = [str(python), "-m", "async_rlhf", "track", str(run.run.path), "--to", "trackio"]
+        sent = subprocess.run(command, env=place, capture_output=True, text=True, cwd=tmp_path)
+        assert "trackio has 2 steps and 0 evaluations" in sent.stdout, sent.stderr
+        run.steps(2)
+    with closing(sqlite3.connect(tmp_path / "trackio" / "async-rlhf.db")) as database:
+        lines = [(step, json.loads(values)) for step, values in database.execute("select step, metrics from metrics")]
+    assert [(step, values["reward"]) for step, values in lines if "reward" in values] == [(1, 0.1), (2, 0.2)]
+    [table] = [values["rollouts"] for _, values in lines if "rollouts" in values]
+    assert table["_value"] == [{"step": 1, "prompt": "6 * 7 =", "completion": "42", "scores": '{"exact": 1.0}'}]

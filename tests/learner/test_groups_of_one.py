@@ -84,6 +84,17 @@ def test_a_critic_may_learn_more_often_than_the_policy_which_it_leaves_alone(mod
     assert weights(own) == weights(make_backend(model_dir))
 
 
+def test_an_update_of_the_critic_moves_no_policy_that_has_a_gradient_of_zero(model_dir: Path) -> None:
+    """As each of several ranks has it, where AdamW's running means would go on moving it."""
+    backend = make_backend(model_dir, critic={"kind": "model"})
+    backend.step([with_returns(backend, 2.0)], 0)
+    before, machine = weights(backend), backend.machine
+    for p in machine.policy.parameters():
+        p.grad = torch.zeros_like(p)
+    machine.keep_critic()
+    assert machine.apply(1, finite=True)[1] and weights(backend) == before
+
+
 def test_the_attention_of_its_trunk_may_stay_and_the_rest_learns(model_dir: Path) -> None:
     _, before, _ = trained(model_dir, steps=0)
     _, after, distance = trained(model_dir, steps=3, freeze_attention=True, updates=2)

@@ -1,7 +1,7 @@
 """Pictures of the page: `python -m tests.watch.pictures RUN_DIR OUT`, on a desktop and a phone, light and dark.
 
-`docs/pictures/watch.png` and `watch-phone.png` are the light desktop and the dark phone of a quick run, `daemon.png` is that of
-the two runs of docs/daemon.md. Needs chromium and chromedriver.
+Of the two runs of docs/daemon.md, taken while the second one runs, `docs/pictures/daemon.png` is the light desktop, and of the
+second alone `watch.png` and `watch-phone.png` are the light desktop and the dark phone. Needs chromium and chromedriver.
 """
 
 from __future__ import annotations

@@ -257,10 +257,10 @@ def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name:
             held.setdefault(device, Counter({"context": CONTEXT} if device is not None else {})).update(parts)
         for device, sums in held.items():
             found.setdefault(device, []).append(Load(process, dict(sums)))
-        if role in _ENGINES and config.environment.function:
-            limit = config.environment.worker_memory_mb
+        for own in config.environment.all.values() if role in _ENGINES else ():
+            limit = own.worker_memory_mb
             one = Load(f"environment-of-{process}", {"process": EPISODES}, None if limit is None else limit << 20)
-            found.setdefault(None, []).extend([one] * config.environment.workers)
+            found.setdefault(None, []).extend([one] * own.workers)
     return found
 
 
@@ -280,7 +280,7 @@ def _parts(config: Config, shape: Shape, role: str, host: Host, devices: Sequenc
 
 
 def _engine(config: Config, served: EngineConfig, shape: Shape, most: int | None) -> Parts:
-    return engine(served, shape, config.generation, most, holds=bool(config.environment.function))
+    return engine(served, shape, config.generation, most, holds=bool(config.environment.all))
 
 
 def _judge(config: Config, name: str) -> Parts:

@@ -7,14 +7,16 @@ and no process is started.
 from __future__ import annotations
 
 import codecs
+import importlib.util
 import json
 import locale
+import os
 import re
 import resource
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from async_rlhf.actors.prompts import Row, of_prompts
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
+from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.launch.forked import umask
 from async_rlhf.launch.sockets import socket_root
 from async_rlhf.run.checks.model import check_adapters, check_model_files, check_routing, longest_prompt, names_end, no_room
@@ -35,9 +38,10 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.learning_checks import remarks
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import (
-    OF_EPISODES,
+    check_columns,
     check_judging,
-    environment_spec,
+    environment_specs,
+    played_by,
     score_names,
     stage_specs,
     stop_strings,
@@ -47,16 +51,19 @@ from async_rlhf.run.watching import HooksConfig, TrackingConfig
 _SHOWN = 10
 _OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
 
+Environments = Mapping[str, EnvironmentSpec]
+"""As `environment_specs` gives them."""
+
 
 @dataclass(frozen=True)
 class Prepared:
     """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones. num_prompts: of one epoch.
-    environment: what answers the model between its turns; None: nothing. remarks: what a person should know, and what stops
+    environments: by source what answers the model between its turns. remarks: what a person should know, and what stops
     nothing."""
 
     rows: Rows
     num_prompts: int
-    environment: EnvironmentSpec | None = None
+    environments: Environments = field(default_factory=dict)
     dropped: int = 0
     remarks: list[str] = field(default_factory=list)
 
@@ -68,7 +75,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
         check_inherited()
         _check_packages(config)
         _check_devices(config)
-    environment = environment_spec(config)
+    environments = environment_specs(config)
     rows = rows or load_rows(config.data)
     check_tracking(config.tracking)
     check_hooks(config.hooks)
@@ -77,11 +84,11 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     if spool is not None:
         stage_specs(config)  # what they and the environment want of a row is looked at when it comes
     else:
-        _check_columns(config, [*rows[0], *rows[1]], environment)
-        config.rewards.check_sources(row.columns for row in rows[0])
-        config.scoring.reference.check_sources(row.columns for row in rows[0])
-    _check_judged(config, environment)
-    names = score_names(config, environment)
+        _check_columns(config, [*rows[0], *rows[1]], environments)
+        _check_sources(config, rows[0])
+        config.scoring.reference.check_taught(row.columns for row in rows[0])
+    _check_judged(config, rows[0], environments)
+    names = score_names(config, environments.values())
     config.rewards.composition.check(names)
     judges = {"data.curriculum.reward": config.data.curriculum.reward, "evaluation.solved_by": config.evaluation.solved_by}
     for setting, judge in judges.items():
@@ -90,18 +97,18 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     # A file is converted when the run starts, and looked into then.
     converted = Path(config.model).is_dir()
     if converted:
-        prepared = check_model(config, rows, environment)
+        prepared = check_model(config, rows, environments)
     else:
-        prepared = Prepared(rows, len(epoch_of(config.data, rows[0])), environment, remarks=list(remarks(config.learner)))
+        prepared = Prepared(rows, len(epoch_of(config.data, rows[0])), environments, remarks=list(remarks(config.learner)))
     check_stop_strings(stop_strings(config), Path(config.model))
-    _check_evaluation(config, rows[1], environment, converted)
+    _check_evaluation(config, rows[1], environments, converted)
     config.bound(prepared.num_prompts).check()
     is_evaluated = rows[1] or config.evaluation.source is not None
     of_evaluation = check_judging(config, names) if is_evaluated else ()
     return replace(prepared, remarks=[*of_spool, *prepared.remarks, *of_evaluation])
 
 
-def _check_evaluation(config: Config, held_out: Sequence[Row], environment: EnvironmentSpec | None, converted: bool) -> None:
+def _check_evaluation(config: Config, held_out: Sequence[Row], environments: Environments, converted: bool) -> None:
     """Whether there is something to evaluate on, and it can be. converted: the model is there to look into."""
     evaluation = config.evaluation
     if (own := evaluation.data(config.data)) is not None:
@@ -109,9 +116,10 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], environment: Envi
             if own.spool is not None:
                 raise ConfigError("an evaluation has the same prompts every time, and a spool's are used up; name a file")
             rows, _ = load_rows(own)
-            _check_columns(config, rows, environment)
+            _check_columns(config, rows, environments)
+            _check_judged(config, rows, environments)
             if converted:
-                check_model(config.model_copy(update={"data": own}), (rows, []), environment)
+                check_model(config.model_copy(update={"data": own}), (rows, []), environments)
         except ConfigError as error:
             message = _OF_SOURCE.sub("evaluation.", str(error))  # which speaks of the settings of a run's own prompts
             raise ConfigError(f"evaluation.source: {message}") from error
@@ -127,11 +135,11 @@ def _check_evaluation(config: Config, held_out: Sequence[Row], environment: Envi
         )
 
 
-def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None) -> Prepared:
+def check_model(config: Config, rows: Rows, environments: Environments) -> Prepared:
     """The model directory by its files, and whether it can take the prompts. Raises ConfigError."""
     check_model_files(Path(config.model))
     check_adapters(config)
-    _check_rendering(config, environment)
+    _check_rendering(config, environments)
     limit, setting = longest_prompt(config)
     tokenizer = PromptTokenizer(Path(config.model))
     everyone = [*rows[0], *rows[1]]
@@ -141,7 +149,11 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
     found = tokenizer.lengths(texts, are_chats[: len(texts)], limit)
     _check_lengths(config, texts, found, limit, setting)
     first_held_out = len(rows[0])
-    repeated = _repeated(everyone, texts, first_held_out, tokenizer, environment) - found.too_long.keys() if rows[1] else set()
+    repeated = (
+        _repeated(config, everyone, texts, first_held_out, tokenizer, environments) - found.too_long.keys()
+        if rows[1]
+        else set()
+    )
     left_out = found.too_long.keys() | repeated
     kept = (
         [row for number, row in enumerate(rows[0]) if number not in left_out],
@@ -153,23 +165,29 @@ def check_model(config: Config, rows: Rows, environment: EnvironmentSpec | None)
         )
     known = [*remarks(config.learner), *check_routing(config), *_of_prompts(config, found, len(repeated))]
     known += tokenizer.remarks(texts, are_chats)
-    return Prepared(kept, len(epoch_of(config.data, kept[0])), environment, len(left_out), known)
+    return Prepared(kept, len(epoch_of(config.data, kept[0])), environments, len(left_out), known)
 
 
 def _repeated(
+    config: Config,
     rows: Sequence[Row],
     texts: Sequence[str],
     first_held_out: int,
     tokenizer: PromptTokenizer,
-    environment: EnvironmentSpec | None,
+    environments: Environments,
 ) -> set[int]:
     """Training prompts of which the model reads what it reads of held-out ones."""
-    if environment is None:
-        read = list(map(tokenizer.normal, texts))
-    else:  # its own columns are a part of what it asks
-        read = [json.dumps(environment.usable({**row.columns, "prompt": row.prompt}), sort_keys=True) for row in rows]
-    held_out = set(read[first_held_out:])
-    return {n for n in range(first_held_out) if read[n] in held_out}
+
+    def read(row: Row, text: str) -> str:
+        source = played_by(config, source_of(row.columns))
+        if source is None:
+            return tokenizer.normal(text)
+        # An environment's own columns are a part of what it asks.
+        return source + json.dumps(environments[source].usable({**row.columns, "prompt": row.prompt}), sort_keys=True)
+
+    found = list(map(read, rows, texts))
+    held_out = set(found[first_held_out:])
+    return {n for n in range(first_held_out) if found[n] in held_out}
 
 
 def _of_prompts(config: Config, found: PromptLengths, num_repeated: int) -> Iterator[str]:
@@ -188,14 +206,15 @@ def _of_prompts(config: Config, found: PromptLengths, num_repeated: int) -> Iter
         )
 
 
-def _check_rendering(config: Config, environment: EnvironmentSpec | None) -> None:
+def _check_rendering(config: Config, environments: Environments) -> None:
     """Whether observations can be appended to what the model's chat template wrote. Raises ConfigError."""
-    if environment is not None and (config.data.chat or environment.tools or environment.calls):
-        from transformers import AutoTokenizer
+    for source, spec in environments.items():
+        if config.data.chat or spec.tools or spec.calls:
+            from transformers import AutoTokenizer
 
-        tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-        chat, variables = config.data.chat or environment.calls, config.data.chat_template_kwargs
-        Renderer(tokenizer, chat, config.environment.render, environment.tools, variables).check()
+            tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
+            render, variables = config.environment.all[source].render, config.data.chat_template_kwargs
+            Renderer(tokenizer, config.data.chat or spec.calls, render, spec.tools, variables).check()
 
 
 def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:
@@ -222,26 +241,55 @@ def common_columns(rows: Iterable[Row]) -> set[str]:
     return set(frozenset.intersection(*kinds)) if kinds else set()
 
 
-def _check_columns(config: Config, rows: Sequence[Row], environment: EnvironmentSpec | None) -> None:
-    """Whether these rows have what rewards and environment ask for. Raises ConfigError."""
-    common = common_columns(rows)
-    try:
-        stage_specs(config, common if environment is None else common | OF_EPISODES)
-        if environment is not None:
-            environment.check(common)
-    except ConfigError as error:
-        lacking = sorted({name for row in rows for name in row.columns if name not in common and repr(name) in str(error)})
-        if not lacking:
-            raise
-        number = next(number for number, row in enumerate(rows) if lacking[0] not in row.columns)
-        raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
+def _check_columns(config: Config, rows: Sequence[Row], environments: Environments) -> None:
+    """Whether the rows of each source have what their rewards and environments ask for. Raises ConfigError."""
+    of: dict[str | None, list[Row]] = {}
+    for row in rows:
+        of.setdefault(source_of(row.columns), []).append(row)
+    judges = stage_specs(config)
+    for source, own in of.items():
+        columns = common_columns(own)
+        try:
+            check_columns(config, judges, environments, source, columns)
+        except ConfigError as error:
+            lacking = sorted({name for row in own for name in row.columns if name not in columns and repr(name) in str(error)})
+            if not lacking:
+                raise
+            number = next(
+                number for number, row in enumerate(rows) if source_of(row.columns) == source and lacking[0] not in row.columns
+            )
+            raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
 
 
-def _check_judged(config: Config, environment: EnvironmentSpec | None) -> None:
-    if environment is not None and not environment.judges and not config.rewards.functions:
+def _check_sources(config: Config, rows: Sequence[Row]) -> None:
+    """Raises ConfigError where a setting names a source that no row has."""
+    named: dict[str, Iterable[str]] = {
+        "rewards.by_source": config.rewards.by_source,
+        "environment.by_source": config.environment.by_source,
+        "scoring.reference.by_source": config.scoring.reference.by_source,
+    }
+    found = sorted({source for row in rows if (source := source_of(row.columns)) is not None}) if any(named.values()) else []
+    for setting, sources in named.items():
+        if (unknown := next((source for source in sources if source not in found), None)) is not None:
+            hint = did_you_mean(unknown, found) if found else f"the data have no column {SOURCE!r}"
+            raise ConfigError(f"{setting} names {unknown!r}, which is the source of no row; {hint}")
+
+
+def _check_judged(config: Config, rows: Sequence[Row], environments: Environments) -> None:
+    """Whether something gives the rows of each source a score. Raises ConfigError."""
+    for source in sorted({source_of(row.columns) for row in rows}, key=str) or [None]:
+        played = played_by(config, source)
+        spec = None if played is None else environments[played]
+        if config.rewards.by_source.get(source or "", config.rewards.functions) or (spec is not None and spec.judges):
+            continue
+        if spec is not None:
+            raise ConfigError(
+                f"environment {spec.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
+                "get_reward method"
+            )
         raise ConfigError(
-            f"environment {environment.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
-            "get_reward method"
+            f"rows whose {SOURCE} is {source!r} have no environment, and no reward judges them: name one in rewards.functions, "
+            "and where rewards.by_source has this source there too"
         )
 
 
@@ -294,9 +342,15 @@ def _check_devices(config: Config) -> None:
 
 
 def check_tracking(config: TrackingConfig) -> None:
-    """Raises ConfigError when the library is not installed."""
-    if config.kind != "none":
-        check_installed(config.kind, "tracking.kind", config.kind, config.kind, "'none'")
+    """Raises ConfigError for a tracker whose package is not installed, or that has nowhere to write."""
+    for kind in config.kind:
+        without = f"'none', and async-rlhf track RUN_DIR --to {kind} from an environment that has it (docs/watching.md)"
+        check_installed(kind, "tracking.kind", kind, kind, without)
+        if kind == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and importlib.util.find_spec("sqlalchemy") is None:
+            raise ConfigError(
+                "tracking.kind = 'mlflow' with this package, mlflow-skinny, writes to a server only: set MLFLOW_TRACKING_URI "
+                "(http://HOST:PORT)"
+            )
 
 
 def check_hooks(config: HooksConfig) -> None:

@@ -16,13 +16,14 @@ from async_rlhf.actors.prompts import to_json
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.protocol import wire
+from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.spool.claims import Rejected, Spool
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
 from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import OF_EPISODES, environment_spec, stage_specs
+from async_rlhf.run.scoring import check_columns, environment_specs, stage_specs
 
 _COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
@@ -96,14 +97,14 @@ class RowCheck:
             return Rejected(str(error))
         except (ValueError, OverflowError, RecursionError) as error:
             return Rejected(f"it is not JSON, or not of text and numbers that can be sent: {error}")
-        lacking = self._check_columns(frozenset(row.columns))
+        lacking = self._check_columns(frozenset(row.columns), source_of(row.columns))
         return Rejected(lacking) if lacking else found
 
-    def _lack(self, columns: frozenset[str]) -> str:
-        """What rewards want of a row with these columns and do not get."""
+    def _lack(self, columns: frozenset[str], source: str | None) -> str:
+        """What is asked of a row of this source with these columns and is not there."""
+        config = self._config
         try:
-            stage_specs(self._config, columns | OF_EPISODES if self._config.environment.function else columns)
-            environment_spec(self._config, columns)
+            check_columns(config, stage_specs(config), environment_specs(config), source, columns)
         except ConfigError as error:
             return str(error)
         return ""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
+from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.program import Node
 from async_rlhf.run.config import Config, dump
@@ -53,8 +54,7 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
     if node.role in ("actor", "scorer"):
         changed["rewards"], changed["scoring"] = contents.rewards(), contents.scoring()
     if node.role == "actor":
-        function = contents.code(config.environment.function, "environment")
-        changed["environment"] = config.environment.model_copy(update={"function": function})
+        changed["environment"] = contents.environment()
         contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}
         returns[f"spans/{node.name}.jsonl"] = run.spans(node.name)
         changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew
@@ -85,6 +85,12 @@ class _Contents:
         folder = self._folders.setdefault(file.parent, f"{name}/{len(self._folders)}")
         self.files |= {f"{folder}/{each.name}": each for each in with_neighbours(file)}
         return target.replace(str(file), f"{self._directory}/{folder}/{file.name}")
+
+    def environment(self) -> EnvironmentConfig:
+        own = self._config.environment
+        there = {name: self.code(each.function, "environment") for name, each in {**own.by_source, "": own}.items()}
+        by_source = {name: each.model_copy(update={"function": there[name]}) for name, each in own.by_source.items()}
+        return own.model_copy(update={"function": there[""], "by_source": by_source})
 
     def rewards(self) -> RewardsConfig:
         own = self._config.rewards

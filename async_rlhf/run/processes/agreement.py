@@ -19,7 +19,7 @@ from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.buffers.routing import read_routing
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
-from async_rlhf.run.scoring import environment_spec, own_file, score_names, stage_specs
+from async_rlhf.run.scoring import environment_specs, own_file, score_names, stage_specs
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -33,7 +33,7 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
     """Digests by name. data: the rows of the run. Raises ConfigError when a file cannot be read."""
     model = Path(config.model)
     rewards = [file for spec in config.rewards.functions if (file := own_file(spec)) is not None]
-    environments = [file for file in [own_file(config.environment.function)] if file is not None]
+    environments = [file for own in config.environment.all.values() if (file := own_file(own.function)) is not None]
     try:
         described = {key: value for key, value in _model(config).items() if key not in _ORIGIN}
         return {
@@ -51,16 +51,16 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
 
 def schema(config: Config) -> GroupSchema:
     """What a group must be to be of any use to this run's learner."""
-    generation, environment = config.generation, environment_spec(config)
+    generation, environments = config.generation, environment_specs(config).values()
     return GroupSchema(
         group_size=generation.group_size,
         vocabulary=_vocabulary(config),
         max_prompt_length=generation.max_prompt_length,
         max_completion_length=generation.longest_completion,
-        rewards=frozenset(spec.name for spec in stage_specs(config)).union(score_names(config, environment)),
-        environment=environment is not None,
-        splits=config.environment.render == "split",
-        calls=environment is not None and environment.calls,
+        rewards=frozenset(spec.name for spec in stage_specs(config)).union(score_names(config, environments)),
+        environment=bool(environments),
+        splits=any(own.render == "split" for own in config.environment.all.values()),
+        calls=any(spec.calls for spec in environments),
         sampling=generation.sampling,
         routing=read_routing(
             Path(config.model), str((described := _model(config)).get("text_config", described).get("model_type"))

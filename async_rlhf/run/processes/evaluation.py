@@ -13,7 +13,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,12 @@ from async_rlhf.run.checks.preflight import Prepared
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import environment_spec, group_rewards, reward_specs, score_names, solved_by
+from async_rlhf.run.scoring import environment_specs, group_rewards, reward_specs, score_names, solved_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from async_rlhf.actors.loop.work import Play
+    from async_rlhf.actors.loop.work import Plays
 
 _log = logging.getLogger(__name__)
 
@@ -63,17 +63,17 @@ def run_evaluation(
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
     engine = load_engine(model, evaluating_engine(config), version=int(step))
     try:
-        with environment_of(config, tokenizer) as play:
+        with environments_of(config, tokenizer) as plays:
             sampling = config.generation.sampling
             own = sampling.model_copy(update={"temperature": 1.0})
             judging = Judging(
                 composition=config.rewards.composition,
                 judged=[sampling] * config.generation.group_size if group_rewards(config) else (GREEDY,),
                 sampled=[own] * asked.samples,
-                solved_by=solved_by(config, score_names(config, play)),
+                solved_by=solved_by(config, score_names(config, plays.all)),
                 solved_at=asked.solved_at,
             )
-            work = Work(HELD_OUT_SEED, rows, config.generation, tokenizer, template, play=play)
+            work = Work(HELD_OUT_SEED, rows, config.generation, tokenizer, template, plays=plays)
             result = evaluate(engine, scoring, work, judging, progress)
     finally:
         scoring.close()
@@ -82,30 +82,30 @@ def run_evaluation(
 
 
 @contextmanager
-def environment_of(
+def environments_of(
     config: Config, tokenizer: PreTrainedTokenizerBase, wake: Callable[[], None] = lambda: None
-) -> Iterator[Play | None]:
-    """The environment in a process that plays episodes; None where completions have one turn. Its own processes run until the
-    end of the block. wake: called from another thread when it has answered."""
+) -> Iterator[Plays]:
+    """The environments in a process that plays episodes. Their own processes run until the end of the block. wake: called from
+    another thread when one has answered."""
     from async_rlhf.actors.engine import RolloutKey
     from async_rlhf.actors.environments.pool import EpisodePool
     from async_rlhf.actors.environments.rendering import Renderer
-    from async_rlhf.actors.loop.work import Play
+    from async_rlhf.actors.loop.work import Play, Plays
 
-    if (spec := environment_spec(config)) is None:
-        yield None
-        return
-    pool = EpisodePool[RolloutKey](spec, config.environment, wake)
-    try:
-        yield Play(
-            spec,
-            pool,
-            Renderer(tokenizer, config.data.chat, config.environment.render, spec.tools, config.data.chat_template_kwargs),
-            max_prompt_length=longest_prompt(config)[0],
-            max_length=config.generation.longest_completion,
-        )
-    finally:
-        pool.close()
+    with ExitStack() as stack:
+        found = dict[str, Play]()
+        for source, spec in environment_specs(config).items():
+            own = config.environment.all[source]
+            pool = EpisodePool[RolloutKey](spec, own, wake)
+            stack.callback(pool.close)
+            found[source] = Play(
+                spec,
+                pool,
+                Renderer(tokenizer, config.data.chat, own.render, spec.tools, config.data.chat_template_kwargs),
+                max_prompt_length=longest_prompt(config)[0],
+                max_length=config.generation.longest_completion,
+            )
+        yield Plays(found.pop("", None), found)
 
 
 def evaluating_engine(config: Config) -> EngineConfig:

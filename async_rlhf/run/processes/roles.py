@@ -36,7 +36,7 @@ from async_rlhf.run.checks.memory import written
 from async_rlhf.run.config import Config, parse_settings
 from async_rlhf.run.hosts.placement import with_threads
 from async_rlhf.run.processes.agreement import schema, shared
-from async_rlhf.run.processes.evaluation import environment_of, import_models, run_evaluation
+from async_rlhf.run.processes.evaluation import environments_of, import_models, run_evaluation
 from async_rlhf.run.processes.learner import backend_of, make_trainer, run_rank
 from async_rlhf.run.processes.tracking import run_tracker
 from async_rlhf.run.run_data import RunData
@@ -179,13 +179,13 @@ def run_actor(
     spans = SpanFile(run.spans(name), config.max_log_bytes)
     refill = config.rewards.composition if config.advantage.constant_groups == "refill" else None
     try:
-        with environment_of(config, tokenizer, client.wake) as play:
+        with environments_of(config, tokenizer, client.wake) as plays:
             reason = Worker(
                 name,
                 client,
                 engine,
                 scoring,
-                make_work(config, rows, tokenizer, partial_every=scoring.stream_tokens, refill=refill, play=play),
+                make_work(config, rows, tokenizer, partial_every=scoring.stream_tokens, refill=refill, plays=plays),
                 config.actor_capacity,
                 config.engine.canary_tolerance,
                 spans.write,

@@ -1,79 +1,143 @@
-"""The tracker: what a run's files hold, step by step and evaluation by evaluation, is sent on to TensorBoard or W&B.
+"""A tracker's process: what a run's files hold, step by step and evaluation by evaluation, is sent on to one service.
 
-    owns        the service's library; `tracking.json`
+    owns        the service's library; `tracking.KIND.json`, and the lock beside it
     waits for   nothing; what the library waits for is its own affair
     woken by    the clock, every `_SEND_S`
     on close    the service is given the rest
 
-It only reads what the run has written, so it can hold up nothing. Everything is sent at least once, in order: `tracking.json`
-holds how far it was, and is written afterwards. A step that is done again is shown as it was the first time.
+It only reads what the run has written, so it can hold up nothing. Everything is sent at least once, in order: its file holds
+how far it was, and is written afterwards. A step that is done again is shown as it was the first time; a run that is set back
+goes on as another one of the service, which gets the steps before as well.
 """
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.buffers.files import write_whole
+from async_rlhf.launch.program import Node
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, read_lines, read_small
+from async_rlhf.run.run_files import Tail, is_step, read_lines, read_small
+from async_rlhf.run.tracking import KINDS, Row, Tracker, opened
+from async_rlhf.run.watching import TrackerKind
 
 _SEND_S = 2.0
+_KEPT = 500  # lines after which it is written how far it is
+# Of a table: groups of the first step and of each so many later, so many rows, texts of so many characters.
+_SAMPLED_EVERY, _MOST_ROWS, _LONGEST = 25, 32, 4000
 # What a line is about rather than measures.
 _NO_MEASURES = ("step", "time", "version", "num_prompts")
 
 
 class _Sent(BaseModel):
-    """How far the tracker has come: the step of the last line it sent, and how many evaluations."""
+    """How far the tracker has come: the step of the last line it sent, how many evaluations, the last step with a table of its
+    groups; and the branch that it sends to."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     step: int = Field(default=0, ge=0)
     evaluations: int = Field(default=0, ge=0)
+    sampled: int = Field(default=0, ge=0)
+    branch: int = Field(default=1, ge=1)
 
 
-def run_tracker(run: RunDir, config: Config, *, progress: Callable[[], None] = lambda: None) -> None:
-    """The process: until the run's roles are no longer at work, and all is sent."""
-    sink: _TensorBoard | _WandB = _TensorBoard(run) if config.tracking.kind == "tensorboard" else _WandB(run)
-    sent, sender = _read(run), _Sender(run, sink)
-    while True:
-        last = not run.is_announced()  # looked at before the files are: after it nothing more is written
-        if (now_sent := sender.send(sent)) != sent:
-            sink.flush()
-            write_whole(run.tracked, now_sent.model_dump_json() + "\n")
-            sent = now_sent
-            progress()
-        if last:
-            break
-        time.sleep(_SEND_S)
-    sink.close()
+def tracker_nodes(config: Config, run: RunDir) -> list[Node]:
+    kinds = dict.fromkeys(config.tracking.kind)
+    return [Node(f"tracker-{kind}", "tracker", (kind,), run.log(f"tracker-{kind}")) for kind in kinds]
 
 
-class _Sender:
-    """Reads what was added to the files, and logs what was not sent yet."""
+def run_tracker(run: RunDir, config: Config, kind: TrackerKind, *, progress: Callable[[], None] = lambda: None) -> None:
+    """The process: until the run's roles are no longer at work, and all is sent. Raises ConfigError where another one sends."""
+    _send(run, kind, run.is_announced, progress)
 
-    def __init__(self, run: RunDir, sink: _TensorBoard | _WandB) -> None:
-        self._steps, self._evaluations, self._sink = Tail(run.metrics), Tail(run.evaluations), sink
+
+def track(run: RunDir, kind: str, say: Callable[[str], None]) -> None:
+    """The command: sends what the service does not have, of a run that lives until its end. Raises ConfigError, DamagedError,
+    and AsyncRLHFError for what the service or its library refuses."""
+    if kind not in KINDS:
+        raise ConfigError(f"--to {kind!r} is no tracker; choose one of: {', '.join(KINDS)}")
+    if run.is_alive():
+        say(f"sends what {run.path} has, and what it adds, to its end; Ctrl-C ends this, not the run")
+    try:
+        sent = _send(run, kind, run.is_alive)
+    except AsyncRLHFError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--to {kind} needs the package {error.name}: pip install {error.name}") from error
+    except Exception as error:  # whatever a service or its library raises
+        raise AsyncRLHFError(f"{kind} fails: {error!r}. The same command goes on where it was") from error
+    say(f"{kind} has {sent.step} steps and {sent.evaluations} evaluations of {run.path}")
+
+
+def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress: Callable[[], None] = lambda: None) -> _Sent:
+    """While the run goes on, and then the rest; returns how far that is."""
+    with _alone(run, kind):
+        sent = _read(run, kind)
+        tracker, lines = opened(kind, run, sent.branch), _Lines(run)
+        while True:
+            is_last = not goes_on()  # looked at before the files are: after it nothing more is written
+            for now_sent in lines.send(tracker, sent):
+                if now_sent != sent:
+                    tracker.flush()
+                    write_whole(run.tracked(kind), now_sent.model_dump_json() + "\n")
+                    sent = now_sent
+                    progress()
+            if is_last:
+                break
+            time.sleep(_SEND_S)
+        tracker.close()
+    return sent
+
+
+@contextmanager
+def _alone(run: RunDir, kind: str) -> Iterator[None]:
+    """No other process sends the run to this service meanwhile. Raises ConfigError."""
+    with run.tracked(kind).with_suffix(".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"run {str(run.path)!r} is being sent to {kind} by another process") from error
+        yield
+
+
+class _Lines:
+    """Reads what was added to the files of a run, and logs what was not sent yet."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._steps, self._evaluations, self._samples = Tail(run.metrics), Tail(run.evaluations), Tail(run.samples)
         self._num_evaluations = 0
 
-    def send(self, sent: _Sent) -> _Sent:
-        step, evaluations = sent.step, sent.evaluations
-        for record in self._steps.rest():
-            if type(record.get("step")) is int and record["step"] > step:
-                step = record["step"]
-                self._sink.log(step, _time(record), dict(measures(record)))
+    def send(self, tracker: Tracker, sent: _Sent) -> Iterator[_Sent]:
+        """Gives how far it is, now and then and at the end."""
+        for number, record in enumerate(self._steps.rest(), 1):
+            if is_step(record) and record["step"] > sent.step:
+                tracker.log(record["step"], _time(record), dict(measures(record)))
+                sent = sent.model_copy(update={"step": record["step"]})
+                if number % _KEPT == 0:
+                    yield sent
         for record in self._evaluations.rest():
             self._num_evaluations += 1
-            if type(record.get("step")) is int and self._num_evaluations > evaluations:
-                self._sink.log(record["step"], _time(record), dict(measures(record, "evaluation/")))
-        return _Sent(step=step, evaluations=max(evaluations, self._num_evaluations))
+            if is_step(record) and self._num_evaluations > sent.evaluations:
+                tracker.log(record["step"], _time(record), dict(measures(record, "evaluation/")))
+                if rows := _rows(record, record.get("samples")):
+                    tracker.table("evaluation_samples", record["step"], _time(record), rows)
+                sent = sent.model_copy(update={"evaluations": self._num_evaluations})
+        for record in self._samples.rest():
+            is_due = is_step(record) and record["step"] > sent.sampled
+            if is_due and (record["step"] == 1 or record["step"] % _SAMPLED_EVERY == 0):
+                if rows := _rows(record, record.get("rollouts")):
+                    tracker.table("rollouts", record["step"], _time(record), rows)
+                sent = sent.model_copy(update={"sampled": record["step"]})
+        yield sent
 
 
 def measures(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -85,78 +149,45 @@ def measures(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", float(value)
 
 
+def _rows(record: Mapping[str, Any], samples: Any) -> list[Row]:
+    """A table of what was written, of an evaluation's samples or a group's rollouts; what has another form is left out."""
+    found: list[Row] = [
+        {
+            "step": record["step"],
+            "prompt": _text(sample.get("prompt", record.get("prompt"))),
+            "completion": _text(sample.get("completion", sample.get("text"))),
+            "scores": _text(sample.get("reward", sample.get("scores"))),
+        }
+        for sample in (samples if isinstance(samples, list) else ())
+        if isinstance(sample, Mapping)
+    ]
+    return found[:_MOST_ROWS]
+
+
+def _text(value: Any) -> str:
+    """Half of a surrogate pair, which no service takes, as a question mark."""
+    return (value if isinstance(value, str) else json.dumps(value))[:_LONGEST].encode(errors="replace").decode()
+
+
 def _time(record: Mapping[str, Any]) -> float:
     return float(record.get("time") or time.time())
 
 
-def _read(run: RunDir) -> _Sent:
+def _read(run: RunDir, kind: TrackerKind) -> _Sent:
     """A file that is damaged is as none: what was sent is sent again."""
+    path = run.tracked(kind)
+    if not path.exists() and kind in run.config().tracking.kind:
+        path = run.path / "tracking.json"  # its name when a run had one tracker at most
     try:
-        return _Sent.model_validate_json(read_small(run.tracked))
+        return _Sent.model_validate_json(read_small(path))
     except (FileNotFoundError, ValidationError):
         return _Sent()
 
 
 def rewind(run: RunDir, step: int) -> None:
-    """The run goes back to `step`, and its evaluations after it are cut off already: what follows is sent again."""
-    if run.tracked.exists():
-        sent = _Sent(step=min(step, _read(run).step), evaluations=len(read_lines(run.evaluations).records))
-        write_whole(run.tracked, sent.model_dump_json() + "\n")
-
-
-# A tracking service has `log` (at: seconds since the epoch), `flush`, after which what was logged is not lost when the process
-# dies, and `close`. Whatever it raises ends the process.
-class _TensorBoard:
-    """An event file in `tensorboard/`; each life of the tracker begins another, which TensorBoard shows as one run."""
-
-    def __init__(self, run: RunDir) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(run.path / "tensorboard"))
-
-    def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        shown = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self._writer.add_event(Event(step=step, wall_time=at, summary=shown))
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandB:
-    """A run of the project, shared by the tracker's lives. An evaluation comes after later steps, so each line has its own."""
-
-    def __init__(self, run: RunDir) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "async-rlhf"),
-            name=run.path.name,
-            id=_name(run),
-            resume="allow",
-            dir=str(run.path),
-            config=json.loads(run.config().model_dump_json()),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, "time": at, **values})
-
-    def flush(self) -> None:
-        """Its own process writes what it was given."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _name(run: RunDir) -> str:
-    """The same for all lives of a run, another for every other."""
-    begun = (run.path / "manifest.json").read_bytes()
-    return hashlib.blake2b(begun + str(run.path.resolve()).encode(), digest_size=8).hexdigest()
+    """The run goes back to `step`, and its evaluations after it are cut off already: where a tracker has more of it, what
+    follows is another run for it."""
+    left = len(read_lines(run.evaluations).records)
+    for kind in KINDS:
+        if (sent := _read(run, kind)).step > step or sent.evaluations > left:
+            write_whole(run.tracked(kind), _Sent(branch=sent.branch + 1).model_dump_json() + "\n")

@@ -33,7 +33,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.launch.exit_codes import FATAL, HOST_LOST, InterruptedRunError, StalledError, WorkerLostError, ending, exit_code
 from async_rlhf.launch.placement import Placement
-from async_rlhf.launch.program import Launcher, Node, Process
+from async_rlhf.launch.program import Launcher, Process
 from async_rlhf.launch.ranks import start_ranks
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.launch.sockets import check_free, hub_address, socket_directory
@@ -44,6 +44,7 @@ from async_rlhf.run.display import Progress
 from async_rlhf.run.display.terminal import Signals, on_signals
 from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
+from async_rlhf.run.processes.tracking import tracker_nodes
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import Tail, is_step, line_of_step
 from async_rlhf.run.supervision.child import MAX_DEATHS, Child, Every, SupervisedTime
@@ -194,10 +195,9 @@ class Supervisor:
             self._report_beginning()  # the first role waits for the fork server's imports
             for child in self._children.values():
                 self._start(child)
-        if self._config.tracking.kind != "none":
-            tracker = Child(Node("tracker", "tracker", (), self._run.log("tracker")), optional=True)
-            self._children["tracker"] = tracker
-            self._attempt(tracker)
+        for node in tracker_nodes(self._config, self._run):
+            self._children[node.name] = Child(node, optional=True)
+            self._attempt(self._children[node.name])
         self._evaluator.judge()
 
     def _start(self, child: Child) -> None:
@@ -375,19 +375,20 @@ class Supervisor:
             child.kill()
 
     def _finish_tracking(self) -> None:
-        """Wait until the tracker has sent everything and ended, `_TRACKING_S` at most; then it is killed. What was not sent is
+        """Wait until trackers have sent everything and ended, `_TRACKING_S` at most; then they are killed. What was not sent is
         sent when the run is continued."""
-        if (tracker := self._children.get("tracker")) is None:
-            return
+        trackers = [child for child in self._children.values() if child.node.role == "tracker"]
         deadline = self._now() + _TRACKING_S
-        while (tracker.process is not None or tracker.wanted) and self._now() < deadline:
+        while any(each.process is not None or each.wanted for each in trackers) and self._now() < deadline:
             if self._is_forced() or self._run.is_lost():
                 break
-            self._look_after(tracker)
+            for each in trackers:
+                self._look_after(each)
             time.sleep(_LOOK_S)
-        tracker.kill()
-        if tracker.process is not None and self._now() >= deadline:
-            self._progress.event(f"the tracker was not ready {_TRACKING_S:.0f} s after the end; see {tracker.node.log}")
+        for each in trackers:
+            each.kill()
+            if each.process is not None and self._now() >= deadline:
+                self._progress.event(f"{each.node.name} was not ready {_TRACKING_S:.0f} s after the end; see {each.node.log}")
 
 
 @contextmanager

@@ -113,10 +113,14 @@ def test_a_text_alone_names_the_function_and_given_settings_override_the_decorat
     short = EnvironmentConfig.model_validate("tasks.py:calculator")
     assert short == EnvironmentConfig(function="tasks.py:calculator") and short.given == {}
     spec = EnvironmentConfig(function="tasks.py:calculator", max_turns=9).spec(folder)
-    assert spec is not None and (spec.max_turns, spec.timeout_s) == (9, 20)
-    assert EnvironmentConfig().spec(folder) is None
+    assert (spec.max_turns, spec.timeout_s) == (9, 20)
+    games = {"games": "tasks.py:calculator"}
+    both = EnvironmentConfig.model_validate({"function": "tasks.py:calculator", "by_source": games})
+    assert [EnvironmentConfig().all, list(both.all)] == [{}, ["", "games"]]
     with pytest.raises(ValidationError):
         EnvironmentConfig(workers=0)
+    with pytest.raises(ValidationError, match="a source has a name"):
+        EnvironmentConfig.model_validate({"by_source": {"": "tasks.py:calculator"}})
 
 
 def test_the_room_of_environments_imports_no_torch() -> None:

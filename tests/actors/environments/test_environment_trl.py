@@ -21,7 +21,7 @@ from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.user_files import import_file
 from async_rlhf.inspect.episodes import configuration
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.processes.evaluation import environment_of
+from async_rlhf.run.processes.evaluation import environments_of
 from tests.actors.environments.played import Bench, call, walk
 from tests.actors.environments.test_environment_rendering import SHOWS_TOOLS, tokenizer
 
@@ -233,7 +233,8 @@ def test_an_environment_is_used_again_after_its_episode_in_the_processes_of_a_ru
 def test_a_run_gives_the_template_the_tools_of_its_environment(folder: Path) -> None:
     (folder / "data.jsonl").write_text('{"prompt": "twice 4", "answer": "8"}\n')
     config = configuration(f"trl:{folder / 'tasks.py'}:TOOLS", str(folder / "data.jsonl"), None, {})
-    with environment_of(config, tokenizer(SHOWS_TOOLS)) as play:
+    with environments_of(config, tokenizer(SHOWS_TOOLS)) as plays:
+        play = plays.default
         assert play is not None and play.name == "TOOLS"
         assert '"name": "double"' in play.rendering.prompt(QUESTION).text
     with pytest.raises(ConfigError, match="'TOOLS' gives no score, and no reward is named"):

@@ -1,0 +1,59 @@
+"""Tracking services, one file each, named as TRL's `report_to` names them. A library is imported where its service is opened.
+
+What a service raises ends the process that sends (`run.processes.tracking`), never the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast, get_args
+
+from async_rlhf.run.config_keys import without_secrets
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.watching import TrackerKind
+
+KINDS: tuple[TrackerKind, ...] = get_args(TrackerKind)
+PROJECT = "async-rlhf"
+"""Where the environment names no other."""
+Row = Mapping[str, str | int]
+
+
+class Tracked(NamedTuple):
+    """A run, as a service is given it."""
+
+    directory: Path
+    name: str
+    id: str
+    """The same for all lives of a run, another for every other and for each branch."""
+    branch: str
+    """Empty; `-2`, `-3`... for what follows when a run is set back behind what was sent."""
+    config: dict[str, Any]
+    """With asterisks for what may be secret."""
+
+
+class Tracker(Protocol):
+    """One service. After `flush` what was logged is not lost when the process dies."""
+
+    def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        """at: seconds since the epoch. Steps of evaluations come after later ones."""
+
+    def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
+        """Rows with the same columns, one at least; ignored where a service has no tables."""
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def opened(kind: TrackerKind, run: RunDir, branch: int) -> Tracker:
+    """The service, going on with what it has of the run. branch: from 1. Raises what its library raises."""
+    path, behind = run.path.resolve(), f"-{branch}" if branch > 1 else ""
+    begun = (run.path / "manifest.json").read_bytes() + f"{path}{behind}".encode()
+    identity = hashlib.blake2b(begun, digest_size=8).hexdigest()
+    config = without_secrets(json.loads(run.config().model_dump_json()))
+    service = import_module(f"{__name__}.to_{kind}").Service
+    return cast(Tracker, service(Tracked(run.path, f"{path.name}{behind}", identity, behind, config)))

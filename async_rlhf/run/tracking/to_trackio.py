@@ -1,0 +1,51 @@
+"""Trackio, with its own variables (`TRACKIO_DIR`, `TRACKIO_SERVER_URL`, `TRACKIO_SPACE_ID`)."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+
+import trackio
+
+from async_rlhf.run.tracking import PROJECT, Row, Tracked
+
+
+class Service:
+    """A run of the project `TRACKIO_PROJECT`. It is found again by its name, so that ends in the run's `id`."""
+
+    def __init__(self, run: Tracked) -> None:
+        self._tracked, self._is_open = run, False
+
+    def log(self, step: int, at: float, values: Mapping[str, object]) -> None:
+        if not self._is_open:
+            with _silence():
+                trackio.init(
+                    project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+                    name=f"{self._tracked.name}-{self._tracked.id[:8]}",
+                    resume="allow",
+                    config=self._tracked.config,
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+            self._is_open = True
+        trackio.log(dict(values), step=step)
+
+    def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
+        self.log(step, at, {name: trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])})
+
+    def flush(self) -> None:
+        """Only `finish` waits for what was logged. What is logged later resumes the run, in a thirtieth of a second."""
+        if self._is_open:
+            with _silence():
+                trackio.finish()
+        self._is_open = False
+
+    close = flush
+
+
+def _silence() -> redirect_stdout[io.StringIO]:
+    """It prints what it does each time."""
+    return redirect_stdout(io.StringIO())

@@ -1,0 +1,170 @@
+"""A checkpoint on the Hub: one commit with a card of what its run has written, nothing secret, and no accident. Real HTTP to a
+stand-in on this machine. And data sets from there, whose commit a run keeps."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.push.card import card
+from async_rlhf.run.manifest import published
+from async_rlhf.run.processes.evaluation import record_evaluation
+from async_rlhf.run.run_data import RunData
+from async_rlhf.run.run_dir import RunDir
+from tests.conftest import invoke
+from tests.formats.sample import SAMPLES, copied
+from tests.hub_server import TOKEN, Hub, hub
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # between huggingface_hub and httpx2
+FILE = "/{repo_id}/resolve/{revision}/{filename}"
+BASE = "/cache/hub/models--owner--base/snapshots/" + "c" * 40
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return copied(tmp_path, max(SAMPLES))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with hub() as made:
+        monkeypatch.setattr(constants, "ENDPOINT", made.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.address + FILE)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr("huggingface_hub._commit_api.is_xet_available", lambda: False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield made
+
+
+@pytest.fixture
+def quick_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rlhf.push.upload.draw", lambda runs, out: out.write_bytes(b"picture"))
+
+
+def test_a_checkpoint_is_one_commit_and_what_is_there_is_only_added_to_when_that_is_asked(run: RunDir, server: Hub) -> None:
+    code, said = invoke("push", run.path, "me/speller", "--private")
+    assert code == 0 and f"{server.address}/me/speller has 8 files at commit" in said, said
+    [files] = server.commits["me/speller"]
+    assert server.private["me/speller"] and server.messages == ["Step 2 of run run-3"]
+    model = run.path / "checkpoints" / "step_000002" / "model"
+    assert {name: files[name] for name in files if name not in ("README.md", "plot.png")} == {
+        path.name: path.read_bytes() for path in model.iterdir()
+    }
+    assert files["plot.png"].startswith(b"\x89PNG")
+    code, said = invoke("push", run.path, "me/speller")
+    assert code == 3 and "me/speller exists with other content (README.md, " in said and "--update" in said
+    assert invoke("push", model.parent, "me/speller", "--update", "--private")[0] == 0
+    assert len(server.commits["me/speller"]) == 2
+    server.private["me/speller"] = False
+    code, said = invoke("push", run.path, "me/speller", "--update", "--private")
+    assert code == 3 and "is public" in said and len(server.commits["me/speller"]) == 2
+
+
+def test_a_dry_run_shows_the_card_and_the_files_and_contacts_nobody(run: RunDir, server: Hub) -> None:
+    record_evaluation(run, {"label": "end", "step": 2, "num_prompts": 200, "accuracy": 0.78, "mean_reward": 0.8585})
+    record_evaluation(run, {"label": "end", "step": 3, "num_prompts": 200, "accuracy": 0.9, "mean_reward": 0.9})
+    code, said = invoke("push", run.path / "checkpoints" / "latest", "me/speller", "--dry-run")
+    assert code == 0 and server.requests == [] and "nothing was sent" in said
+    assert "| 2 | 200 | 0.780 (0.718 to 0.832) | 0.859 |" in said and "0.900" not in said, "it is of step 2"
+    assert "Oldest token trained on: 1. Tokens over the bound: 0." in said and "| 1 | 48 | 50.0% |" in said
+    assert RunData(run.path, run.config().data).digest in said and "transformers 5.19.0" in said
+    assert f"{(run.path / 'checkpoints/step_000002/model/model.safetensors').stat().st_size:,} bytes  model.safetensors" in said
+    assert str(run.path) not in said and 'function = "thrice.py:thrice"' in said
+    assert said.startswith("---\nlibrary_name: transformers\n")
+
+
+def test_what_came_from_the_hub_is_named_with_its_commit(run: RunDir) -> None:
+    assert str(published(f"{BASE}/model.safetensors")) == f"hub:owner/base@{'c' * 40}/model.safetensors"
+    assert published("/data/words.jsonl").commit == ""
+    text = (run.path / "config.toml").read_text()
+    (run.path / "config.toml").write_text(re.sub(r'model = ".*"', f'model = "{BASE}"', text, count=1))
+    made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
+    named = f"owner/base@{'c' * 40}"
+    assert "base_model: owner/base\n" in made and f"from {named}." in made and f'model = "{named}"\n' in made
+
+
+@pytest.mark.usefixtures("quick_picture")
+def test_an_adapter_names_its_base_and_goes_without_the_model(run: RunDir, server: Hub) -> None:
+    checkpoint = run.path / "checkpoints" / "step_000002"
+    code, said = invoke("push", run.path, "me/adapter", "--adapter")
+    assert code == 3 and "learner.lora.rank = 0" in said
+    (checkpoint / "adapter").mkdir()
+    (checkpoint / "adapter" / "adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": null}')
+    (checkpoint / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
+    assert "its base model is not on the Hub" in invoke("push", run.path, "me/adapter", "--adapter")[1]
+    text = (run.path / "config.toml").read_text()
+    (run.path / "config.toml").write_text(re.sub(r'model = ".*"', f'model = "{BASE}"', text, count=1))
+    code, said = invoke("push", run.path, "me/adapter", "--adapter")
+    assert code == 0, said
+    [files] = server.commits["me/adapter"]
+    assert json.loads(files["adapter_config.json"]) == {"r": 4, "base_model_name_or_path": "owner/base", "revision": "c" * 40}
+    assert "adapter_model.safetensors" in files and "tokenizer.json" in files and "model.safetensors" not in files
+    assert b"base_model_relation: adapter" in files["README.md"]
+
+
+@pytest.mark.usefixtures("quick_picture")
+@pytest.mark.parametrize(
+    ("file", "secret"),
+    [("tokenizer_config.json", "hf_" + "Z9" * 17), ("model.safetensors", "in-the-environment"), ("config.json", "a path")],
+)
+def test_a_file_with_a_secret_stays_here(
+    run: RunDir, server: Hub, monkeypatch: pytest.MonkeyPatch, file: str, secret: str
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "in-the-environment")
+    path = run.path / "checkpoints" / "step_000002" / "model" / file
+    path.write_bytes(path.read_bytes() + (f"{run.path}/" if secret == "a path" else secret).encode())
+    monkeypatch.setattr("async_rlhf.push.upload.verified", lambda checkpoint: None)
+    code, said = invoke("push", run.path, "me/speller")
+    assert code == 3 and f"{file} would hold " in said and "nothing is sent" in said
+    assert server.requests == [] and secret not in said.replace("the path", "")
+
+
+@pytest.mark.usefixtures("quick_picture")
+def test_what_cannot_be_pushed_is_refused_with_the_reason(
+    run: RunDir, server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(path: Path, name: str = "me/speller") -> tuple[int, str]:
+        return invoke("push", path, name)
+
+    for name in ("speller", "a/b/c", "me/../x", "me/", "me/a b"):
+        assert refused(run.path, name)[0] == 3 and "give OWNER/NAME" in refused(run.path, name)[1]
+    assert "is no run directory (it has no config.toml), and no checkpoint" in refused(tmp_path / "none")[1]
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    code, said = refused(run.path)
+    assert code == 3 and "set HF_TOKEN" in said and server.requests == []
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "0" * 34)
+    code, said = refused(run.path)
+    assert code == 1 and "me/speller is not pushed: " in said and "401" in said and "hf_" not in said
+    (run.path / "checkpoints" / "step_000002" / "model" / "config.json").write_text("{}")
+    assert refused(run.path)[0] == 8, "a torn checkpoint"
+    (run.path / "checkpoints" / "step_000002").rename(run.path / "checkpoints" / "left")
+    assert "has no checkpoint yet" in refused(run.path)[1]
+
+
+def test_a_data_set_of_the_hub_is_read_at_the_commit_that_the_run_keeps(server: Hub, small: Any) -> None:
+    def rows(word: str) -> dict[str, bytes]:
+        return {"data/train.jsonl": b"".join(json.dumps({"prompt": f"{word} {n}"}).encode() + b"\n" for n in range(40))}
+
+    settings = {"data.options": {}, "rewards.functions": ["thrice.py:thrice"]}
+    first = server.add("datasets/me/words", rows("one"))
+    config = small(**settings, **{"data.source": "hub:me/words/data/train.jsonl"})
+    assert str(published(config.data.source)) == f"hub:me/words@{first}/data/train.jsonl"
+    run = RunDir.create(config)
+    run.retire()
+    kept = json.loads((run.path / "manifest.json").read_text())["published"]
+    assert kept == [{"name": "me/words", "commit": first, "file": "/data/train.jsonl"}]
+    second = server.add("datasets/me/words", rows("two"))
+    RunDir.reopen(small(**settings, **{"data.source": "hub:me/words/data/train.jsonl"})).retire()
+    with pytest.raises(ConfigError, match=f"belongs to another configuration: data.source: .*{second}"):
+        RunDir.reopen(small(**settings, **{"data.source": f"hub:me/words@{second}/data/train.jsonl"}))
+    for wrong, why in (("hub:me/words", "give hub:OWNER/NAME/FILE"), ("hub:me/words/none.csv", "cannot be fetched: ")):
+        with pytest.raises(ConfigError, match=why):
+            small(**settings, **{"data.source": wrong})
