@@ -14,6 +14,7 @@ from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.model_stages import check_incremental, check_teacher
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.record import SOURCE
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 
@@ -25,12 +26,12 @@ OF_EPISODES = frozenset({"messages", "completion_messages", "turns", "sampled"})
 prompt, what the model wrote in it, and which of `completion_ids` were sampled."""
 
 
-def reward_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+def reward_specs(config: Config) -> tuple[RewardSpec, ...]:
     """The rewards, as `RewardsConfig.specs` proves them; none where an environment is to judge alone, or a teacher."""
     has_others = config.environment.all or loss_spec(config.loss.kind).learns_from == "teacher"
     if has_others and not config.rewards.functions:
         return ()
-    return config.rewards.specs(Path.cwd(), config.scoring.stages, columns)
+    return config.rewards.specs(Path.cwd(), config.scoring.stages)
 
 
 def environment_specs(config: Config) -> dict[str, EnvironmentSpec]:
@@ -76,6 +77,24 @@ def check_columns(
         environments[played].check(columns)
 
 
+def check_judged(config: Config, environments: Mapping[str, EnvironmentSpec], source: str | None) -> None:
+    """Raises ConfigError where nothing gives rows of this source a score, and nothing else is learned from."""
+    played = played_by(config, source)
+    spec = None if played is None else environments[played]
+    is_judged = config.rewards.by_source.get(source or "", config.rewards.functions) or (spec is not None and spec.judges)
+    if is_judged or loss_spec(config.loss.kind).learns_from == "teacher":
+        return
+    if spec is not None:
+        raise ConfigError(
+            f"environment {spec.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
+            "get_reward method"
+        )
+    raise ConfigError(
+        f"rows whose {SOURCE} is {source!r} have no environment, and no reward judges them: name one in rewards.functions, "
+        "and where rewards.by_source has this source there too"
+    )
+
+
 def score_names(config: Config, environments: Iterable[EnvironmentSpec | Play]) -> tuple[str, ...]:
     """Of all that make the reward. environments: the run's; several may have one name."""
     return (*(spec.name for spec in reward_specs(config)), *dict.fromkeys(each.name for each in environments))
@@ -119,12 +138,10 @@ def stop_strings(config: Config) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*config.generation.stop, *(text for spec in specs for text in spec.stop_when))))
 
 
-def stage_specs(config: Config, columns: AbstractSet[str] | None = None) -> tuple[RewardSpec, ...]:
+def stage_specs(config: Config) -> tuple[RewardSpec, ...]:
     """The rewards, and behind them the reference where it is a stage. Raises ConfigError."""
-    judges = reward_specs(config, columns)
+    judges = reward_specs(config)
     _check(config)
-    if columns is not None:
-        _check_teachers(config)
     return (*judges, _reference(config)) if config.scoring.reference_is_stage else judges
 
 
@@ -148,7 +165,7 @@ def _reference(config: Config) -> RewardSpec:
     return spec
 
 
-def _check_teachers(config: Config) -> None:
+def check_teachers(config: Config) -> None:
     """Raises ConfigError for a teacher that is not there, reads other tokens, or cannot say what is asked of it."""
     own, generation = config.scoring.reference, config.generation
     if loss_spec(config.loss.kind).learns_from == "teacher" and not own.teachers:

@@ -112,6 +112,28 @@ def test_a_line_that_is_of_no_use_to_the_run_is_set_aside_with_the_reason(small:
         assert isinstance(each, Rejected) and says in each.reason, (line[:60], each)
 
 
+ENVIRONMENT = """
+from async_rlhf import Score, environment
+
+@environment
+def says(prompt):
+    yield prompt
+    yield Score(1.0)
+"""
+
+
+def test_a_line_of_a_source_that_nothing_judges_or_teaches_is_set_aside(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text(ENVIRONMENT)
+    line = b'{"prompt": "a", "answer": "a", "source": "%b"}'
+    teachers = {"loss.kind": "reverse_kl", "scoring.reference.by_source": {"words": "tiny-speller"}}
+    played = {"environment.by_source": {"words": f"{tmp_path / 'says.py'}:says"}, "rewards.functions": []}
+    for settings, says in ((teachers, "no teacher for rows of the source 'other'"), (played, "no reward judges them")):
+        config = small(**fed(tmp_path, **settings))
+        preflight(config)
+        good, bad = RowCheck(config)([line % b"words", line % b"other"])
+        assert isinstance(good, str) and isinstance(bad, Rejected) and says in bad.reason
+
+
 def test_what_a_spool_cannot_give_is_refused_before_the_run(small: Any, tmp_path: Path) -> None:
     for settings, says in (
         ({"data.held_out": 5}, "name prompts to evaluate on: evaluation.source"),

@@ -39,7 +39,9 @@ from async_rlhf.run.learning_checks import remarks
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import (
     check_columns,
+    check_judged,
     check_judging,
+    check_teachers,
     environment_specs,
     played_by,
     score_names,
@@ -81,6 +83,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     check_hooks(config.hooks)
     spool = config.data.spool
     of_spool = check_spool(spool) if spool is not None and is_here else []
+    check_teachers(config)
     if spool is not None:
         stage_specs(config)  # what they and the environment want of a row is looked at when it comes
     else:
@@ -276,21 +279,11 @@ def _check_sources(config: Config, rows: Sequence[Row]) -> None:
 
 
 def _check_judged(config: Config, rows: Sequence[Row], environments: Environments) -> None:
-    """Whether something gives the rows of each source a score. Raises ConfigError."""
-    for source in sorted({source_of(row.columns) for row in rows}, key=str) or [None]:
-        played = played_by(config, source)
-        spec = None if played is None else environments[played]
-        if config.rewards.by_source.get(source or "", config.rewards.functions) or (spec is not None and spec.judges):
-            continue
-        if spec is not None:
-            raise ConfigError(
-                f"environment {spec.name!r} gives no score, and no reward is named: set rewards.functions, or give it a "
-                "get_reward method"
-            )
-        raise ConfigError(
-            f"rows whose {SOURCE} is {source!r} have no environment, and no reward judges them: name one in rewards.functions, "
-            "and where rewards.by_source has this source there too"
-        )
+    """Whether something gives the rows of each source a score; of a spool those of the sources that are named. Raises
+    ConfigError."""
+    named = {*config.environment.by_source, *config.rewards.by_source}
+    for source in sorted({source_of(row.columns) for row in rows} or named or {None}, key=str):
+        check_judged(config, environments, source)
 
 
 def check_inherited() -> None:

@@ -16,14 +16,14 @@ from async_rlhf.actors.prompts import to_json
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.record import source_of
+from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.buffers.spool.claims import Rejected, Spool
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
 from async_rlhf.buffers.spool.stream import Stream
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import check_columns, environment_specs, stage_specs
+from async_rlhf.run.scoring import check_columns, check_judged, environment_specs, stage_specs
 
 _COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
@@ -104,7 +104,10 @@ class RowCheck:
         """What is asked of a row of this source with these columns and is not there."""
         config = self._config
         try:
-            check_columns(config, stage_specs(config), environment_specs(config), source, columns)
+            environments = environment_specs(config)
+            check_columns(config, stage_specs(config), environments, source, columns)
+            check_judged(config, environments, source)
+            config.scoring.reference.check_taught([{SOURCE: source}])
         except ConfigError as error:
             return str(error)
         return ""
