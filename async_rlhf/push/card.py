@@ -23,7 +23,7 @@ from async_rlhf.run.run_files import Tail, is_step, read_object
 
 # About the machine and its user, not about what was learned.
 _LEFT_OUT = {"output_dir", "address", "hooks", "launch", "placement", "security", "tracking", "disk_pause_bytes"}
-_FOLDERS = re.compile(r"(?<![\w/.:<>])/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
+_FOLDERS = re.compile(r"(?<![\w/.<>])/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
 _Z = 1.959964  # of a normal distribution, for 95 %
 
 
@@ -65,7 +65,7 @@ def _facts(run: RunDir, config: Config, made: Mapping[str, Any], data: Sequence[
     if counts := read_object(run.path / "data" / "summary.json"):
         yield "prompts", f"{counts.get('training')} to train on, {counts.get('held_out')} held out"
         yield "digest of the rows", RunData(run.path, config.data).digest
-    yield "rewards", ", ".join([*config.rewards.functions, config.environment.function]).strip(", ")
+    yield "rewards", ", ".join([*config.rewards.functions, *(each.function for each in config.environment.all.values())])
     if weights := config.rewards.weights:
         yield "weights of rewards", json.dumps(weights)
     yield "loss, advantage", f"{config.loss.kind}, {config.advantage.kind}"

@@ -101,6 +101,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 }
 _MASK = str(SecretStr("any"))
 LIKE_A_SECRET = re.compile(r"api_?key|token$|secret|passw|credential|authorization", re.IGNORECASE)
+_ASKS = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
 # A key of the same section is offered when it is a little like the one that was given, one from elsewhere when it is much so.
 _LIKE, _MUCH_LIKE = 0.7, 0.88
 
@@ -139,7 +140,9 @@ def masked(key: str, value: Any, config: type[BaseModel]) -> Any:
 
 def without_secrets(values: Any) -> Any:
     """Of a dump that already is without declared secrets: also texts under names of secrets in what has no schema (options of a
-    reward, arguments of vLLM) are asterisks. For who is not this user."""
+    reward, arguments of vLLM) are asterisks, and so is who asks in a URL (`http://NAME:KEY@host`). For who is not this user."""
+    if isinstance(values, str):
+        return _ASKS.sub(_MASK, values)
     if isinstance(values, dict):
         return {
             key: _MASK if isinstance(value, str) and value and LIKE_A_SECRET.search(key) else without_secrets(value)

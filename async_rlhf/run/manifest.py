@@ -60,7 +60,7 @@ def published(path: str) -> Published:
 def places(config: Config) -> list[str]:
     """What a configuration names that may come from the Hub."""
     data = [each.source for each in (config.data, *config.data.sources)]
-    return [config.model, *data, config.evaluation.source or ""]
+    return [config.model, *config.scoring.reference.directories, *data, config.evaluation.source or ""]
 
 
 def _origin(model: Path) -> dict[str, Any] | None:

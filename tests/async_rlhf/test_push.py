@@ -14,10 +14,11 @@ from huggingface_hub import constants
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.push.card import card
+from async_rlhf.run.config import changed
 from async_rlhf.run.manifest import published
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_data import RunData
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir, keep_config
 from tests.conftest import invoke
 from tests.formats.sample import SAMPLES, copied
 from tests.hub_server import TOKEN, Hub, hub
@@ -88,6 +89,18 @@ def test_what_came_from_the_hub_is_named_with_its_commit(run: RunDir) -> None:
     made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
     named = f"owner/base@{'c' * 40}"
     assert "base_model: owner/base\n" in made and f"from {named}." in made and f'model = "{named}"\n' in made
+
+
+def test_a_card_names_teachers_and_each_environment_and_neither_folders_nor_who_asks_a_server(run: RunDir) -> None:
+    more = {
+        "scoring.reference.by_source": {"words": BASE.replace("base", "teacher")},
+        "environment.by_source": {"words": {"function": "trl:/srv/tasks/words.py:Words"}},
+        "rewards.options": {"judge": {"url": "http://me:key@host:8000/v1"}},
+    }
+    keep_config(changed(run.config(), more), run.path / "config.toml")
+    made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
+    assert f'words = "owner/teacher@{"c" * 40}"' in made and 'url = "http://**********@host:8000/v1"' in made
+    assert "thrice.py:thrice, trl:words.py:Words" in made and "/srv" not in made
 
 
 @pytest.mark.usefixtures("quick_picture")
