@@ -44,7 +44,7 @@ def check_incremental(path: str, of: str) -> None:
         )
 
 
-def _forgets(stage: type[_Reward] | type[_Reference]) -> Callable[..., object]:
+def _forgets(stage: Callable[..., _Reward | _Reference]) -> Callable[..., object]:
     return lambda stream_ids, **options: stage(**options).judge().forget(stream_ids)
 
 
@@ -174,6 +174,11 @@ class _Reference(NamedTuple):
     threads: int = 1
     cache_bytes: int = _CACHE_BYTES
 
+    @classmethod
+    def of(cls, **given: Any) -> _Reference:
+        """given: also what the stage is called with beside, of which an incremental one needs nothing."""
+        return cls(**{name: value for name, value in given.items() if name in cls._fields})
+
     @functools.cache  # noqa: B019  a process has few, for all its life
     def model(self) -> ReferenceModel:
         from async_rlhf.actors.scoring.models import ReferenceModel
@@ -226,9 +231,9 @@ def _vocabulary(directory: Path) -> Any:
 
 
 def _prefetch_reference(
-    prompt_ids: list[list[int]], completion_ids: list[list[int]], stream_ids: list[int], **options: Any
+    prompt_ids: list[list[int]], completion_ids: list[list[int]], stream_ids: list[int], **given: Any
 ) -> None:
-    _Reference(**options).judge().prefetch(stream_ids, _samples(prompt_ids, completion_ids))
+    _Reference.of(**given).judge().prefetch(stream_ids, _samples(prompt_ids, completion_ids))
 
 
 @reward(
@@ -237,7 +242,7 @@ def _prefetch_reference(
     workers=1,
     timeout_s=60.0,
     prepare=_prepare_reference,
-    stream=Stream(_prefetch_reference, _forgets(_Reference)),
+    stream=Stream(_prefetch_reference, _forgets(_Reference.of)),
 )
 def reference(
     prompt_ids: list[list[int]],

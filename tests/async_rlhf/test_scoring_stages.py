@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from async_rlhf.actors.rewards.settings import settings_of
+from async_rlhf.actors.rewards.signature import Signature
+from async_rlhf.actors.scoring.model_stages import _Reference, reference
+from async_rlhf.actors.scoring.pool import STREAM
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
@@ -60,6 +64,20 @@ def test_stages_may_stand_in_one_scorer_process_for_all_actors(small: Callable[.
     (scorer,) = [node for node in nodes if node.role == "scorer"]
     served = [scorer.arguments[0] in node.arguments for node in nodes if node.role == "actor"]
     assert served == [True, True]
+
+
+def test_a_reference_reads_what_is_not_written_yet_and_forgets_it(small: Callable[..., Any]) -> None:
+    config = small(**IN_THE_ACTOR, **{"scoring.stages.reference.stream_tokens": 4})
+    stream, spec = settings_of(reference).stream, stage_specs(config)[-1]
+    assert stream is not None
+    begun = Signature.of(reference).arguments(
+        [{"prompt_ids": [1, 2], "completion_ids": [3, 4], STREAM: 7, "source": "words"}], spec.options
+    )
+    judge = _Reference.of(**spec.options).judge()
+    stream.prefetch(**begun)
+    assert judge.streams == {7}
+    stream.forget([7], **spec.options)
+    assert not judge.streams
 
 
 def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have_asked(small: Callable[..., Any]) -> None:
