@@ -31,7 +31,6 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.launch.local import warm
 from async_rlhf.preparation import prepare, rows_of
 from async_rlhf.run.caller import served, split, target_of
-from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.display import Progress
 from async_rlhf.run.display.console import Display
@@ -346,8 +345,8 @@ def _resolved(
             changed |= {"data.source": CALLER_ROWS, "data.sources": [], "data.options": {}}
         loaded = load(config, changed)
         rows = rows_of(loaded, data, resume)
-        columns = None if loaded.data.spool is not None else common_columns([*rows[0], *rows[1]])
-        with served(own_rewards, own_environment, loaded, columns) as (resolved, variables):
+        known = None if loaded.data.spool is not None else [*rows[0], *rows[1]]
+        with served(own_rewards, own_environment, loaded, known) as (resolved, variables):
             yield resolved, rows, variables
     except AsyncRLHFError as error:
         error.args = tuple(in_python(each) if isinstance(each, str) else each for each in error.args)

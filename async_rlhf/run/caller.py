@@ -12,7 +12,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,10 +19,13 @@ from typing import Any
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments import settings_of as environment_settings
 from async_rlhf.actors.environments.loading import spec_in_process as environment_in_process
+from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import RewardSpec, adapted, settings_of, spec_in_process, spec_of
 from async_rlhf.actors.workers import CALLER, CALLER_VARIABLE
 from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.record import source_of
 from async_rlhf.launch.sockets import socket_directory
+from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, override
 
 Function = Callable[..., Any]
@@ -71,11 +73,11 @@ def target_of(environment: Function) -> tuple[str, Function | None]:
 
 @contextmanager
 def served(
-    rewards: Mapping[str, Function], environment: Function | None, config: Config, columns: AbstractSet[str] | None
+    rewards: Mapping[str, Function], environment: Function | None, config: Config, rows: Sequence[Row] | None
 ) -> Iterator[tuple[Config, dict[str, str]]]:
     """Serves these until the end of the block, for a run of the configuration, with the variables, that it gives.
 
-    columns: those of the data, None where they are not known yet. Raises ConfigError.
+    rows: the data, None where they are not known yet. Raises ConfigError.
     """
     if not rewards and environment is None:
         yield config, {}
@@ -86,14 +88,14 @@ def served(
         if rewards:
             from async_rlhf.actors.scoring.server import ScoringServer
 
-            functions, specs = _specs(rewards, config, columns)
+            functions, specs = _specs(rewards, config, rows)
             scoring = config.scoring.model_copy(update={"placement": "actor"})
             _start(made, ScoringServer(specs, scoring, f"ipc://{directory}/rewards", functions=functions))
             changed |= _reward_overrides(rewards, config)
         if environment is not None:
             from async_rlhf.actors.environments.server import EnvironmentServer
 
-            spec = _environment_spec(environment, config, columns)
+            spec = _environment_spec(environment, config, rows)
             address = f"ipc://{directory}/environment"
             _start(made, EnvironmentServer(spec, config.environment, address, function=environment))
             limits = {key: getattr(spec, key) for key in ("max_turns", "timeout_s", "episode_timeout_s")}
@@ -115,12 +117,16 @@ def _start(made: ExitStack, server: Any) -> None:
 
 
 def _specs(
-    rewards: Mapping[str, Function], config: Config, columns: AbstractSet[str] | None
+    rewards: Mapping[str, Function], config: Config, rows: Sequence[Row] | None
 ) -> tuple[dict[str, Function], list[RewardSpec]]:
     """The functions as ours, and their specs with the time-outs that the configuration gives them."""
+    judges = config.rewards.by_source
     try:
         functions = {name: adapted(function) for name, function in rewards.items()}
-        specs = [spec_in_process(name, function, columns) for name, function in functions.items()]
+        specs = [
+            spec_in_process(name, function, _columns(rows, lambda source, name=name: name in judges.get(source, (name,))))
+            for name, function in functions.items()
+        ]
     except RewardError as error:
         raise ConfigError(f"a reward of the calling process {error}") from error
     stages = config.scoring.stages
@@ -143,7 +149,7 @@ def _reward_overrides(rewards: Mapping[str, Function], config: Config) -> dict[s
     return changed
 
 
-def _environment_spec(environment: Function, config: Config, columns: AbstractSet[str] | None) -> EnvironmentSpec:
+def _environment_spec(environment: Function, config: Config, rows: Sequence[Row] | None) -> EnvironmentSpec:
     settings, name = environment_settings(environment), _environment_name(environment)
     own = f"{name!r} cannot be imported by another process"
     if settings.at_limit != 0.0:
@@ -152,10 +158,17 @@ def _environment_spec(environment: Function, config: Config, columns: AbstractSe
         )
     if settings.tools:
         raise ConfigError(f"@environment(tools=...): {own}, and the model would not be shown its tools; {_FILE}")
+    columns = _columns(rows, lambda source: source not in config.environment.by_source)
     spec = environment_in_process(name, environment, config.environment.options, config.environment.given, columns)
     if spec.calls:
         raise ConfigError(f"environment: {own}, and such a one makes no Calls; {_FILE}")
     return spec
+
+
+def _columns(rows: Sequence[Row] | None, is_asked: Callable[[str], bool]) -> set[str] | None:
+    """Those of every row whose source is asked about; None where there is none, or they are not known."""
+    own = [row for row in rows or () if is_asked(source_of(row.columns) or "")]
+    return common_columns(own) if own else None
 
 
 def _environment_name(environment: Function) -> str:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from async_rlhf import Feedback, Score, environment
+from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards.loading import attribute
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.episodes import Trial, configuration, play
 from async_rlhf.run.caller import served, target_of
 from async_rlhf.run.config import Config
+
+ROWS = [Row("2 * 4 =", {"answer": "8"})]
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def config(tmp_path: Path) -> Callable[..., Config]:
 
 def trials(function: Any, config: Config, *turns: str) -> list[Trial]:
     written = iter(turns)
-    with served({}, function, config, {"answer"}) as (resolved, variables), pytest.MonkeyPatch.context() as patch:
+    with served({}, function, config, ROWS) as (resolved, variables), pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
         return list(play(resolved, 2, lambda _: next(written, None)))
@@ -85,10 +88,23 @@ def test_a_second_run_beside_it_has_its_own(config: Callable[..., Config]) -> No
         yield prompt
         yield Score(2.0)
 
-    with served({}, own, config(own), {"answer"}) as (_, variables):
+    with served({}, own, config(own), ROWS) as (_, variables):
         assert [trial.score for trial in trials(other, config(other), "8", "2")] == [Score(2.0), Score(2.0)]
-        with served({}, other, config(other), {"answer"}) as (_, others):
+        with served({}, other, config(other), ROWS) as (_, others):
             assert variables.keys() == others.keys() and variables != others
+
+
+def test_columns_are_asked_of_the_rows_alone_that_are_judged_or_played(small: Any) -> None:
+    def own(prompt: str, answer: str) -> Iterator[Any]:
+        yield Score(1.0)
+
+    of_words = {"rewards.by_source": {"words": []}, "environment.by_source.words": "words.py:words"}
+    words, others = Row("a", {"source": "words"}), Row("b", {"source": "numbers", "answer": "8"})
+    for rewards, function in (({"judge": lambda completion, answer: 1.0}, None), ({}, own)):
+        with served(rewards, function, small(**of_words), [words, others]):
+            pass
+        with pytest.raises(ConfigError, match="'answer'"), served(rewards, function, small(), [words, others]):
+            pass
 
 
 def test_without_the_process_that_has_it_every_episode_says_so(config: Callable[..., Config]) -> None:
