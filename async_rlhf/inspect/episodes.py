@@ -26,9 +26,8 @@ from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.score import Score
 from async_rlhf.inspect.trials import in_words, quantiles
-from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, load
-from async_rlhf.run.scoring import environment_specs
+from async_rlhf.run.scoring import common_columns, environment_specs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

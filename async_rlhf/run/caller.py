@@ -25,8 +25,8 @@ from async_rlhf.actors.workers import CALLER, CALLER_VARIABLE
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.record import source_of
 from async_rlhf.launch.sockets import socket_directory
-from async_rlhf.run.checks.preflight import common_columns
 from async_rlhf.run.config import Config, override
+from async_rlhf.run.scoring import common_columns
 
 Function = Callable[..., Any]
 _REWARDS, _ENVIRONMENT = f"{CALLER}rewards", f"{CALLER}environment"
@@ -120,13 +120,13 @@ def _specs(
     rewards: Mapping[str, Function], config: Config, rows: Sequence[Row] | None
 ) -> tuple[dict[str, Function], list[RewardSpec]]:
     """The functions as ours, and their specs with the time-outs that the configuration gives them."""
-    judges = config.rewards.by_source
+
+    def asked(name: str) -> set[str] | None:
+        return _columns(rows, lambda source: name in config.rewards.by_source.get(source, (name,)))
+
     try:
         functions = {name: adapted(function) for name, function in rewards.items()}
-        specs = [
-            spec_in_process(name, function, _columns(rows, lambda source, name=name: name in judges.get(source, (name,))))
-            for name, function in functions.items()
-        ]
+        specs = [spec_in_process(name, function, asked(name)) for name, function in functions.items()]
     except RewardError as error:
         raise ConfigError(f"a reward of the calling process {error}") from error
     stages = config.scoring.stages

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
+from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.model_stages import check_incremental, check_teacher
@@ -61,6 +62,12 @@ def _check_environment(config: Config, spec: EnvironmentSpec, names: Sequence[st
 def played_by(config: Config, source: str | None) -> str | None:
     """Which of the environments, by source, plays rows of this source; None: they have one turn."""
     return source if source in config.environment.by_source else "" if config.environment.function else None
+
+
+def common_columns(rows: Iterable[Row]) -> set[str]:
+    """The columns that every row has."""
+    kinds = {frozenset(row.columns) for row in rows}
+    return set(frozenset.intersection(*kinds)) if kinds else set()
 
 
 def check_columns(

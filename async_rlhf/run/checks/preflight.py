@@ -42,6 +42,7 @@ from async_rlhf.run.scoring import (
     check_judged,
     check_judging,
     check_teachers,
+    common_columns,
     environment_specs,
     played_by,
     score_names,
@@ -236,12 +237,6 @@ def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, l
             f"longest: {max(found.too_long.values())}. Raise the limit, shorten the prompt, which begins "
             f"{texts[number][:60]!r}, or leave such prompts out: data.on_overlong = 'drop'"
         )
-
-
-def common_columns(rows: Iterable[Row]) -> set[str]:
-    """The columns that every row has."""
-    kinds = {frozenset(row.columns) for row in rows}
-    return set(frozenset.intersection(*kinds)) if kinds else set()
 
 
 def _check_columns(config: Config, rows: Sequence[Row], environments: Environments) -> None:
