@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.run.checks.preflight import check_tracking
 from async_rlhf.run.processes.evaluation import record_evaluation
-from async_rlhf.run.processes.tracking import _alone, measures, rewind, track, tracker_nodes
+from async_rlhf.run.processes.tracking import _alone, _Lines, _Sent, measures, rewind, track, tracker_nodes
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision import supervisor
 from async_rlhf.run.supervision.child import Child
@@ -232,6 +233,22 @@ def test_a_run_without_a_tracker_is_sent_from_its_files_once_and_set_back_it_is_
     rewind(run, 10)
     assert "10 steps" in CliRunner().invoke(app, arguments).output
     assert len(shown(run.path / "tensorboard")) == 1001 and len(shown(run.path / "tensorboard-2")) == 10
+
+
+def test_a_table_has_all_groups_of_its_step_and_each_step_has_one(supervised: Callable[..., Supervised]) -> None:
+    run, tables = supervised("none").run, list[tuple[int, list[Any]]]()
+    tracker: Any = SimpleNamespace(table=lambda name, step, at, rows: tables.append((step, [row["prompt"] for row in rows])))
+    lines, sent = _Lines(run), _Sent()
+    for steps in ((1, 1, 2), (25, 25), (49, 50)):
+        with run.samples.open("a") as file:
+            file.writelines(
+                json.dumps({"step": step, "prompt": f"{step} {at}", "rollouts": [{"text": "a"}] * 20}) + "\n"
+                for at, step in enumerate(steps)
+            )
+        (sent,) = lines.send(tracker, sent)
+    assert [(step, len(rows), {*rows}) for step, rows in tables] == [
+        (1, 32, {"1 0", "1 1"}), (25, 32, {"25 0", "25 1"}), (50, 20, {"50 1"}),
+    ]  # fmt: skip
 
 
 def test_what_cannot_be_sent_is_refused_with_the_reason(

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -131,12 +132,13 @@ class _Lines:
                 if rows := _rows(record, record.get("samples")):
                     tracker.table("evaluation_samples", record["step"], _time(record), rows)
                 sent = sent.model_copy(update={"evaluations": self._num_evaluations})
-        for record in self._samples.rest():
-            is_due = is_step(record) and record["step"] > sent.sampled
-            if is_due and (record["step"] == 1 or record["step"] % _SAMPLED_EVERY == 0):
-                if rows := _rows(record, record.get("rollouts")):
-                    tracker.table("rollouts", record["step"], _time(record), rows)
-                sent = sent.model_copy(update={"sampled": record["step"]})
+        groups = [each for each in self._samples.rest() if is_step(each) and each["step"] > sent.sampled]
+        for step, found in groupby(groups, key=lambda each: each["step"]):
+            if step == 1 or step % _SAMPLED_EVERY == 0:
+                of_step = list(found)
+                if rows := [row for each in of_step for row in _rows(each, each.get("rollouts"))]:
+                    tracker.table("rollouts", step, _time(of_step[0]), rows[:_MOST_ROWS])
+                sent = sent.model_copy(update={"sampled": step})
         yield sent
 
 
