@@ -83,6 +83,8 @@ def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterat
 def _without_advantages(advantage: AdvantageConfig, loss: LossConfig) -> Iterator[str]:
     for name in advantage.model_dump(exclude_defaults=True, exclude={"max_constant_batches"}):
         yield f"advantage.{name} is set, and loss.kind = {loss.kind!r} learns from a teacher and not from rewards: leave it out"
+    if loss.off_policy_delta is not None:
+        yield f"loss.off_policy_delta masks where an advantage is below 0, and {loss.kind!r} has none; set it to 'none'"
     if loss.kl_in_reward:
         yield f"loss.kl_in = 'reward': rewards do not count in loss.kind = {loss.kind!r}; set loss.kl_in = 'loss'"
 

@@ -32,6 +32,7 @@ SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1
         ({**ALONE, "advantage.kind": "leave_one_out"}, "advantage.kind is set, .*learns from a teacher.*leave it out"),
         ({**ALONE, "advantage.constant_groups": "refill"}, "advantage.constant_groups is set"),
         ({**ALONE, "loss.kl_coef": 0.1, "loss.kl_in": "reward"}, "rewards do not count.*set loss.kl_in = 'loss'"),
+        ({**ALONE, "loss.off_policy_delta": 0.1}, "masks where an advantage is below 0, and 'reverse_kl' has none"),
         ({**ALONE, "loss.is_cap": "none"}, "without an importance weight"),
         ({**ALONE, "scoring.stages.reference.placement": "learner"}, "scoring.reference.path is about a stage"),
         ({**ALONE, "scoring.reference.by_source": {"code": "tiny-speller"}}, "'code', which is the source of no row"),
