@@ -220,16 +220,14 @@ class RewardsConfig(Section):
             return by_source
         return {source: _table(rewards) for source, rewards in by_source.items()}
 
-    def specs(
-        self, base_dir: Path, stages: Mapping[str, StageConfig], columns: AbstractSet[str] | None = None
-    ) -> tuple[RewardSpec, ...]:
+    def specs(self, base_dir: Path, stages: Mapping[str, StageConfig]) -> tuple[RewardSpec, ...]:
         """The rewards, proven to be loadable (`async_rlhf.actors.rewards.resolve`); raises ConfigError for one that is not.
 
         stages: those of `ScoringConfig`, which override `@reward(...)`.
         """
         settings = {name: stage.given for name, stage in stages.items() if name != REFERENCE}
         try:
-            specs = resolve(self.functions, base_dir, columns, self.options, settings)
+            specs = resolve(self.functions, base_dir, None, self.options, settings)
         except (RewardError, ConfigError) as error:  # before the start a reward that cannot be loaded is a wrong setting
             raise ConfigError(f"{error}{self._default}") from error
         names = [spec.name for spec in specs]

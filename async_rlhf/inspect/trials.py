@@ -105,8 +105,11 @@ def try_rewards(
     config = RewardsConfig.model_validate({**settings, "functions": names})
     running = ScoringConfig.model_validate(scoring or {})
     groups = _groups(_objects(data), limit)
-    columns = set.intersection(*(set(member) for group in groups for member in group))
-    specs = config.specs(Path.cwd(), running.stages, columns)
+    members = [member for group in groups for member in group]
+    columns = set.intersection(*map(set, members))
+    specs = config.specs(Path.cwd(), running.stages)
+    for source in {source_of(member) for member in members}:
+        config.check_columns(specs, source, set.intersection(*(set(each) for each in members if source_of(each) == source)))
     for spec in specs:
         for missing in set(spec.fields or ()) & set(_TOKENS) - columns:
             raise ConfigError(

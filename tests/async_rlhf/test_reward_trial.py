@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from async_rlhf import Score, try_rewards
 from async_rlhf.actors.rewards.builtins.text import exact
-from async_rlhf.buffers.errors import DeadlineError
+from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.cli.commands import app
 from tests.conftest import QUICK
 
@@ -97,6 +97,16 @@ def test_the_same_from_python_with_functions_and_groups(folder: Path) -> None:
     trial = try_rewards([exact, "judges.py:best"], groups)
     assert [each["best"] for each in trial.scores] == [Score(0.0), Score(1.0), Score(1.0)]
     assert [each["exact"].value for each in trial.scores] == [0.0, 1.0, 0.0] and trial.num_failed == 0
+
+
+def test_each_reward_asks_for_columns_of_the_sources_that_it_judges(folder: Path) -> None:
+    (folder / "other.py").write_text("def named(completion, word):\n    return 1.0\n")
+    data = [{"completion": "4", "answer": "4", "source": "sums"}, {"completion": "4", "word": "four", "source": "words"}]
+    rewards = ["exact", "other.py:named"]
+    found = try_rewards(rewards, data, by_source={"sums": ["exact"], "words": ["named"]})
+    assert [(each.num_scored, each.num_not_applicable) for each in found.rewards] == [(1, 1), (1, 1)]
+    with pytest.raises(ConfigError, match="reward 'exact'"):
+        try_rewards(rewards, data, by_source={"sums": ["exact"]})
 
 
 def test_a_reward_that_never_answers_ends_the_trial_with_a_name(folder: Path) -> None:
