@@ -236,7 +236,7 @@ class Format:
         )
 
 
-RUN = Format("a run directory", 3)
+RUN = Format("a run directory", 4)
 JOURNAL = Format("a journal", 3)
 WEIGHTS = Format("a weight set", 1)
 QUEUE = Format("an entry of a queue of runs", 1)

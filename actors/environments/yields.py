@@ -68,7 +68,12 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
     if isinstance(value, Score):
         return _end(value, turn)
     if calls and isinstance(value, Scores):
-        return replace(_end(value.score, turn), turn_scores=value.turns)
+        answers = [read(each) for each in value.turns]
+        if failed_ones := [answer.failure for answer in answers if answer.failure is not None]:
+            return fails("not readable", f"Scores with a score of a turn: {failed_ones[0]}")
+        if len(answers) > turn:
+            return fails("not readable", f"Scores of {len(answers)} turns, and the model wrote {turn}")
+        return replace(_end(value.score, turn), turn_scores=tuple(answer.value for answer in answers))
     if calls:
         call = _call(value, turn)
         if isinstance(call, End):

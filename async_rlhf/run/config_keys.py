@@ -100,7 +100,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 _MASK = str(SecretStr("any"))
-LIKE_A_SECRET = re.compile(r"api_?key|token$|secret|passw|credential|authorization", re.IGNORECASE)
+# A setting that names an environment variable is none.
+LIKE_A_SECRET = re.compile(r"^(?!.*_env$).*(api_?key|_key$|_pat$|token$|secret|passw|credential|authorization)", re.IGNORECASE)
 _ASKS = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
 # A key of the same section is offered when it is a little like the one that was given, one from elsewhere when it is much so.
 _LIKE, _MUCH_LIKE = 0.7, 0.88

@@ -20,7 +20,7 @@ from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir, keep_config
 from tests.conftest import invoke
-from tests.formats.sample import SAMPLES, copied
+from tests.formats.sample import copied
 from tests.hub_server import TOKEN, Hub, hub
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # between huggingface_hub and httpx2
@@ -30,7 +30,7 @@ BASE = "/cache/hub/models--owner--base/snapshots/" + "c" * 40
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return copied(tmp_path, max(SAMPLES))
+    return copied(tmp_path, 3)
 
 
 @pytest.fixture

@@ -73,17 +73,15 @@ def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatc
     wandb.init = lambda **settings: (got.update(settings), types.SimpleNamespace(define_metric=lambda *a, **k: None))[1]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delitem(sys.modules, "async_rlhf.run.tracking.to_wandb", raising=False)
-    options = {
-        "rewards.options": {"judge": {"api_key": KEY, "max_tokens": 9, "url": f"http://me:{KEY}@host/v1"}},
-        "rewards.functions": ["judge.py:judge"],
-    }
+    own = {"api_key": KEY, "api_key_env": "MY_KEY", "max_tokens": 9, "url": f"http://me:{KEY}@host/v1"}
+    options = {"rewards.options": {"judge": own}, "rewards.functions": ["judge.py:judge"]}
     run = RunDir.create(small(**SECRETS, **options))
     run.retire()
     opened("wandb", run, 1)
     monkeypatch.delitem(sys.modules, "async_rlhf.run.tracking.to_wandb")
     assert KEY not in json.dumps(got["config"]) and got["config"]["hooks"]["url"] == "**********"
-    assert got["config"]["rewards"]["options"]["judge"]["api_key"] == "**********"
-    assert got["config"]["rewards"]["options"]["judge"]["url"] == "http://**********@host/v1"
+    shown = {**own, "api_key": "**********", "url": "http://**********@host/v1"}
+    assert got["config"]["rewards"]["options"]["judge"] == shown
 
 
 def test_another_host_is_given_none(small: Any) -> None:

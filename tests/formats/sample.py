@@ -7,7 +7,7 @@ from pathlib import Path
 
 from async_rlhf.run.run_dir import RunDir
 
-SAMPLES = {number: Path(__file__).parent / f"run-{number}" for number in (1, 2, 3)}
+SAMPLES = {number: Path(__file__).parent / f"run-{number}" for number in (1, 2, 3, 4)}
 
 
 def copied(folder: Path, number: int) -> RunDir:

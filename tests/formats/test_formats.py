@@ -1,8 +1,9 @@
 """What earlier versions left on disk is read by this one; what a newer one left is refused by name and stays as it is.
 
 `run-N` is a run directory of format N: three steps of a random model, with its journal kept and `@HERE@` for the folder that it
-lies in; that of format 2 has an environment, that of format 3 one whose rows begin anew. To be kept as they are: a change that
-cannot read one raises `oldest` in `async_rlhf/buffers/files.py`, and adds another.
+lies in. That of format 2 has an environment, that of format 3 one whose rows begin anew, that of format 4 an agent whose calls
+have scores, played by a model whose experts are recorded. To be kept as they are: a change that cannot read one raises `oldest`
+in `async_rlhf/buffers/files.py`, and adds another.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def test_everything_in_the_sample_carries_a_number_and_is_read(run: RunDir) -> N
     assert sum(rollout.num_tokens for batch in batches for group in batch.groups for rollout in group.rollouts) == sum(
         record["num_tokens"] for record in run.read_metrics()
     )
-    anew = [rollout.restarts for batch in batches for group in batch.groups for rollout in group.rollouts]
-    assert any(anew) == (run.path.name == "run-3")
+    rollouts = [rollout for batch in batches for group in batch.groups for rollout in group.rollouts]
+    assert any(rollout.restarts for rollout in rollouts) == (run.path.name in ("run-3", "run-4"))
+    of_calls = [rollout.routing is not None and len(rollout.turn_scores) == len(rollout.turn_lengths) for rollout in rollouts]
+    assert all(of_calls) == (run.path.name == "run-4")
     journal = Journal(run.path / "queue")
     assert (journal.replay.state.committed_step, journal.replay.torn_bytes) == (3, 0)
     journal.close()
@@ -94,10 +97,9 @@ def test_a_run_directory_of_a_newer_format_is_refused_by_every_command_and_left_
     words = ["train", str(config), *verb.split()[1:]] if verb.startswith("train") else [*verb.split(), str(run.path)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 3, result.output
-    assert (
-        f"{run.path}: a run directory of format 4, this version of async-rlhf reads 1 to 3. Nothing was changed"
-        in result.output
-    )
+    newest = files.RUN.newest
+    refused = f"a run directory of format {newest + 1}, this version of async-rlhf reads 1 to {newest}. Nothing was changed"
+    assert f"{run.path}: {refused}" in result.output
     assert content(run) == before
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.environments import Call, Reply
+from async_rlhf.actors.environments.settings import Scores
 from async_rlhf.actors.environments.yields import MAX_BYTES, End, Read, read_yield
 from async_rlhf.buffers.score import Score
 from tests.actors.environments.played import Bench
@@ -100,6 +101,9 @@ def test_a_call_comes_as_it_was_made_and_its_reply_goes_back(bench: Callable[...
         (Call(0, ASKED, max_tokens=1.0), "yielded a Call whose max_tokens is float 1.0"),  # type: ignore[arg-type]
         (Call(0, ASKED, stop="end"), "yielded a Call whose stop is str 'end'; at most 16 texts of 1 to 256"),  # type: ignore[arg-type]
         (Call(0, ASKED, stop=("",)), "yielded a Call whose stop is tuple ('',)"),
+        (Scores(Score(1.0), (0.5, float("nan"))), "Scores with a score of a turn:"),
+        (Scores(Score(1.0), (0.5, "good")), "Scores with a score of a turn:"),  # type: ignore[arg-type]
+        (Scores(Score(1.0), (0.5, 0.5)), "Scores of 2 turns, and the model wrote 1"),
         (Call(0, ASKED, trained=1), "yielded a Call whose trained is int 1"),  # type: ignore[arg-type]
     ],
 )
