@@ -46,8 +46,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         self.values: list[torch.Tensor] = []
         self.routing: list[torch.Tensor] = []
         self._choices = 0
-        # Whether a pass that was begun is computed: others, of a probe, leave nothing.
-        self.is_in_pass = False
+        self.is_in_pass = False  # that was begun; others, of a probe, leave nothing
         self._slots = slots
         self._max_length, self._max_places, self._step = max_length, max_places, step
         self._num_columns = 0

@@ -204,7 +204,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
     prompt, *parts = (ids[end - length : end] for length, end in zip(id_lengths, accumulate(id_lengths), strict=True))
     numbers = [logprobs[end - length : end] for length, end in zip(logprob_lengths, accumulate(logprob_lengths), strict=True)]
     masks, references = iter(parts[size:]), iter(numbers[size:])
-    routings = [None] * size if routing is None else _routings(header, routing)
+    routed = None if routing is None else np.split(routing, np.cumsum(_num_routed(header))[:-1])
     try:
         rollouts = tuple(
             Rollout(
@@ -218,7 +218,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
                 sampling_mask=None if header.num_support[member] is None else SamplingMask(next(masks), next(masks)),
                 reference=next(references) if header.has_reference[member] else None,
                 turn_scores=tuple(header.turn_scores[member]) if header.turn_scores else (),
-                routing=routings[member],
+                routing=None if routed is None else np.concatenate((routed[0], routed[member + 1])),
             )
             for member in range(size)
         )
@@ -273,12 +273,6 @@ def _num_routed(header: GroupHeader) -> list[int]:
     restarts = header.restarts or [[]] * len(header.num_tokens)
     read = (max(0, count - 1 - len(own)) for count, own in zip(header.num_tokens, restarts, strict=True))
     return [header.num_prompt_tokens, *read]
-
-
-def _routings(header: GroupHeader, routing: RoutingArray) -> list[RoutingArray | None]:
-    """Of each member, the prompt's first."""
-    prompt, *others = np.split(routing, np.cumsum(_num_routed(header))[:-1])
-    return [np.concatenate((prompt, each)) for each in others]
 
 
 def _num_sampled(header: GroupHeader) -> list[int]:

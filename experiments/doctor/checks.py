@@ -45,8 +45,7 @@ MIXTURES = ("qwen3_moe", "olmoe", "deepseek_v3")
 _BETWEEN: Mapping[str, tuple[Literal["float32", "bfloat16"], float]] = {
     "nothing": ("float32", 0.0), "bfloat16": ("bfloat16", 0.0), "an update": ("float32", 0.003),
 }  # fmt: skip
-# Nats a token, with the same weights and experts.
-_SAME = 1e-4
+_SAME = 1e-4  # nats a token, with the same weights and experts
 
 
 class Skipped(Exception):
@@ -78,9 +77,8 @@ def check_experts(device: str, directory: Path) -> str:
 
 
 def mismatches(kind: str, directory: Path, device: str = "cpu") -> dict[str, list[float]]:
-    """Of a model with 4 of 16 experts, by what is between learner and engine (`_BETWEEN`): mean difference of log-probabilities
-    in nats, with the learner's own experts and with replayed ones; in which share of predicting positions x layers its own are
-    others."""
+    """Of a model with 4 of 16 experts, by what is between learner and engine: nats a token with the learner's own experts, with
+    replayed ones; in which share of predicting positions x layers its own are others."""
     families.model(kind, **families.experts(kind, 16, 4)).save_pretrained(directory)
     engine = load_engine(str(directory), EngineConfig(device=device, slots=6, prefill_tokens=16, replay_routing=True))
     groups, found = [_sampled(engine, number) for number in range(4)], {}
