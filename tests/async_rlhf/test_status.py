@@ -151,7 +151,7 @@ def test_a_step_says_how_long_the_rest_will_take_and_when_scores_failed(printed:
     assert line({**RECORD, "rewards/failed_ratio": 0.25}).endswith("failed scores: 25.0%")
     display, lines = printed
     clock = iter([0.0, 20.0, 40.0])
-    monkeypatch.setattr("async_rlhf.run.display.console.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("async_rlhf.run.display.console.time", SimpleNamespace(monotonic=lambda: next(clock)))
     for step in (1, 11, 100):
         display.step({**RECORD, "step": step}, 100)
     assert "left" not in lines()[0] and lines()[1].endswith("left 0:02:58") and "left" not in lines()[2]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_sweep_takes_what_is_left_of_a_cell_and_whole_cells_for_those_that_wai
 
 def test_a_sweep_prints_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     said, clock = list[str](), iter([0.0, 2.0, 4.0, 20.0])
-    monkeypatch.setattr("async_rlhf.experiments.staleness.sweep.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("async_rlhf.experiments.staleness.sweep.time", SimpleNamespace(monotonic=lambda: next(clock)))
     progress = CellProgress(HEAD, 30, Pace(waiting=1), said.append)
     for step in (1, 2, 3, 11):
         progress.step({"step": step}, 100)
