@@ -215,17 +215,22 @@ def check_teacher(path: str, policy: str, of: str) -> None:
         )
     check_own_code(directory, of)
     own, other = (_vocabulary(Path(each)) for each in (policy, path))
-    if own is not None and other is not None and own != other:
+    if own is not None and other is not None and not own.items() <= other.items():
         raise ConfigError(
             f"{of} = {path!r} has other tokens than model = {policy!r}, and a teacher is asked about the policy's: choose one "
             "of its family, with the same tokenizer.json"
         )
 
 
-def _vocabulary(directory: Path) -> Any:
-    """Tokens and their ids, where a tokenizer.json has them."""
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    """Tokens and their ids, added ones too, where a tokenizer.json has them."""
     try:
-        return json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+        described = json.loads((directory / "tokenizer.json").read_text())
+        known = described["model"]["vocab"]
+        if isinstance(known, list):  # of (token, score)
+            known = {token: number for number, (token, _) in enumerate(known)}
+        added: dict[str, int] = {each["content"]: each["id"] for each in described.get("added_tokens") or ()}
+        return {**known, **added}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

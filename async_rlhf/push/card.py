@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from async_rlhf.learner.checkpoint.store import step_of
-from async_rlhf.run.config import Config
+from async_rlhf.run.config import Config, in_toml
 from async_rlhf.run.config_keys import without_secrets
 from async_rlhf.run.live import changes, effective
 from async_rlhf.run.manifest import Published, places, published
@@ -72,7 +72,7 @@ def _facts(run: RunDir, config: Config, made: Mapping[str, Any], data: Sequence[
     yield "batch", f"{config.learner.batch_size} completions in groups of {config.generation.group_size}"
     yield "seed", config.seed
     packages = [f"{package} {version}" for package, version in made.get("packages", {}).items()]
-    yield "versions", ", ".join([*packages, f"Python {made.get('python')}", f"commit {made.get('git_commit')}"])
+    yield "versions", ", ".join([*packages, f"Python {made.get('python')}", f"sources {made.get('sources')}"])
 
 
 def _evaluations(run: RunDir, step: int) -> Iterator[tuple[object, ...]]:
@@ -106,8 +106,8 @@ def _staleness(run: RunDir, config: Config, step: int) -> str:
 
 
 def _settings(config: Config) -> str:
-    values = config.model_dump(mode="json", exclude_defaults=True, exclude_none=True, exclude=_LEFT_OUT)
-    text = tomli_w.dumps(without_secrets(values))
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude=_LEFT_OUT)
+    text = tomli_w.dumps(in_toml(without_secrets(values)))
     for path in filter(None, places(config)):
         text = text.replace(path, str(published(path)))
     return text

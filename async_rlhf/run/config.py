@@ -285,15 +285,16 @@ def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def dump(config: Config) -> str:
     """The resolved configuration as TOML, every value written out, secrets too."""
+    return tomli_w.dumps(in_toml(config.model_dump(mode="json", context=REVEALED)))
 
-    def written(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: written(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [written(each) for each in value]
-        return "none" if value is None else value
 
-    return tomli_w.dumps(written(config.model_dump(mode="json", context=REVEALED)))
+def in_toml(value: Any) -> Any:
+    """A copy of plain values with None as it is written there."""
+    if isinstance(value, dict):
+        return {key: in_toml(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [in_toml(each) for each in value]
+    return "none" if value is None else value
 
 
 def differences(old: Config, new: Config) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
@@ -184,6 +185,8 @@ def check_teachers(config: Config) -> None:
         where = "scoring.reference.path" if path == own.path else "scoring.reference.by_source"
         if not is_address(path):
             check_teacher(path, config.model, where)
+        elif not urlsplit(path).hostname:
+            raise ConfigError(f"{where} = {path!r} names no host; http://HOST:PORT/v1")
         elif (generation.temperature, generation.truncation) != (1.0, ""):
             asked = generation.truncation or f"temperature = {generation.temperature:g}"
             raise ConfigError(

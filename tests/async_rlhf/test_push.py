@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from tomllib import loads as parse_toml
 from typing import Any
 
 import pytest
@@ -95,12 +96,16 @@ def test_a_card_names_teachers_and_each_environment_and_neither_folders_nor_who_
     more = {
         "scoring.reference.by_source": {"words": BASE.replace("base", "teacher")},
         "environment.by_source": {"words": {"function": "trl:/srv/tasks/words.py:Words"}},
+        "rewards.by_source": {"words": ["judge"]},
         "rewards.options": {"judge": {"url": "http://me:key@host:8000/v1"}},
     }
     keep_config(changed(run.config(), more), run.path / "config.toml")
     made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
     assert f'words = "owner/teacher@{"c" * 40}"' in made and 'url = "http://**********@host:8000/v1"' in made
     assert "thrice.py:thrice, trl:words.py:Words" in made and "/srv" not in made
+    assert parse_toml(made.partition("```toml\n")[2].partition("```")[0])["rewards"]["by_source"] == {
+        "words": {"judge": "none"}
+    }
 
 
 @pytest.mark.usefixtures("quick_picture")

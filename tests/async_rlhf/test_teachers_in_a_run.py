@@ -36,6 +36,8 @@ SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1
         ({**ALONE, "loss.is_cap": "none"}, "without an importance weight"),
         ({**ALONE, "scoring.stages.reference.placement": "learner"}, "scoring.reference.path is about a stage"),
         ({**ALONE, "scoring.reference.by_source": {"code": "tiny-speller"}}, "'code', which is the source of no row"),
+        ({**ALONE, "scoring.reference.path": "tiny-judge"}, "LlamaForSequenceClassification, which does not write text"),
+        ({**SERVED, "scoring.reference.path": "http://"}, "names no host; http://HOST:PORT/v1"),
         ({**SERVED, "generation.temperature": 0.7}, "temperature = 0.7: a server gives probabilities at temperature 1"),
         ({**SERVED, "generation.top_k": 20}, "top_k = 20: a server gives probabilities at temperature 1 over all tokens"),
         ({**SERVED, "scoring.stages.reference.stream_tokens": 4}, "is for one model read here; set stream_tokens = 0"),
@@ -54,6 +56,18 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="has other tokens than model"):
         preflight(load(QUICK, {**ALONE, "scoring.reference.path": str(tmp_path / "other")}))
+
+
+def test_a_teacher_that_cannot_read_what_is_generated_is_refused_and_one_with_more_tokens_is_not(tmp_path: Path) -> None:
+    other = shutil.copytree(SPELLER, tmp_path / "other")
+    given = {**ALONE, "scoring.reference.path": str(other)}
+    tokenizer, config = (json.loads((other / name).read_text()) for name in ("tokenizer.json", "config.json"))
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": config["vocab_size"] - 1, "content": "<more>"})
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    preflight(load(QUICK, given))
+    (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    with pytest.raises(ConfigError, match=r"other' reads 16 tokens, and generation.max_prompt_length with .* allow"):
+        preflight(load(QUICK, given))
 
 
 def test_without_any_reward_groups_of_one_are_learned_from(small: Callable[..., Any]) -> None:

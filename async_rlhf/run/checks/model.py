@@ -26,8 +26,8 @@ _WRITES = "CausalLM|LMHead|ConditionalGeneration"
 _MAX_BYTES = 256 << 20  # a tokenizer's vocabulary
 
 
-def check_model_files(directory: Path) -> None:
-    """Raises ConfigError naming the file and what is wrong with it."""
+def check_model_files(directory: Path, of: str = "model") -> None:
+    """Raises ConfigError naming the file and what is wrong with it. of: the setting."""
     tensors = {path.name: _tensors(path) for path in sorted(directory.glob("*.safetensors"))}
     index = directory / INDEX
     if index.exists():
@@ -38,8 +38,21 @@ def check_model_files(directory: Path) -> None:
             if tensor not in tensors.get(str(file), ()):
                 raise _wrong(index, f"tensor {tensor!r} should be in {file!r}, and is not there")
     found = {name: _json(directory / name) for name in _TOKENIZER if (directory / name).exists()}
-    _check_architecture(directory)
+    _check_architecture(directory, of)
     _check_vocabulary(directory, found.get("tokenizer.json", {}))
+
+
+def check_teacher_files(config: Config) -> None:
+    """Raises ConfigError for a teacher that is no whole language model, or cannot read what is generated."""
+    generation, own = config.generation, max_length(_described(Path(config.model)))
+    longest = min(filter(None, (generation.max_prompt_length + generation.longest_completion, own)))
+    for path in config.scoring.reference.directories:
+        check_model_files(Path(path), "scoring.reference: a teacher")
+        if (limit := max_length(_described(Path(path)))) is not None and limit < longest:
+            raise ConfigError(
+                f"scoring.reference: a teacher = {path!r} reads {limit} tokens, and generation.max_prompt_length with "
+                f"generation.{_longest(config)} allow {longest}; lower them, or choose another teacher"
+            )
 
 
 def check_adapters(config: Config) -> None:
@@ -154,12 +167,12 @@ def _check_vocabulary(directory: Path, tokenizer: dict[str, Any]) -> None:
         )
 
 
-def _check_architecture(directory: Path) -> None:
+def _check_architecture(directory: Path, of: str) -> None:
     """Weights of another task have no head that writes text: it would begin with random numbers."""
     names = _json(directory / "config.json").get("architectures")
     if isinstance(names, list) and names and not any(re.search(_WRITES, str(name)) for name in names):
         raise ConfigError(
-            f"model = {str(directory)!r} is a {names[0]}, which does not write text; give a causal language model "
+            f"{of} = {str(directory)!r} is a {names[0]}, which does not write text; give a causal language model "
             "(...ForCausalLM)"
         )
 

@@ -7,10 +7,8 @@ and no process is started.
 from __future__ import annotations
 
 import codecs
-import importlib.util
 import json
 import locale
-import os
 import re
 import resource
 import shutil
@@ -32,7 +30,15 @@ from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrain
 from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.launch.forked import umask
 from async_rlhf.launch.sockets import socket_root
-from async_rlhf.run.checks.model import check_adapters, check_model_files, check_routing, longest_prompt, names_end, no_room
+from async_rlhf.run.checks.model import (
+    check_adapters,
+    check_model_files,
+    check_routing,
+    check_teacher_files,
+    longest_prompt,
+    names_end,
+    no_room,
+)
 from async_rlhf.run.checks.spool import check_spool
 from async_rlhf.run.config import Config
 from async_rlhf.run.learning_checks import remarks
@@ -49,6 +55,7 @@ from async_rlhf.run.scoring import (
     stage_specs,
     stop_strings,
 )
+from async_rlhf.run.tracking import check_place
 from async_rlhf.run.watching import HooksConfig, TrackingConfig
 
 _SHOWN = 10
@@ -85,6 +92,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     spool = config.data.spool
     of_spool = check_spool(spool) if spool is not None and is_here else []
     check_teachers(config)
+    check_teacher_files(config)
     if spool is not None:
         stage_specs(config)  # what they and the environment want of a row is looked at when it comes
     else:
@@ -334,11 +342,7 @@ def check_tracking(config: TrackingConfig) -> None:
     for kind in config.kind:
         without = f"'none', and async-rlhf track RUN_DIR --to {kind} from an environment that has it (docs/watching.md)"
         check_installed(kind, "tracking.kind", kind, kind, without)
-        if kind == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and importlib.util.find_spec("sqlalchemy") is None:
-            raise ConfigError(
-                "tracking.kind = 'mlflow' with this package, mlflow-skinny, writes to a server only: set MLFLOW_TRACKING_URI "
-                "(http://HOST:PORT)"
-            )
+        check_place(kind)
 
 
 def check_hooks(config: HooksConfig) -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, get_args
 
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.config_keys import without_secrets
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.watching import TrackerKind
@@ -49,11 +52,21 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+def check_place(kind: TrackerKind) -> None:
+    """Raises ConfigError for a service that has nowhere to write."""
+    if kind == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and find_spec("sqlalchemy") is None:
+        raise ConfigError(
+            "the tracker mlflow writes to a server only, with this package, mlflow-skinny: set MLFLOW_TRACKING_URI "
+            "(http://HOST:PORT)"
+        )
+
+
 def opened(kind: TrackerKind, run: RunDir, branch: int) -> Tracker:
-    """The service, going on with what it has of the run. branch: from 1. Raises what its library raises."""
+    """The service, going on with what it has of the run. branch: from 1. Raises ConfigError, and what its library raises."""
     path, behind = run.path.resolve(), f"-{branch}" if branch > 1 else ""
     begun = (run.path / "manifest.json").read_bytes() + f"{path}{behind}".encode()
     identity = hashlib.blake2b(begun, digest_size=8).hexdigest()
     config = without_secrets(json.loads(run.config().model_dump_json()))
+    check_place(kind)
     service = import_module(f"{__name__}.to_{kind}").Service
     return cast(Tracker, service(Tracked(run.path, f"{path.name}{behind}", identity, behind, config)))

@@ -12,6 +12,8 @@ from mlflow.entities import Metric, Param
 from async_rlhf.run.config import flat
 from async_rlhf.run.tracking import PROJECT, Row, Tracked
 
+# A server that does not answer is an error within seconds; by itself MLflow tries for many minutes.
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 _TAG, _MOST_PARAMS, _LONGEST = "async_rlhf.id", 100, 500
 
 
@@ -19,6 +21,8 @@ class Service:
     """The run of the experiment that has the run's `id` as a tag, or a new one. Each call returns when it has been answered."""
 
     def __init__(self, run: Tracked) -> None:
+        for limit, value in _PATIENCE.items():
+            os.environ.setdefault(limit, value)
         self._client, name = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         place = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
