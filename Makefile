@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 SEEDS  ?= 0:10000
 JOBS   ?= 1
 FRAMES ?= 1000000
-EXPERIMENTS ?= ages corrections mini_batches critics
+EXPERIMENTS ?= ages corrections mini_batches critics objectives
 # Experiments about time or about the ages that occur: one run at a time.
 TIMED ?= one_step in_flight lengths
 DEVICE ?= cuda
@@ -33,7 +33,7 @@ help:
 	@echo "make train   set up and train a tiny model on two CPU cores (a few minutes)"
 	@echo "make train-chat  set up, fetch a small chat model into .cache/ and train it (about 20 minutes)"
 	@echo "make train-tools  set up and train a tiny model to call a calculator, and to play a game (about two minutes)"
-	@echo "make test    set up and prove every guarantee, in four processes (nine minutes on two cores)"
+	@echo "make test    set up and prove every guarantee, in four processes (a quarter of an hour on two cores)"
 	@echo "make test-all  the rest: every case of what make test takes a part of, vLLM, DeepSpeed, Ray, long runs (a quarter of an hour)"
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make docs    set up, then the site of these documents and the Python API, into build/site"
