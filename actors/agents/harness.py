@@ -178,7 +178,7 @@ class Harnesses:
     # -- both, under the lock ----------------------------------------------------------------------------------------
 
     def _ask(self, running: _Running, call: Arrived) -> None:
-        """A call whose turn comes, unless nobody waits for it any more."""
+        """A call whose turn comes, unless its client has gone."""
         if not running.session.begins(call[1]):
             return
         running.answering, running.since = call, self._clock()

@@ -42,7 +42,7 @@ Arrived = tuple[Asked, Pending]
 
 class Session:
     """See the module docstring. secret: names it in a URL or as a key. name: in the ids of its answers, and in no others.
-    num_joined: requests that were no call of their own. num_left: calls that nobody waited for when their turn came."""
+    num_joined: requests that were no call of their own. num_left: calls without a connection when their turn came."""
 
     def __init__(self, arrived: Callable[[Arrived], object]) -> None:
         """arrived: takes each call once, in the server's thread."""
@@ -73,7 +73,7 @@ class Session:
         return call
 
     def begins(self, call: Pending) -> bool:
-        """Whether the turn of a call that arrived may begin; else nobody waits for it, and it is forgotten."""
+        """Whether the turn of a call that arrived may begin; else it has no connection, and is forgotten."""
         with self._lock:
             if call.num_waiting:
                 return True

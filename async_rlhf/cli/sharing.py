@@ -33,7 +33,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="A new repository that only its owner reads.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, which names its base model.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Add a commit to a repository that has content.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the card and the files; contact nobody.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the card and the files; send nothing.")] = False,
 ) -> None:
     """Put a model on the Hugging Face Hub. With tokenizer, a card of how it was trained and measured, and a picture.
 

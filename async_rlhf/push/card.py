@@ -99,10 +99,10 @@ def _staleness(run: RunDir, config: Config, step: int) -> str:
         ages.update({int(age): tokens for age, tokens in line.get("staleness/histogram", {}).items()})
     oldest, over = max(ages, default=0), sum(line.get("staleness/violations", 0) for line in lines.values())
     shares = [(age, f"{tokens:,}", f"{tokens / ages.total():.1%}") for age, tokens in sorted(ages.items())]
-    told = (
+    summary = (
         f"Bound: {config.queue.max_staleness} learner steps. Oldest token trained on: {oldest}. Tokens over the bound: {over}."
     )
-    return f"{told}\n\n{_table(('age in steps', 'tokens', 'share'), shares)}"
+    return f"{summary}\n\n{_table(('age in steps', 'tokens', 'share'), shares)}"
 
 
 def _settings(config: Config) -> str:
