@@ -149,7 +149,7 @@ def test_experts_of_rows_that_begin_anew_are_those_of_plain_passes_over_their_pi
     model = own_model("qwen3_moe", 1, vocab_size=len(made), max_position_embeddings=512)
     engine = TorchEngine(model, slots=4, prefill_tokens=16, record_routing=True, version=0)
     play = play_of(Talker(ANSWERS), Renderer(made, chat=True, render="split"), 20, 400)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), play)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
     keys = [RolloutKey(0, 0, member) for member in range(3)]
     episodes.begin([(Row("row", {}), 1, [Request(key, (7, 8), 3 + key.member, Sampling(), seed=key.member) for key in keys])])
     done: list[Played] = []
@@ -158,7 +158,7 @@ def test_experts_of_rows_that_begin_anew_are_those_of_plain_passes_over_their_pi
     assert len(done) == len(keys)
     for played in done:
         completion, at = played.completion, 0
-        rollout = rollout_of(played, Scored(played.completion.key, {}), None, {})
+        rollout = rollout_of(played, Scored(played.completion.key, {}), {}, {})
         assert rollout.routing is not None and len(rollout.pieces) > 1
         for piece in rollout.pieces:
             head = list(played.prompt_ids) if piece.start == 0 else []
