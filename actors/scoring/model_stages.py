@@ -206,35 +206,6 @@ def _prepare_reference(path: str, by_source: Mapping[str, str] | None = None, ap
             _Reference(each, **options).model()
 
 
-def check_teacher(path: str, policy: str, of: str) -> None:
-    """Raises ConfigError for a directory without a model, and for one whose tokens are not the policy's. of: the setting."""
-    directory = Path(path)
-    if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
-        raise ConfigError(
-            f"{of} = {path!r} is no Hugging Face model (config.json and *.safetensors), and no URL: http://host:8000/v1"
-        )
-    check_own_code(directory, of)
-    own, other = (_vocabulary(Path(each)) for each in (policy, path))
-    if own is not None and other is not None and not own.items() <= other.items():
-        raise ConfigError(
-            f"{of} = {path!r} has other tokens than model = {policy!r}, and a teacher is asked about the policy's: choose one "
-            "of its family, with the same tokenizer.json"
-        )
-
-
-def _vocabulary(directory: Path) -> dict[str, int] | None:
-    """Tokens and their ids, added ones too, where a tokenizer.json has them."""
-    try:
-        described = json.loads((directory / "tokenizer.json").read_text())
-        known = described["model"]["vocab"]
-        if isinstance(known, list):  # of (token, score)
-            known = {token: number for number, (token, _) in enumerate(known)}
-        added: dict[str, int] = {each["content"]: each["id"] for each in described.get("added_tokens") or ()}
-        return {**known, **added}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _prefetch_reference(
     prompt_ids: list[list[int]], completion_ids: list[list[int]], stream_ids: list[int], **given: Any
 ) -> None:

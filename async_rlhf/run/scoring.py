@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from async_rlhf.actors.config import REFERENCE, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.scoring.model_stages import check_incremental, check_teacher
+from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import SOURCE
 from async_rlhf.learner.registry import loss_spec
@@ -171,30 +169,6 @@ def _reference(config: Config) -> RewardSpec:
         settings={REFERENCE: settings},
     )
     return spec
-
-
-def check_teachers(config: Config) -> None:
-    """Raises ConfigError for a teacher that is not there, reads other tokens, or cannot say what is asked of it."""
-    own, generation = config.scoring.reference, config.generation
-    if loss_spec(config.loss.kind).learns_from == "teacher" and not own.teachers:
-        raise ConfigError(
-            f"loss.kind = {config.loss.kind!r} learns from a teacher, and none is named: set scoring.reference.path to a model "
-            "directory or a server's URL"
-        )
-    for path in own.teachers:
-        where = "scoring.reference.path" if path == own.path else "scoring.reference.by_source"
-        if not is_address(path):
-            check_teacher(path, config.model, where)
-        elif not urlsplit(path).hostname:
-            raise ConfigError(f"{where} = {path!r} names no host; http://HOST:PORT/v1")
-        elif (generation.temperature, generation.truncation) != (1.0, ""):
-            asked = generation.truncation or f"temperature = {generation.temperature:g}"
-            raise ConfigError(
-                f"{where} = {path!r} with generation.{asked}: a server gives probabilities at temperature 1 over all tokens. "
-                "Sample so, or give the teacher's directory"
-            )
-    if own.api_key_env and not os.environ.get(own.api_key_env):
-        raise ConfigError(f"scoring.reference.api_key_env = {own.api_key_env!r}: there is no such environment variable; set it")
 
 
 def _check(config: Config) -> None:

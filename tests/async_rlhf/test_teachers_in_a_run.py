@@ -13,6 +13,7 @@ import pytest
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.rollouts import records
+from async_rlhf.run.checks.model import check_teachers
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
 from async_rlhf.run.run_dir import RunDir
@@ -68,6 +69,12 @@ def test_a_teacher_that_cannot_read_what_is_generated_is_refused_and_one_with_mo
     (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
     with pytest.raises(ConfigError, match=r"other' reads 16 tokens, and generation.max_prompt_length with .* allow"):
         preflight(load(QUICK, given))
+
+
+@pytest.mark.parametrize("given", [{}, ALONE], ids=["no teacher", "a teacher"])
+def test_a_model_that_is_a_file_is_compared_with_nothing_before_it_is_converted(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    check_teachers(load(QUICK, given).model_copy(update={"model": str(tmp_path / "model.gguf")}))
 
 
 def test_without_any_reward_groups_of_one_are_learned_from(small: Callable[..., Any]) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
 
+from async_rlhf.actors.reference import is_address
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.config import MAX_FRAME_BYTES
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.model_directory import INDEX, from_pretrained, tensor_shapes
+from async_rlhf.buffers.model_directory import INDEX, check_own_code, from_pretrained, tensor_shapes
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.routing import read_routing
+from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
 
@@ -42,17 +46,53 @@ def check_model_files(directory: Path, of: str = "model") -> None:
     _check_vocabulary(directory, found.get("tokenizer.json", {}))
 
 
-def check_teacher_files(config: Config) -> None:
-    """Raises ConfigError for a teacher that is no whole language model, or cannot read what is generated."""
-    generation, own = config.generation, max_length(_described(Path(config.model)))
-    longest = min(filter(None, (generation.max_prompt_length + generation.longest_completion, own)))
-    for path in config.scoring.reference.directories:
-        check_model_files(Path(path), "scoring.reference: a teacher")
-        if (limit := max_length(_described(Path(path)))) is not None and limit < longest:
+def check_teachers(config: Config) -> None:
+    """Raises ConfigError for a teacher that is not there, is no whole language model, or cannot say what is asked of it."""
+    own, generation = config.scoring.reference, config.generation
+    if loss_spec(config.loss.kind).learns_from == "teacher" and not own.teachers:
+        raise ConfigError(
+            f"loss.kind = {config.loss.kind!r} learns from a teacher, and none is named: set scoring.reference.path to a model "
+            "directory or a server's URL"
+        )
+    for path in own.teachers:
+        where = "scoring.reference.path" if path == own.path else "scoring.reference.by_source"
+        if not is_address(path):
+            _check_teacher(config, Path(path), where)
+        elif not urlsplit(path).hostname:
+            raise ConfigError(f"{where} = {path!r} names no host; http://HOST:PORT/v1")
+        elif (generation.temperature, generation.truncation) != (1.0, ""):
+            asked = generation.truncation or f"temperature = {generation.temperature:g}"
             raise ConfigError(
-                f"scoring.reference: a teacher = {path!r} reads {limit} tokens, and generation.max_prompt_length with "
-                f"generation.{_longest(config)} allow {longest}; lower them, or choose another teacher"
+                f"{where} = {path!r} with generation.{asked}: a server gives probabilities at temperature 1 over all tokens. "
+                "Sample so, or give the teacher's directory"
             )
+    if own.api_key_env and not os.environ.get(own.api_key_env):
+        raise ConfigError(f"scoring.reference.api_key_env = {own.api_key_env!r}: there is no such environment variable; set it")
+
+
+def _check_teacher(config: Config, directory: Path, where: str) -> None:
+    if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"{where} = {str(directory)!r} is no Hugging Face model (config.json and *.safetensors), and no URL: "
+            "http://host:8000/v1"
+        )
+    check_own_code(directory, where)
+    check_model_files(directory, where)
+    policy = Path(config.model)
+    own, other = _tokens(policy), _tokens(directory)
+    if own is not None and other is not None and not own.items() <= other.items():
+        raise ConfigError(
+            f"{where} = {str(directory)!r} has other tokens than model = {config.model!r}, and a teacher is asked about the "
+            "policy's: choose one of its family, with the same tokenizer.json"
+        )
+    generation, limit = config.generation, max_length(_described(directory))
+    ours = max_length(_described(policy)) if policy.is_dir() else None  # a file is converted when the run starts
+    longest = min(filter(None, (generation.max_prompt_length + generation.longest_completion, ours)))
+    if limit is not None and limit < longest:
+        raise ConfigError(
+            f"{where} = {str(directory)!r} reads {limit} tokens, and generation.max_prompt_length with "
+            f"generation.{_longest(config)} allow {longest}; lower them, or choose another teacher"
+        )
 
 
 def check_adapters(config: Config) -> None:
@@ -151,6 +191,20 @@ def no_room(config: Config, left: int, longest: int) -> ConfigError:
         f"generation.{_longest(config)} = {completion} leaves no room for a prompt: the model holds {holds} tokens "
         f"together, the longest prompt has {longest}; {way}"
     )
+
+
+def _tokens(directory: Path) -> dict[str, int] | None:
+    """By their ids, added ones too, where a tokenizer.json has them."""
+    path = directory / "tokenizer.json"
+    described = _json(path) if path.exists() else {}
+    try:
+        known = described["model"]["vocab"]
+        if isinstance(known, list):  # of (token, score)
+            known = {token: number for number, (token, _) in enumerate(known)}
+        added: dict[str, int] = {each["content"]: each["id"] for each in described.get("added_tokens") or ()}
+        return {**known, **added}
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _check_vocabulary(directory: Path, tokenizer: dict[str, Any]) -> None:

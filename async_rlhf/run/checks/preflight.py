@@ -34,7 +34,7 @@ from async_rlhf.run.checks.model import (
     check_adapters,
     check_model_files,
     check_routing,
-    check_teacher_files,
+    check_teachers,
     longest_prompt,
     names_end,
     no_room,
@@ -47,7 +47,6 @@ from async_rlhf.run.scoring import (
     check_columns,
     check_judged,
     check_judging,
-    check_teachers,
     common_columns,
     environment_specs,
     played_by,
@@ -92,7 +91,6 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     spool = config.data.spool
     of_spool = check_spool(spool) if spool is not None and is_here else []
     check_teachers(config)
-    check_teacher_files(config)
     if spool is not None:
         stage_specs(config)  # what they and the environment want of a row is looked at when it comes
     else:
