@@ -22,8 +22,9 @@ class AdvantageConfig(Section):
     """What a completion, or each of its tokens, is worth."""
 
     kind: AdvantageKind = "group_relative"
-    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `max_rl`, `oapl`, `reinforce_pp` (over the batch). With
-    a critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or `package.module:name`."""
+    """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `optimal_token`, `max_rl`, `oapl`, `reinforce_pp` (over
+    the batch). With a critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or
+    `package.module:name`."""
     level: Literal["completion", "turn"] = "completion"
     """`turn`: each turn of an episode has an advantage (`group_relative`, `leave_one_out`): its return, the reward and what the
     environment gave from this turn on (an agent: for it alone), compared with its siblings' same turn."""
@@ -61,6 +62,10 @@ class AdvantageConfig(Section):
     @property
     def needs_critic(self) -> bool:
         return advantage_spec(self.kind).needs_critic
+
+    @property
+    def needs_energy(self) -> bool:
+        return advantage_spec(self.kind).level == "group_tokens"
 
 
 class LossConfig(Section):
@@ -151,7 +156,8 @@ class LossConfig(Section):
 
     def needs_evaluation(self, advantage: AdvantageConfig) -> bool:
         """Whether the whole batch must be looked at before the first update."""
-        return advantage.needs_critic or self.kl_in_reward or self.second_moment is not None or self.is_normalised
+        of_tokens = advantage.needs_critic or advantage.needs_energy
+        return of_tokens or self.kl_in_reward or self.second_moment is not None or self.is_normalised
 
 
 class GuardConfig(Section):

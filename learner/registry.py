@@ -64,9 +64,10 @@ class LossSpec(_Spec):
 class AdvantageSpec(_Spec):
     """What an advantage estimator is, apart from its formula."""
 
-    level: Literal["group", "token_rewards", "tokens"] = "group"
-    """What it is called with: the rewards of one group (None: does not count); rewards and ends of all tokens of the batch; or
-    rewards, a critic's values, log-ratios proximal / behaviour and ends of all tokens."""
+    level: Literal["group", "group_tokens", "token_rewards", "tokens"] = "group"
+    """What it is called with: the rewards of one group (None: does not count); rewards, and energies of tokens (see
+    `PolicyEvaluation`), of its completions that count; rewards and ends of all tokens of the batch; or rewards, a critic's
+    values, log-ratios proximal / behaviour and ends of all tokens."""
     off_policy: bool = True
     """False: it takes data as the policy's own."""
 

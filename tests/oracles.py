@@ -34,6 +34,21 @@ def leave_one_out(rewards: Sequence[float | None]) -> list[float | None]:
     return found
 
 
+def optimal_token(rewards: Sequence[float], energies: Sequence[Sequence[float]], *, itself: bool = False) -> list[list[float]]:
+    """Twin of `async_rlhf.learner.objective.advantages.optimal_token`; with `itself` the form of verl."""
+    found: list[list[float]] = []
+    for i, reward in enumerate(rewards):
+        own: list[float] = []
+        for t in range(len(energies[i])):
+            others = [(r, e) for j, (r, e) in enumerate(zip(rewards, energies, strict=True)) if itself or j != i]
+            pairs = [(r, sum(e[: t + 1])) for r, e in others if t < len(e)]
+            total = sum(weight for _, weight in pairs)
+            alone = leave_one_out(rewards)[i]
+            own.append(alone or 0.0 if total == 0 else reward - sum(w * r for r, w in pairs) / total)
+        found.append(own)
+    return found
+
+
 def max_rl(rewards: Sequence[float]) -> list[float | None]:
     """Twin of `async_rlhf.learner.objective.advantages.max_rl`."""
     mean = statistics.mean(rewards)

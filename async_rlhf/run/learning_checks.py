@@ -70,10 +70,12 @@ def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterat
         yield "advantage.level = 'turn': turns can differ where rewards are equal; set advantage.constant_groups = 'keep'"
     # REINFORCE++ without discount and divergence has one return for all tokens of a completion
     even = advantage.kind in advantages() and not advantage.needs_critic and advantage.gamma == 1 and not loss.kl_in_reward
-    of_tokens = turns or (kind.level in ("tokens", "token_rewards") and not even)
+    of_tokens = turns or advantage.needs_energy or (kind.level in ("tokens", "token_rewards") and not even)
     if of_tokens and (spec.level != "token" or spec.learns_from != "all"):
         several = "advantage.level = 'turn'" if turns else named
         yield f"{named_loss} has one advantage for a completion, {several} has several: set loss.kind = 'decoupled_ppo'"
+    if advantage.needs_energy and loss.kl_in_reward:
+        yield f"loss.kl_in = 'reward' gives each token a reward, and {named} compares completions: set loss.kl_in = 'loss'"
     if advantage.kind == "max_rl" and loss.kl_in_reward:
         yield f"loss.kl_in = 'reward' takes rewards below 0, and {named} divides by their mean: set loss.kl_in = 'loss'"
     if loss.kind == "oapl" and advantage.kind in advantages() and advantage.kind != "oapl":
@@ -96,7 +98,7 @@ def _groups(config: Config) -> Iterator[str]:
         return
     if size == 1 and learns_from != "all":
         yield f"loss.kind = {loss.kind!r} compares completions of one prompt, and {alone}; lowest: 2"
-    if size == 1 and advantage_spec(advantage.kind).level == "group":
+    if size == 1 and advantage_spec(advantage.kind).level in ("group", "group_tokens"):
         yield (
             f"advantage.kind = {advantage.kind!r} compares completions of one prompt: with {alone} every advantage would be 0. "
             "Set generation.group_size = 2 or more, or advantage.kind = 'reinforce_pp'"

@@ -309,7 +309,8 @@ def estimated(
     chosen = select_members(groups, rewards, advantage, loss)
     scored, learned = (any(reward is not None for group in each for reward in group) for each in (rewards, chosen))
     # what the divergence takes from a reward it also takes from the baselines that the reward is in
-    asked = rewards if loss.kl_in_reward and not advantage.needs_critic else chosen
+    in_baselines = advantage.needs_energy or (loss.kl_in_reward and not advantage.needs_critic)
+    asked = rewards if in_baselines else chosen
     rows = make_rows(groups, asked) if loss.needs_evaluation(advantage) else []
     evaluated = backend.evaluate(rows) if rows else {}
     return estimate_advantages(groups, rewards, chosen, evaluated, advantage, loss), scored and not learned

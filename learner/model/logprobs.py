@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
+"""Log-probabilities, entropies and energies of chosen tokens, in float32, without the whole [tokens, vocabulary] matrix. Pure.
 
 The logits of a few tokens at a time are made from the hidden states and used. Of so many tokens as there is memory for, the
 backward pass finds the probabilities again; of all others it makes them again. With `sampling_masks` (see `SamplingMasks`) the
@@ -35,6 +35,17 @@ def token_entropy(logits_NV: Tensor, temperature_N: Tensor, sampling_masks: Samp
     return -(logp.exp() * logp.clamp(min=_LOG_ZERO)).sum(-1)
 
 
+def token_energy(logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, masks: SamplingMasks | None = None) -> Tensor:
+    """float32 [N]: |d log p[target] / dz|^2 = 1 - 2 p[target] + sum p^2 with z = logits / temperature, p = softmax(z)."""
+    p_NV = torch.softmax(_scaled(logits_NV, temperature_N, masks), dim=-1)
+    return _energy(p_NV, p_NV.gather(-1, target_N[:, None]).squeeze(-1))
+
+
+def _energy(p_NV: Tensor, p_target_N: Tensor) -> Tensor:
+    energy_N: Tensor = (torch.linalg.vector_norm(p_NV, dim=-1).square() + 1 - 2 * p_target_N).clamp_(min=0)
+    return energy_N
+
+
 def _scaled(logits_NV: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None) -> Tensor:
     scaled = logits_NV.float() / temperature_N[:, None]
     return scaled if sampling_masks is None else sampling_masks.restrict_(scaled)
@@ -49,10 +60,11 @@ def chunked_logprobs(
     rows: int,
     sampling_masks: SamplingMasks | None = None,
     remembered: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """float32 ([N], [N]): log p[target] and entropy in nats of p = softmax((hidden @ weight.T + bias) / temperature).
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """float32 ([N], [N], [N] or None): log p[target], entropy in nats and, without gradients, energy (see `token_energy`) of
+    p = softmax((hidden @ weight.T + bias) / temperature).
 
-    Both carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunks`); of
+    The first two carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunks`); of
     the first `remembered`, in whole chunks, float32 [.., V] is kept for the backward pass. Beside these there are two chunks
     of float32 at a time. Products are computed in the autocast type where that is on, else in the type of `hidden`;
     everything after them is float32.
@@ -60,8 +72,9 @@ def chunked_logprobs(
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, sampling_masks, rows, remembered, dtype
-    logp_N, entropy_N = _Chunked.apply(*inputs)  # type: ignore[no-untyped-call]
-    return logp_N, entropy_N
+    energy_N = None if torch.is_grad_enabled() else torch.empty(len(target_N), dtype=torch.float32, device=device)
+    logp_N, entropy_N = _Chunked.apply(*inputs, energy_N)  # type: ignore[no-untyped-call]
+    return logp_N, entropy_N, energy_N
 
 
 class _Chunked(torch.autograd.Function):
@@ -82,7 +95,9 @@ class _Chunked(torch.autograd.Function):
         rows: int,
         remembered: int,
         dtype: torch.dtype,
+        energy_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        """Fills `energy_N`."""
         weight = weight_VD.to(dtype)
         logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
         entropy_N = torch.empty_like(logp_N)
@@ -95,6 +110,8 @@ class _Chunked(torch.autograd.Function):
                 y_CV = z_CV.sub_(z_CV.amax(-1, keepdim=True))
                 highest_C = p_CV.amax(-1).log()
                 logp_N[part] = y_CV.gather(-1, target_N[part, None]).squeeze(-1) + highest_C
+                if energy_N is not None:
+                    energy_N[part] = _energy(p_CV, logp_N[part].exp())
                 if masked:
                     y_CV.clamp_(min=torch.finfo(torch.float32).min)  # so that it times its probability is 0
                 entropy_N[part] = _entropy_(y_CV, p_CV, highest_C)
@@ -139,7 +156,7 @@ class _Chunked(torch.autograd.Function):
                 del dz
         as_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         as_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, as_weight, as_bias, None, None, None, None, None, None
+        return grad_hidden, as_weight, as_bias, None, None, None, None, None, None, None
 
 
 def _parts(count: int, rows: int, sampling_masks: SamplingMasks | None) -> list[tuple[slice, SamplingMasks | None]]:

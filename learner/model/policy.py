@@ -28,7 +28,7 @@ from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batche
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, token_cost, tokens_within
 from async_rlhf.learner.model.blocks import attend_in_blocks, planned
-from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.logprobs import chunked_logprobs, token_energy, token_entropy, token_logprobs
 from async_rlhf.learner.model.routing import Replay
 from async_rlhf.learner.model.sequence import Share, share_attention
 
@@ -151,14 +151,15 @@ class Policy(nn.Module):
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().num_embeddings)
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """float32 ([N], [N], [N] or None): log-probability, entropy, value of each token; all with gradients."""
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """float32 ([N], [N], [N] or None, [N] or None): log-probability, entropy and value of each token, all with gradients;
+        where those are off, its energy (see `token_energy`)."""
         if self._sequence_ranks == 1:
             return self._forward(batch, self._mask(batch, self._autocast), self._autocast)
         share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
         masks = self._masks(share.blocks_B4, share.positions_RL, self._autocast)
-        logp_N, entropy_N, value_N = self._forward(share.own, masks, self._autocast)
-        return share.joined(logp_N), share.joined(entropy_N), value_N
+        logp_N, entropy_N, value_N, energy_N = self._forward(share.own, masks, self._autocast)
+        return share.joined(logp_N), share.joined(entropy_N), value_N, None if energy_N is None else share.joined(energy_N)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: those of a critic with a trunk of its own, without a pass of the policy."""
@@ -191,7 +192,9 @@ class Policy(nn.Module):
 
         return self.attention.masks(bias)
 
-    def _forward(self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(
+        self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         inputs = _inputs(batch, masks)
         replayed = nullcontext() if self._replay is None else self._replay.given(batch.experts_PMk)
         with replayed, torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
@@ -201,15 +204,16 @@ class Policy(nn.Module):
                 rows = chunk_tokens(head.weight.shape[0], batch.ids_RL.device.type)
                 remembered = tokens_within(head.weight.shape[0], LOGITS_MIB) if torch.is_grad_enabled() else 0
                 tokens = batch.target_N, batch.temperature_N, rows, batch.sampling_masks, remembered
-                logp_N, entropy_N = chunked_logprobs(hidden_ND, head.weight, head.bias, *tokens)
+                logp_N, entropy_N, energy_N = chunked_logprobs(hidden_ND, head.weight, head.bias, *tokens)
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)
                 hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
                 logits_NV, masks = out.logits.flatten(0, 1)[batch.source_N], batch.sampling_masks
-                logp_N = token_logprobs(logits_NV, batch.target_N, batch.temperature_N, masks)
-                entropy_N = token_entropy(logits_NV, batch.temperature_N, masks)
+                chosen = logits_NV, batch.target_N, batch.temperature_N, masks
+                logp_N, entropy_N = token_logprobs(*chosen), token_entropy(logits_NV, batch.temperature_N, masks)
+                energy_N = None if torch.is_grad_enabled() else token_energy(*chosen)
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
-        return logp_N, entropy_N, value_N
+        return logp_N, entropy_N, value_N, energy_N
 
     def probe(self, ids: Tensor) -> Tensor:
         """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""

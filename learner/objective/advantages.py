@@ -96,6 +96,29 @@ def oapl(rewards: Rewards, *, oapl_beta: float) -> list[float | None]:
     return [None if reward is None else reward - value for reward in rewards]
 
 
+@advantage(level="group_tokens")
+def optimal_token(rewards: Sequence[float], energies: Sequence[Float32Array]) -> list[Float32Array]:
+    """[T] each: A_it = r_i - sum W_jt r_j / sum W_jt over the siblings j that have a token t, with W_jt the sum of j's energies
+    up to it.
+
+    The optimal token baseline (Li et al. 2026, arXiv 2602.07078): of all baselines by position, the one with the least
+    variance where the energy of a token is the squared norm of its score (in the logits, which stand for the weights), times
+    the squared importance weight of the loss. verl's has the member itself in both sums, as the mean of GRPO has: its
+    advantage is this one times the siblings' share of all W. Without it the gradient is unbiased. Where no sibling has a token,
+    or none with energy, the baseline is the mean of the siblings' rewards; a member without siblings has advantage 0.
+    """
+    lengths = [len(energy) for energy in energies]
+    weight_MT = np.zeros((len(rewards), max(lengths)))
+    for row, energy in zip(weight_MT, energies, strict=True):
+        row[: len(energy)] = np.cumsum(energy, dtype=np.float64)
+    reward_M = np.array(rewards, np.float64)
+    gap_MM = reward_M[:, None] - reward_M
+    total_MT = (1 - np.eye(len(rewards))) @ weight_MT
+    plain_MT = np.broadcast_to(gap_MM.sum(1, keepdims=True) / max(1, len(rewards) - 1), total_MT.shape)
+    advantage_MT = np.divide(gap_MM @ weight_MT, total_MT, out=plain_MT.copy(), where=total_MT > 0)
+    return [own[:length].astype(np.float32) for own, length in zip(advantage_MT, lengths, strict=True)]
+
+
 @advantage(level="token_rewards")
 def reinforce_pp(reward_N: Float32Array, end_N: BoolArray, *, gamma: float) -> Float32Array:
     """[N]: A_t = (G_t - mean(G)) / std(G) with G_t = r_t + gamma G_{t+1}, the return from token t on.

@@ -31,12 +31,13 @@ class PolicyEvaluation:
     """Of one completion, before the first update of a step; float32 [T], None for what the run has no use for.
 
     logp_proximal: under the learner's own policy. logp_reference: under the frozen reference. value: the critic's
-    estimate of the return from just before each token on.
+    estimate of the return from just before each token on. energy: |d log p / dz|^2 of each token, z the logits.
     """
 
     logp_proximal: Float32Array
     logp_reference: Float32Array | None = None
     value: Float32Array | None = None
+    energy: Float32Array | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class TokenTargets:
 
     def named(self) -> dict[str, Float32Array]:
         """What there is beside the advantage, as a micro-batch names it."""
-        found = {"mask": self.mask, "return": self.returns, **(vars(self.observed) if self.observed else {})}
+        seen = self.observed
+        observed = {} if seen is None else {name: each for name, each in vars(seen).items() if name != "energy"}
+        found = {"mask": self.mask, "return": self.returns, **observed}
         return {f"{name}_N": each for name, each in found.items() if each is not None}
 
 
@@ -149,7 +152,9 @@ def estimate_advantages(
             {index: TokenTargets(seen) for index, seen in evaluated.items()},
         )
     else:
-        if advantage.level == "turn":
+        if advantage.needs_energy:
+            found = _from_siblings(groups, rewards, evaluated, advantage, loss)
+        elif advantage.level == "turn":
             found = dict(enumerate(_from_turns(groups, _penalised(rewards, evaluated, loss), advantage)))
         else:
             counting = _counting(chosen if advantage.needs_critic else rewards)
@@ -171,7 +176,10 @@ def check_estimator(config: AdvantageConfig) -> None:
     of_tokens = [np.array([0.0, 0.0, 1.0], np.float32), np.array([-1.0], np.float32)]
     load_advantage(config.kind)
     try:
-        if advantage_spec(config.kind).level in ("tokens", "token_rewards"):
+        given: list[Any]
+        if config.needs_energy:
+            given = [each.tolist() for each in _of_members([0.0, 1.0, 0.5], [*of_tokens, of_tokens[0]], config)]
+        elif advantage_spec(config.kind).level in ("tokens", "token_rewards"):
             values, log_ratios = ([each * factor for each in of_tokens] for factor in (0.5, 0.1))
             found = token_estimates(of_tokens, config, values, log_ratios)
             given = [each.tolist() for one in found for each in (one.advantage, one.returns) if each is not None]
@@ -224,6 +232,39 @@ def _from_turns(groups: Sequence[Group], rewards: Rewards, config: AdvantageConf
             of_turns = [advantages[t][member] for t in range(len(of_one))]
             repeated = np.repeat(of_turns, rollout.turn_lengths).astype(np.float32) if of_one else None
             found.append(TokenTargets(advantage=repeated))
+    return found
+
+
+def _from_siblings(
+    groups: Sequence[Group], rewards: Rewards, evaluated: Evaluated, config: AdvantageConfig, loss: LossConfig
+) -> dict[int, TokenTargets]:
+    """By index: each token of a completion is compared with the same token of those of its group that count."""
+    found, first = dict[int, TokenTargets](), 0
+    for group, own in zip(groups, rewards, strict=True):
+        members = enumerate(zip(own, group.rollouts, strict=True), first)
+        energies = {i: _energy(rollout, evaluated.get(i), loss) for i, (reward, rollout) in members if reward is not None}
+        if energies:
+            each = _of_members([reward for reward in own if reward is not None], [*energies.values()], config)
+            found |= {i: TokenTargets(advantage=one) for i, one in zip(energies, each, strict=True)}
+        first += len(own)
+    return found
+
+
+def _energy(rollout: Rollout, seen: PolicyEvaluation | None, loss: LossConfig) -> Float32Array:
+    """float32 [T]: of the gradient that each token gives, times its importance weight."""
+    if seen is None or seen.energy is None:
+        raise ValueError("advantages of tokens compared with siblings' need an evaluation of all that count")
+    alone = torch.zeros(rollout.num_tokens, dtype=torch.int64)
+    columns = torch.from_numpy(seen.logp_proximal), torch.from_numpy(rollout.logprobs), alone
+    energy: Float32Array = seen.energy * importance_weight(*columns, loss).numpy() ** 2
+    return energy
+
+
+def _of_members(rewards: Sequence[float], energies: Sequence[Float32Array], config: AdvantageConfig) -> Sequence[Float32Array]:
+    """Raises ValueError for an estimator that does not give a number for each token."""
+    found: Sequence[Float32Array] = _estimator(config)(rewards, energies)
+    if [np.shape(each) for each in found] != [each.shape for each in energies]:
+        raise ValueError(f"advantage.kind = {config.kind!r} must give a number for each token of each completion")
     return found
 
 

@@ -163,8 +163,9 @@ class Controller:
         own: dict[str, Tensor] = {}
         with torch.no_grad():
             for batch in self._placed(updates[0].batches):
-                proximal_N, _, value_N = self.machine.predict(batch)
-                named = {"logp_proximal": proximal_N, "logp_reference": self._reference(batch), "value": value_N}
+                proximal_N, _, value_N, energy_N = self.machine.predict(batch)
+                reference_N = self._reference(batch)
+                named = {"logp_proximal": proximal_N, "logp_reference": reference_N, "value": value_N, "energy": energy_N}
                 owner_N = batch.member_N.cpu()
                 for name, each in ((name, each.float().cpu()) for name, each in named.items() if each is not None):
                     own |= {f"{member} {name}": each[owner_N == member] for member in set(owner_N.tolist())}
@@ -227,7 +228,7 @@ class Controller:
         self.machine.begin()
         loss = 0.0
         for index, batch in enumerate(self._placed(update.batches)):
-            logp_N, entropy_N, value_N = self.machine.predict(batch)
+            logp_N, entropy_N, value_N, _ = self.machine.predict(batch)
             if batch.num_tokens:
                 inputs = self._inputs(batch, logp_N, entropy_N, None if proximal is None else proximal[index], step)
                 outputs = objective(inputs, self._loss)

@@ -110,7 +110,7 @@ class DeepSpeedMachine(Machine):
         with self.ranks.named("a forward pass of the reference"):
             return super().reference(batch)
 
-    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         with self.ranks.named("a forward pass"):
             return self._engine(batch)  # type: ignore[no-any-return]
 

@@ -93,8 +93,8 @@ class Machine:
         # Its experts are its own: replayed are those that sampled, in passes of the policy.
         return None if self._reference is None else self._reference(replace(batch, experts_PMk=None))[0]
 
-    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """([N], [N], [N] or None): log-probability, entropy and value of each token, with gradients where they are on."""
+    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """See `Policy.forward`."""
         return self.policy(batch)  # type: ignore[no-any-return]
 
     def values(self, batch: MicroBatch) -> Tensor:

@@ -44,6 +44,8 @@ CASES = [
     ("advantage.level='turn'; advantage.kind='reinforce_pp'", "turns within a group.*'leave_one_out'",
      "advantage.kind='leave_one_out'"),
     ("advantage.level='turn'; loss.kind='gspo'", "'turn' has several.*'decoupled_ppo'", "loss.kind='decoupled_ppo'"),
+    ("advantage.kind='optimal_token'; loss.kl_coef=0.1; loss.kl_in='reward'", "each token a reward", "loss.kl_in='loss'"),
+    ("advantage.kind='optimal_token'; loss.kind='gspo'", "has one advantage.*has several", "loss.kind='decoupled_ppo'"),
     ("advantage.kind='max_rl'; loss.kl_coef=0.1; loss.kl_in='reward'", "below 0.*'max_rl' divides", "loss.kl_in='loss'"),
     ("loss.kind='oapl'", "'oapl' fits log-ratios.*'group_relative' gives", "advantage.kind='oapl'"),
     ("advantage.level='turn'; advantage.constant_groups='drop'", "turns can differ", "advantage.constant_groups='keep'"),

@@ -84,7 +84,7 @@ def measured(config: Qwen3Config, learner: LearnerConfig, monkeypatch: pytest.Mo
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
         with tracker:
-            logp_N, entropy_N, _ = policy(batch)
+            logp_N, entropy_N, *_ = policy(batch)
             inputs = LossInputs(
                 logp_current_N=logp_N,
                 logp_proximal_N=logp_N.detach(),

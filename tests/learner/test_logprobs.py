@@ -25,7 +25,7 @@ from async_rlhf.learner.batch.micro_batch import SamplingMasks
 from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LossConfig, chunk_tokens
-from async_rlhf.learner.model.logprobs import chunked_logprobs, token_entropy, token_logprobs
+from async_rlhf.learner.model.logprobs import chunked_logprobs, token_energy, token_entropy, token_logprobs
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.objective import LossInputs, objective
 from tests.learner.making import TINY_SPELLER, make_backend, make_group
@@ -64,13 +64,19 @@ def test_whole_and_in_chunks_they_and_their_gradients_are_those_of_the_tempered_
     whole_NV = hidden @ weight.T + (0 if bias is None else bias)
     whole = [token_logprobs(whole_NV, TARGET_N, TEMPERATURE_N, masks), token_entropy(whole_NV, TEMPERATURE_N, masks)]
     chunked = chunked_logprobs(hidden, weight, bias, TARGET_N, TEMPERATURE_N, rows, masks, remembered=remembered)
+    assert chunked[2] is None
+    with torch.no_grad():
+        energy = chunked_logprobs(hidden, weight, bias, TARGET_N, TEMPERATURE_N, rows, masks)[2]
+    p, one = distribution.probs.detach(), torch.nn.functional.one_hot(TARGET_N, 11)
+    for each in (energy, token_energy(whole_NV.detach(), TARGET_N, TEMPERATURE_N, masks)):
+        torch.testing.assert_close(each, (one - p).square().sum(-1).float(), rtol=1e-4, atol=1e-5)
     factors = torch.randn(2, 7, generator=random)
 
     def with_gradients(pair: Sequence[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         gradients = torch.autograd.grad((torch.stack(list(pair)) * factors).sum(), leaves, retain_graph=True)
         return [each.detach().float() for each in (*pair, *gradients)]
 
-    for found in (whole, chunked):
+    for found in (whole, chunked[:2]):
         for mine, theirs in zip(with_gradients(found, given_), with_gradients(wanted, exact), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
@@ -81,13 +87,13 @@ def test_logits_of_any_size_give_finite_numbers_and_gradients() -> None:
     for row, logp, entropy in zip(logits, [-2e4, 0.0, -0.6931472], [0.0, 0.0, 0.6931472], strict=True):
         hidden = torch.zeros(1, 2, requires_grad=True)
         tokens = torch.tensor([1]), torch.ones(1)
-        found = chunked_logprobs(hidden, torch.ones(3, 2), row, *tokens, 1)
+        found = chunked_logprobs(hidden, torch.ones(3, 2), row, *tokens, 1)[:2]
         (found[0] + found[1]).sum().backward()  # type: ignore[no-untyped-call]
         whole = token_logprobs(row[None], *tokens), token_entropy(row[None], tokens[1])
         assert torch.cat(found).tolist() == torch.cat(whole).tolist() == pytest.approx([logp, entropy])
         assert hidden.grad is not None and bool(torch.isfinite(hidden.grad).all())
         nothing = chunked_logprobs(hidden[:0], torch.ones(3, 2), row, tokens[0][:0], tokens[1][:0], 1)
-        assert [len(each) for each in nothing] == [0, 0]
+        assert [len(each) for each in nothing[:2]] == [0, 0]
 
 
 def test_from_half_precision_they_are_float32_and_so_is_the_gradient_of_the_layer() -> None:
@@ -95,7 +101,7 @@ def test_from_half_precision_they_are_float32_and_so_is_the_gradient_of_the_laye
     hidden, weight = (2 * torch.randn(*shape, generator=random) for shape in ((7, 5), (11, 5)))
     layer = weight.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logp, _ = chunked_logprobs(hidden, layer, None, TARGET_N, TEMPERATURE_N, 2)
+        logp, *_ = chunked_logprobs(hidden, layer, None, TARGET_N, TEMPERATURE_N, 2)
     logp.sum().backward()  # type: ignore[no-untyped-call]
     whole = hidden @ weight.T
     assert logp.dtype == token_logprobs(whole.bfloat16(), TARGET_N, TEMPERATURE_N).dtype == torch.float32
