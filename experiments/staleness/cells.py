@@ -38,6 +38,7 @@ WATCHING = (
 CURVES = (
     *("num_tokens", "staleness/mean", "is/ess", "clip_ratio/region_mean", "kl/behaviour", "kl/reference", "entropy"),
     *("completions/mean_length", "completions/clipped_ratio", "rewards/failed_ratio", "idle/learner", "idle/actor"),
+    "grad_norm",
 )
 """Metrics by name, as docs/metrics.md explains them."""
 SCORE = "rewards/{}/mean"

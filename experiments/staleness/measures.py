@@ -186,6 +186,8 @@ def _corrections(results: Sequence[CellResult]) -> Iterator[str]:
         "KL to the sampling policy": mean_of(lambda cell: cell.kl_behaviour_mean, 4),
         "KL to the reference, last quarter": mean_of(lambda cell: cell.kl_reference_end, 4),
     }
+    if any("grad_norm" in cell.curves for cell in results):
+        columns["gradient norm, mean of the steps"] = mean_of(lambda cell: cell.mean_of("grad_norm"), 2)
     yield "## How far from the policy that sampled"
     yield "Divergences are estimates in nats a token. What was not measured, or not kept, is a dash."
     yield by_group(by_setting(results), columns)

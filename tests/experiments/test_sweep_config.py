@@ -76,7 +76,7 @@ def test_the_shipped_sweep_goes_by_its_name() -> None:
 
 EXPERIMENTS = {
     "ages": 10, "corrections": 90, "critics": 27, "in_flight": 9, "lengths": 9, "mini_batches": 60, "objectives": 160,
-    "one_step": 18, "rates": 9, "search": 12,
+    "one_step": 18, "rates": 9, "sao": 20, "search": 12,
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_an_experiment_is_a_valid_grid_that_keeps_its_results_beside_it(
     sweep, cells = load_sweep(STALENESS / name / f"{name}.toml")
     assert len(cells) == num_cells
     assert sweep.results_dir == STALENESS / name
-    assert all(cell.config.queue.exact for cell in cells) == (name in ("ages", "corrections", "critics", "objectives"))
+    assert all(cell.config.queue.exact for cell in cells) == (name in ("ages", "corrections", "critics", "objectives", "sao"))
 
 
 OVERRIDES = "[sweep.overrides]\n"
