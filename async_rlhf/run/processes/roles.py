@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from async_rlhf.actors.loop.work import Work
     from async_rlhf.actors.prompts import Row
+    from async_rlhf.buffers.clients.actor import ActorClient
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,6 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
     """The replay queue, the weight channel and the ledger. beat: called by the hub's loop, twice a second."""
     from async_rlhf.buffers.hub.hub import Hub
     from async_rlhf.buffers.hub.prompts import Prompts
-    from async_rlhf.buffers.transport.keys import load_hub
     from async_rlhf.run.checks.spool import open_spool
 
     data, spool = RunData(run.path, config.data), open_spool(run, config)
@@ -103,7 +103,6 @@ def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") ->
     """The model that learns, from the newest checkpoint on. meeting: where it meets its other ranks, if there are any."""
     import_models()
     from async_rlhf.buffers.clients.learner import LearnerClient
-    from async_rlhf.buffers.transport.link import connector
 
     connect, broadcaster = connector(config.security.directory), None
     if config.weights.transport == "device":
@@ -145,29 +144,13 @@ def run_actor(
     from async_rlhf.actors.engine import RolloutKey, load_engine
     from async_rlhf.actors.loop.worker import Worker
     from async_rlhf.actors.scoring.pool import ScoringPool
-    from async_rlhf.buffers.clients.actor import ActorClient
     from async_rlhf.buffers.stages import SpanFile
-    from async_rlhf.buffers.transport.link import connector
 
     data = RunData(run.path, config.data)
     rows = data.epoch()
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
-    take_seat = None
-    if config.weights.transport == "device" and is_local(address):
-        from async_rlhf.buffers.device.ends import EngineEnd
-
-        take_seat = EngineEnd(config.weights.device_timeout_s)
-    client = ActorClient(
-        address,
-        name,
-        beat_s=config.queue.beat_s,
-        timeout_s=REQUEST_TIMEOUT_S,
-        connect=connector(config.security.directory),
-        weights=config.weights,
-        shared=shared(config, data),
-        take_seat=take_seat,
-    )
+    client = _actor_client(config, data, address, name)
     client.keep_beating()
 
     def scored() -> None:
@@ -196,6 +179,27 @@ def run_actor(
         scoring.close()
         client.close()
         engine.close()
+
+
+def _actor_client(config: Config, data: RunData, address: str, name: str) -> ActorClient:
+    """With a seat in the device channel where that is chosen and the hub is on this machine."""
+    from async_rlhf.buffers.clients.actor import ActorClient
+
+    take_seat = None
+    if config.weights.transport == "device" and is_local(address):
+        from async_rlhf.buffers.device.ends import EngineEnd
+
+        take_seat = EngineEnd(config.weights.device_timeout_s)
+    return ActorClient(
+        address,
+        name,
+        beat_s=config.queue.beat_s,
+        timeout_s=REQUEST_TIMEOUT_S,
+        connect=connector(config.security.directory),
+        weights=config.weights,
+        shared=shared(config, data),
+        take_seat=take_seat,
+    )
 
 
 def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, **further: Any) -> Work:
