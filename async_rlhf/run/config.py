@@ -226,6 +226,7 @@ def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
             changed = _nested(key, _plain(value))
             _prepare(changed, Path.cwd())
             _lay(values, changed)
+    check(validated(values), has_model=False)  # a wrong key is named before anything is fetched
     fetch(values)
     config = validated(values)
     check(config)
