@@ -207,6 +207,22 @@ def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refus
         check_tracking(TrackingConfig(kind=("trackio",)))
 
 
+def test_weights_and_biases_without_a_key_is_refused_and_offline_needs_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_CONFIG_DIR", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="the tracker wandb has no key: run wandb login, set WANDB_API_KEY, or WANDB_MODE"):
+        check_tracking(TrackingConfig(kind=("wandb",)))
+    (tmp_path / ".netrc").touch()
+    check_tracking(TrackingConfig(kind=("wandb",)))
+    (tmp_path / ".netrc").unlink()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_tracking(TrackingConfig(kind=("wandb",)))
+
+
 def test_one_tracker_or_several_each_a_process(small: Any) -> None:
     for given, kinds in (("none", []), ("wandb", ["wandb"]), (["mlflow", "wandb", "mlflow"], ["mlflow", "wandb"])):
         config = small(**{"tracking.kind": given})
