@@ -206,7 +206,7 @@ def test_what_cannot_be_fetched_is_refused_by_its_key_and_a_wrong_key_before(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=f"{key} = '{value}'.*{message}"):
         load(QUICK, {key: value})
-    with pytest.raises(ConfigError, match="unknown key 'learner.lr'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'learner\.lr'"):
         load(QUICK, {key: value, "learner.lr": 1})
 
 

@@ -56,7 +56,7 @@ def check_place(kind: TrackerKind) -> None:
     """Raises ConfigError for a service that has nowhere to write, or no key. Without its library, which takes seconds."""
     if kind == "wandb" and os.environ.get("WANDB_MODE", "online") == "online" and not _may_have_key():
         raise ConfigError(
-            "the tracker wandb has no key: run wandb login, set WANDB_API_KEY, or WANDB_MODE=offline (wandb sync sends it later)"
+            "the tracker wandb has no key: run wandb login, set WANDB_API_KEY, or WANDB_MODE=offline (and wandb sync later)"
         )
     if kind == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and find_spec("sqlalchemy") is None:
         raise ConfigError(
