@@ -189,11 +189,11 @@ def _module_file(module: str, asked: str) -> Path:
 
 def _functions(file: Path) -> list[ast.FunctionDef]:
     try:
-        return [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+        return [node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.FunctionDef)]
     except OSError as error:
         hint = "paths are relative to the configuration's folder"
         raise ConfigError(f"{file} cannot be read: {error.strerror}; {hint}") from error
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{file} is no Python: {error}") from error
 
 

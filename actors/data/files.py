@@ -39,7 +39,11 @@ def read_file(source: str) -> Iterator[Located]:
         )
     try:
         yield from _dataset(path) if is_dataset else _READERS[path.suffix.lower()](path)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.source {source!r} cannot be read: it is not UTF-8 ({error}); write it anew, as with iconv -t utf-8"
+        ) from error
+    except (OSError, csv.Error) as error:
         raise ConfigError(
             f"data.source {source!r} cannot be read: {error}; give a file ({', '.join(_READERS)}), a directory saved by "
             "datasets, or reasoning_gym:<task>"

@@ -13,9 +13,10 @@ from typing import Any
 import httpx2
 
 from async_rlhf.actors.rewards.settings import TransientError
+from async_rlhf.buffers.errors import ConfigError
 
 _MAY_PASS = {408, 409, 425, 429}
-_LONGEST_WAIT_S = 300.0
+_LONGEST_WAIT_S, _ANSWERS_S = 300.0, 10.0
 # What HTTP_PROXY names is asked for other machines only.
 _HERE: dict[str, None] = dict.fromkeys(("all://127.0.0.1", "all://localhost"))
 _BROKEN = (httpx2.TransportError, httpx2.DecodingError)
@@ -38,6 +39,19 @@ def post(url: str, request: Mapping[str, Any], api_key_env: str, max_bytes: int)
     except _BROKEN as error:
         raise _lost(url, error) from error
     return _content(url, response, max_bytes)
+
+
+def check(setting: str, url: str) -> None:
+    """Raises ConfigError where nothing answers; what is answered does not matter."""
+    try:
+        with httpx2.Client(timeout=_ANSWERS_S, mounts=_HERE) as client:
+            client.get(url)
+    except (*_BROKEN, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
+        why, place = error or type(error).__name__, url.rpartition("@")[2]
+        raise ConfigError(
+            f"{setting} = {place!r}: no server answers there within {_ANSWERS_S:g} s ({why}); start it first, or correct the "
+            "address"
+        ) from error
 
 
 # One of each for the process, so that connections are used again.

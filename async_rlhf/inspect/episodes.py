@@ -42,8 +42,8 @@ Write = Callable[[Content], str | None]
 
 @dataclass(frozen=True)
 class Part:
-    """What the environment sent or the model wrote. score: what the environment gave for the turn before it, an agent for this
-    one.
+    """What the environment sent or the model wrote. score: what the environment gave for the turn before it; where an agent or
+    a model plays, for this one.
 
     pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token). anew:
     tokens of the whole conversation, where the model read that instead of the content behind its turn.
@@ -187,10 +187,11 @@ def _parts(
     """What was read and written, one after the other as in the record; of a row that begins anew what the environment sent, not
     all of it."""
 
-    def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
-        return Part(who, decode(ids), pieces=in_pieces(ids))
+    completion, anew, scores = played.completion, iter(played.anew), iter(played.turn_scores)
 
-    completion, anew = played.completion, iter(played.anew)
+    def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
+        return Part(who, decode(ids), next(scores, None) if who == "model" else None, pieces=in_pieces(ids))
+
     parts, at = [part("environment", played.prompt_ids)], 0
     for is_turn, spans in groupby(completion.spans, key=lambda span: span.version is not None):
         own = list(spans)

@@ -196,7 +196,7 @@ def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str
     if path.is_dir():
         return _of_run(path)
     try:
-        return [json_value(line) for line in path.read_text().splitlines() if line.strip()]
+        return [json_value(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"data {str(path)!r} cannot be read: {error}; give a JSONL file or a run directory") from error
 

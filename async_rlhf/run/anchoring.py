@@ -24,12 +24,12 @@ _ANCHORED: tuple[tuple[str, str, Callable[[str, Path], str]], ...] = (
 
 def anchor(values: dict[str, Any], base: Path) -> None:
     """Make the paths of a configuration's values absolute, seen from `base`."""
-    _change_models(values, lambda given: _model(given, base))
+    _change_models(values, lambda _, given: _model(given, base))
     for section, key, seen_from in _ANCHORED:
         own = values.get(section)
         if isinstance(own, dict) and isinstance(given := own.get(key), str) and given not in ("", "none"):
             own[key] = seen_from(given, base)
-    for each in _sources(values):
+    for _, each in _sources(values):
         anchor_source(each, base)
     rewards = values.get("rewards")
     if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple | str):
@@ -44,30 +44,34 @@ def anchor(values: dict[str, Any], base: Path) -> None:
 def fetch(values: dict[str, Any]) -> None:
     """What the Hub has of a configuration's values, as `shipped` does it. Raises ConfigError."""
     _change_models(values, shipped.fetched)
-    for each in _sources(values):
+    for where, each in _sources(values):
         if isinstance(source := each.get("source"), str) and source.startswith(HUB_PREFIX):
-            each["source"] = shipped.fetched_file(source)
+            each["source"] = shipped.fetched_file(f"{where}.source", source)
 
 
-def _sources(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The tables that name a place of prompts."""
-    for section in (values.get("data"), values.get("evaluation")):
+def _sources(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables that name a place of prompts, with their keys."""
+    for name in ("data", "evaluation"):
+        section = values.get(name)
         several = section.get("sources") if isinstance(section, dict) else None
-        yield from (each for each in (section, *(several if isinstance(several, list) else ())) if isinstance(each, dict))
+        numbered = enumerate(several if isinstance(several, list) else ())
+        tables = [(name, section), *((f"{name}.sources.{n}", each) for n, each in numbered)]
+        yield from ((where, each) for where, each in tables if isinstance(each, dict))
 
 
-def _change_models(values: dict[str, Any], change: Callable[[str], str]) -> None:
-    """That of the policy, and of teachers those that no server has."""
+def _change_models(values: dict[str, Any], change: Callable[[str, str], str]) -> None:
+    """That of the policy, and of teachers those that no server has. change: is given the key and the model."""
     scoring = values.get("scoring")
     reference = scoring.get("reference") if isinstance(scoring, dict) else None
-    tables = [(values, ("model",))]
+    tables = [("", values, ("model",))]
     if isinstance(reference, dict):
-        by_source = reference.get("by_source")
-        tables += [(reference, ("path",)), *([(by_source, tuple(by_source))] if isinstance(by_source, dict) else [])]
-    for table, keys in tables:
+        where, by_source = "scoring.reference.", reference.get("by_source")
+        tables.append((where, reference, ("path",)))
+        tables += [(f"{where}by_source.", by_source, tuple(by_source))] if isinstance(by_source, dict) else []
+    for where, table, keys in tables:
         for key in keys:
             if isinstance(given := table.get(key), str) and given and not is_address(given):
-                table[key] = change(given)
+                table[key] = change(f"{where}{key}", given)
 
 
 def _model(given: str, base: Path) -> str:

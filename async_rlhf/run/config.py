@@ -6,6 +6,7 @@ are relative to that file; on the command line and in Python they are relative t
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -226,6 +227,7 @@ def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
             changed = _nested(key, _plain(value))
             _prepare(changed, Path.cwd())
             _lay(values, changed)
+    check(validated(values), has_model=False)  # a wrong key is named before anything is fetched
     fetch(values)
     config = validated(values)
     check(config)
@@ -298,10 +300,21 @@ def in_toml(value: Any) -> Any:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """Dotted keys in which two configurations differ, as `key: old -> new`."""
-    before, after = dict(flat(old.model_dump())), dict(flat(new.model_dump()))
+    """Dotted keys in which two configurations differ, as `key: old -> new`; of a list of tables each by its number."""
+    before, after = (dict(flat(_numbered(each.model_dump()))) for each in (old, new))
     keys = [*before, *(key for key in after if key not in before)]
-    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
+
+    def shown(values: Mapping[str, Any], key: str) -> str:
+        return json.dumps(in_toml(values[key]), default=str) if key in values else "left out"
+
+    return [f"{key}: {shown(before, key)} -> {shown(after, key)}" for key in keys if before.get(key) != after.get(key)]
+
+
+def _numbered(value: Any) -> Any:
+    """With tables by their numbers in place of lists of tables."""
+    if isinstance(value, tuple) and value and isinstance(value[0], dict):
+        value = {str(number): each for number, each in enumerate(value)}
+    return {key: _numbered(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _prepare(values: dict[str, Any], base: Path) -> None:

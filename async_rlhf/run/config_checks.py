@@ -178,6 +178,8 @@ def _check_model(config: Config) -> None:
         if (reaches := attention(text)) is None:
             raise ConfigError(unknown(str(text.get("model_type"))))
         config.engine.check_kv_policy(reaches.window, str(text.get("model_type")))
+    if config.engine.batch_invariant and (kind := str(text.get("model_type"))) != "llama":
+        raise ConfigError(f'engine.batch_invariant = true with model type {kind!r}; only plain Llama can. Set it to "none".')
     if config.engine.replay_routing and text.get("model_type") not in SOFTMAX | SIGMOID:
         raise ConfigError(not_recorded(str(text.get("model_type"))))
     longest = config.generation.max_prompt_length + config.generation.longest_completion

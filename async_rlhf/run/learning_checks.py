@@ -87,6 +87,8 @@ def _without_advantages(advantage: AdvantageConfig, loss: LossConfig) -> Iterato
         yield f"advantage.{name} is set, and loss.kind = {loss.kind!r} learns from a teacher and not from rewards: leave it out"
     if loss.off_policy_delta is not None:
         yield f"loss.off_policy_delta masks where an advantage is below 0, and {loss.kind!r} has none; set it to 'none'"
+    if loss.kind == "reverse_kl" and loss.teacher_cap != LossConfig().teacher_cap:
+        yield f"loss.teacher_cap is for loss.kind = 'forward_kl', and {loss.kind!r} has no use for it: leave it out"
     if loss.kl_in_reward:
         yield f"loss.kl_in = 'reward': rewards do not count in loss.kind = {loss.kind!r}; set loss.kl_in = 'loss'"
 
@@ -186,13 +188,17 @@ def _guard(config: Config) -> Iterator[str]:
         )
 
 
-def remarks(config: LearnerConfig) -> tuple[str, ...]:
-    """What stops nothing and a person should know."""
+def remarks(config: LearnerConfig, max_steps: int | None = None) -> Iterator[str]:
+    """What stops nothing and a person should know. max_steps: of the run."""
+    if max_steps is not None and max_steps <= (alone := config.critic.warmup_steps):
+        yield f"learner.critic.warmup_steps = {alone}: in {max_steps} steps (max_steps) only the critic learns."
+    elif max_steps is not None and max_steps <= config.warmup_steps:
+        yield f"learner.warmup_steps = {config.warmup_steps}: all {max_steps} steps (max_steps) are warm-up."
     if config.device.partition(":")[0] != "cuda" or config.dtype != "float32":
-        return ()
-    return (
+        return
+    yield (
         f"learner.dtype = 'float32' on learner.device = {config.device!r}: products take several times as long as in bfloat16, "
-        "and there is no flash attention. Set learner.dtype = 'bfloat16'; weights and optimizer stay float32.",
+        "and there is no flash attention. Set learner.dtype = 'bfloat16'; weights and optimizer stay float32."
     )
 
 

@@ -21,6 +21,7 @@ from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, Undone, described
 from async_rlhf.learner.loop.recording import Recording
+from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config, changed, dotted, override
 from async_rlhf.run.config_keys import settings
 from async_rlhf.run.run_dir import RunDir
@@ -193,6 +194,8 @@ def _check_key(key: str, config: Config) -> None:
         what = f"{key} may not change in a run that has begun" if key in known else f"unknown key {key!r}"
         near = did_you_mean(key, [*LIVE, f"{_WEIGHTS}NAME"])
         raise ConfigError(f"{what}; {near}")
+    if loss_spec(config.loss.kind).learns_from == "teacher":
+        raise ConfigError(f"{key} has no effect: loss.kind = {config.loss.kind!r} learns from a teacher, and not from rewards")
     if config.advantage.constant_groups == "refill":
         raise ConfigError(
             f"{key} may not change with advantage.constant_groups = 'refill': actors say by these weights which groups are "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ from async_rlhf.run.config import Config
 if TYPE_CHECKING:
     from async_rlhf.actors.loop.work import Play
 
+_OF_ENVIRONMENT = re.compile(r"\benvironment\.(?=(function|options|timeout_s|render)\b)")
 OF_EPISODES = frozenset({"messages", "completion_messages", "turns", "sampled"})
 """Fields that rewards get beside the others where there is an environment: the conversation, what of it stands behind the
 prompt, what the model wrote in it, and which of `completion_ids` were sampled."""
@@ -36,11 +39,23 @@ def reward_specs(config: Config) -> tuple[RewardSpec, ...]:
 
 def environment_specs(config: Config) -> dict[str, EnvironmentSpec]:
     """The environments by source, as `EnvironmentConfig.all` has them and `spec` proves them. Raises ConfigError."""
-    specs = {source: own.spec(Path.cwd()) for source, own in config.environment.all.items()}
-    names = [each.name for each in reward_specs(config)] + [REFERENCE] if specs else []
-    for spec in specs.values():
-        _check_environment(config, spec, names)
+    specs = dict[str, EnvironmentSpec]()
+    names = [each.name for each in reward_specs(config)] + [REFERENCE] if config.environment.all else []
+    for source, own in config.environment.all.items():
+        with of_source(source):
+            specs[source] = own.spec(Path.cwd())
+            _check_environment(config, specs[source], names)
     return specs
+
+
+@contextmanager
+def of_source(source: str) -> Iterator[None]:
+    """Errors of the environment of a source name its own settings."""
+    try:
+        yield
+    except ConfigError as error:
+        where = f"environment.by_source.{source}." if source else "environment."
+        raise ConfigError(_OF_ENVIRONMENT.sub(where, str(error))) from error
 
 
 def _check_environment(config: Config, spec: EnvironmentSpec, names: Sequence[str]) -> None:
@@ -80,7 +95,8 @@ def check_columns(
     played = played_by(config, source)
     config.rewards.check_columns(judges, source, columns if played is None else columns | OF_EPISODES)
     if played is not None:
-        environments[played].check(columns)
+        with of_source(played):
+            environments[played].check(columns)
 
 
 def check_judged(config: Config, environments: Mapping[str, EnvironmentSpec], source: str | None) -> None:

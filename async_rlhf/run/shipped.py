@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -73,60 +73,61 @@ def is_name(text: str, base: Path) -> bool:
     return _NAME.fullmatch(text) is not None and not (base / text.split("/")[0]).exists()
 
 
-def fetched(model: str) -> str:
-    """The directory of a published model, or `model` itself where it is no name of one.
+def fetched(key: str, model: str) -> str:
+    """The directory of a published model, or `model` itself where it is no name of one. key: the setting.
 
     Raises ConfigError when it is not in the cache and cannot be fetched.
     """
-    return str(_snapshot(model)) if _NAME.fullmatch(model) else model
-
-
-def _snapshot(name: str) -> Path:
+    if _NAME.fullmatch(model) is None:
+        return model
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    repository, _, revision = name.partition("@")
-    try:
-        cached = snapshot_download(repository, revision=revision or None, allow_patterns=_FILES, local_files_only=True)
-        if _is_whole(Path(cached)):
-            return Path(cached)
-    except LocalEntryNotFoundError:
-        pass
-    print(f"fetching {name} from the Hugging Face Hub (once)", file=sys.stderr)  # noqa: T201  # a user waits for it
-    try:
-        directory = Path(snapshot_download(repository, revision=revision or None, allow_patterns=_FILES))
-    except (OSError, ValueError, ImportError) as error:  # whatever huggingface_hub raises, for a proxy too, is one of these
-        raise ConfigError(
-            f"model = {name!r} is neither a directory nor a GGUF file, nor a model in the cache of the Hugging Face Hub, and "
-            f"cannot be fetched: {str(error).splitlines()[0]}"
-        ) from error
+    repository, _, revision = model.partition("@")
+    fetch = partial(snapshot_download, repository, revision=revision or None, allow_patterns=_FILES)
+    directory = _fetched(key, model, fetch, _is_whole)
     if not _is_whole(directory):  # without a network it is the part that was there
         raise ConfigError(
-            f"model = {name!r} has no config.json with all its *.safetensors on the Hugging Face Hub, or only a part of it "
+            f"{key} = {model!r} has no config.json with all its *.safetensors on the Hugging Face Hub, or only a part of it "
             f"could be fetched into {directory}; try again with a network, or give the directory of another model"
         )
-    return directory
+    return str(directory)
 
 
-def fetched_file(source: str) -> str:
+def fetched_file(key: str, source: str) -> str:
     """The file of a data set, in the snapshot that names its commit. Raises ConfigError as `fetched` does."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if (found := _FILE.fullmatch(source)) is None:
+    if (found := _FILE.fullmatch(source)) is None or not {".", ".."}.isdisjoint(source.removeprefix("hub:").split("/")):
         raise ConfigError(
-            f"data.source = {source!r} names no file of a data set; give hub:OWNER/NAME/FILE or .../NAME@REVISION/FILE"
+            f"{key} = {source!r} names no file of a data set; give hub:OWNER/NAME/FILE or .../NAME@REVISION/FILE, without .."
         )
     repository, revision, file = found.groups()
     fetch = partial(hf_hub_download, repository, file, repo_type="dataset", revision=revision)
+    return str(_fetched(key, source, fetch, Path.is_file))
+
+
+def _fetched(key: str, name: str, fetch: Callable[..., str], is_whole: Callable[[Path], bool]) -> Path:
+    """What is whole in the cache, else what the Hub has now. Raises ConfigError."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     try:
         with suppress(LocalEntryNotFoundError):
-            return str(fetch(local_files_only=True))
-        print(f"fetching {source} from the Hugging Face Hub (once)", file=sys.stderr)  # noqa: T201  # a user waits for it
-        return str(fetch())
-    except (OSError, ValueError, ImportError) as error:  # as above
-        why = str(error).splitlines()[0]
-        raise ConfigError(f"data.source = {source!r} is not in the cache, and cannot be fetched: {why}") from error
+            if is_whole(cached := Path(fetch(local_files_only=True))):
+                return cached
+        if not HF_HUB_OFFLINE:
+            print(f"fetching {name} from the Hugging Face Hub (once)", file=sys.stderr)  # noqa: T201  # a user waits for it
+        return Path(fetch())
+    except (OSError, ValueError, ImportError) as error:  # whatever huggingface_hub raises, for a proxy too, is one of these
+        if HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE is set; unset it once"
+        elif isinstance(error, LocalEntryNotFoundError):
+            why = f"the Hub does not answer ({error.__cause__ or error}); try again with a network"
+        else:  # an answer of the Hub has its reason in the first line of its last paragraph
+            why = str(error).strip().rpartition("\n\n")[2].partition("\n")[0]
+        raise ConfigError(
+            f"{key} = {name!r} is not in the cache of the Hugging Face Hub and cannot be fetched: {why}, or give a path"
+        ) from error
 
 
 def _is_whole(directory: Path) -> bool:

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.actors.config import REFERENCE
 from async_rlhf.watch.series import is_number
 
 Decode = Callable[[Sequence[int]], Sequence[str]]
@@ -67,7 +68,11 @@ def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
         scores = ", ".join(
             f"{name} failed: {score['failure']}" if score["failure"] else f"{name} {score['value']}"
             for name, score in rollout["scores"].items()
+            if name != REFERENCE or score["failure"]  # it has no value
         )
+        of_turns = rollout.get("turn_scores", ())
+        if any(score is not None for score in of_turns):
+            scores += f"{scores and ', '}turns {' '.join('-' if score is None else f'{score:g}' for score in of_turns)}"
         versions = " ".join(
             f"{f'v{version}x' if version is not None else 'anew ' if at in rollout.get('restarts', ()) else 'read '}{count}"
             for at, (version, count) in enumerate(rollout["spans"])

@@ -154,6 +154,7 @@ def sample_record(
                 "tokens": rollout.completion_ids.tolist(),
                 "spans": [[span.version, span.num_tokens] for span in rollout.spans],
                 "restarts": rollout.restarts,
+                "turn_scores": [*rollout.turn_scores],
                 "finish_reason": rollout.finish_reason,
                 "scores": {n: s.failure if s.failure is not None else s.value for n, s in rollout.scores.items()},
                 "advantage": advantage,

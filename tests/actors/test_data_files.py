@@ -85,7 +85,7 @@ HUGE = '{"prompt": "p", "answer": [0, %s]}'
         ("rows.json", f"[{HUGE % ('9' * 30)}]", r"answer\[1\]: numbers are integers from .*or floats up to"),
         ("rows.parquet", "PAR1", "is no Parquet file that can be read"),
         ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"rows\.jsonl:2 is not JSON"),
-        ("rows.jsonl", "\udcff", r"rows\.jsonl' cannot be read: .*can't decode byte 0xff"),
+        ("rows.jsonl", "\udcff", r"rows\.jsonl' cannot be read: it is not UTF-8 .*decode byte 0xff.*iconv"),
         ("rows.jsonl", HUGE % ("9" * 5000), r"answer\[1\]: numbers are integers from"),
         ("rows.jsonl", HUGE % "-1e999", r"answer\[1\]: numbers are integers from"),
         ("rows.csv", "prompt,answer\nI, myself,me\n", r"rows\.csv:2 has 3 cells, the first line names 2 columns; quote commas"),

@@ -85,6 +85,7 @@ def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_
     assert fields_of(ROW, played.prompt_ids, completion, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
     parts = _parts(played, text_of, lambda ids: [])
     assert parts[4] == Part("environment", "!all", anew=4) and [part.content for part in parts[5:]] == ["c", "z", "d"]
+    assert [part.score for part in parts if part.who == "model"] == [0.5, 0.5, 0.5, None]
     assert "  reads   '!all'   (in the whole conversation: 4 tokens)" in lines(Shown(0, parts, "stop", RIGHT))
 
 

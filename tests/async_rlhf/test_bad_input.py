@@ -42,6 +42,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "max_episode_length = 8 is below generation.max_completion_length = 12.*lowest: 12",
     ),
     "no such environment": ({"environment": "nowhere.py:f"}, "environment.function.*nowhere.py"),
+    "no such environment of a source": (
+        {"environment": {"by_source": {"maths": "nowhere.py:f"}}},
+        "environment.by_source.maths.function.*nowhere.py",
+    ),
     "an environment slower than what is waited for": (
         {"environment": "configs/environments/guessing.py:guessing", "environment.timeout_s": 400.0},
         "'guessing' may take 400 s a step.*without progress for 300 s.*progress_timeout_s above it",

@@ -13,7 +13,7 @@ import async_rlhf
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.reference import reference
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.run.config import Config, load, parse_override
+from async_rlhf.run.config import Config, differences, load, parse_override
 from async_rlhf.run.config_keys import ELSEWHERE, KINDS, settings
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.shipped import FILES, write_start
@@ -34,6 +34,21 @@ def test_a_name_a_file_a_mapping_and_a_config_are_the_same_configuration(
     assert own.model == str(QUICK.parent / "models" / "tiny-speller")
     (tmp_path / "marked.toml").write_text((tmp_path / "quick").read_text(), encoding="utf-8-sig")
     assert load("marked.toml") == own, "a byte order mark is no part of the text"
+
+
+def test_what_differs_is_named_by_key_and_written_as_in_a_file() -> None:
+    data = {"source": "", "options": {}, "sources": [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": None}]}
+    one = load(QUICK, {"data": data})
+    other = load(one, {"data.sources": [{"source": "a.jsonl"}], "generation.stop": ["."], "checkpoint.keep_every": 5})
+    assert differences(one, other) == [
+        f'data.sources.1.source: "{Path.cwd() / "b.jsonl"}" -> left out',
+        "data.sources.1.options: {} -> left out",
+        "data.sources.1.columns: {} -> left out",
+        "data.sources.1.size: 4096 -> left out",
+        'data.sources.1.name: "" -> left out',
+        'generation.stop: [] -> ["."]',
+        'checkpoint.keep_every: "none" -> 5',
+    ]
 
 
 def test_paths_from_python_are_seen_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

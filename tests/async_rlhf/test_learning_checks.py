@@ -163,4 +163,12 @@ def test_a_deepspeed_file_is_laid_over_ours_and_refused_where_it_contradicts_the
 def test_products_in_float32_on_a_gpu_are_remarked_upon() -> None:
     (remark,) = remarks(LearnerConfig(device="cuda:1"))
     assert re.search("'float32' on learner.device = 'cuda:1'.*Set learner.dtype = 'bfloat16'", remark)
-    assert remarks(LearnerConfig()) == remarks(LearnerConfig(device="cuda", dtype="bfloat16")) == ()
+    assert [*remarks(LearnerConfig()), *remarks(LearnerConfig(device="cuda", dtype="bfloat16"))] == []
+
+
+def test_a_run_that_ends_within_its_warm_up_is_remarked_upon() -> None:
+    critic = {"kind": "head", "warmup_steps": 10}
+    assert [*remarks(LearnerConfig(warmup_steps=4), 4)] == ["learner.warmup_steps = 4: all 4 steps (max_steps) are warm-up."]
+    (remark,) = remarks(LearnerConfig.model_validate({"critic": critic}), 10)
+    assert remark == "learner.critic.warmup_steps = 10: in 10 steps (max_steps) only the critic learns."
+    assert [*remarks(LearnerConfig(warmup_steps=4), 5)] == []

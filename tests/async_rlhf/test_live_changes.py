@@ -72,6 +72,15 @@ def test_weights_by_which_actors_choose_groups_may_not_change(small: Any) -> Non
     run.retire()
 
 
+def test_a_weight_has_no_effect_where_a_teacher_is_learned_from(small: Any) -> None:
+    run = RunDir.create(small(**{"loss.kind": "reverse_kl", "scoring.reference.path": "tiny-speller"}), ([], []))
+    with pytest.raises(
+        ConfigError, match=r"rewards\.weights\.exact has no effect: loss.kind = 'reverse_kl' learns from a teacher"
+    ):
+        ask(run, {"rewards.weights.exact": 2.0})
+    run.retire()
+
+
 def test_a_run_that_has_ended_for_good_is_not_changed(run: RunDir) -> None:
     run.record_end(End(code=0, reason="all steps done", finished=True))
     run.retire()

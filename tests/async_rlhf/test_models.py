@@ -20,6 +20,7 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey, completed
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.attention import FAMILIES
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
@@ -179,8 +180,8 @@ def test_a_part_of_a_model_is_fetched_again_and_what_cannot_be_fetched_is_refuse
     assert code == 3 and "fetching owner/speller from the Hugging Face Hub" in output, output
     assert "or only a part of it could be fetched" in output
     code, output = check(tmp_path, "owner/other")
-    assert code == 3 and "model = 'owner/other' is neither a directory nor a GGUF file" in output, output
-    assert "cannot be fetched: " in output
+    assert code == 3 and "model = 'owner/other' is not in the cache of the Hugging Face Hub" in output, output
+    assert "cannot be fetched: the Hub does not answer ([Errno 111]" in output and "or give a path" in output
 
 
 def test_a_path_is_no_name(tmp_path: Path) -> None:
@@ -188,6 +189,25 @@ def test_a_path_is_no_name(tmp_path: Path) -> None:
     assert is_name("Qwen/Qwen3-0.6B", tmp_path) and is_name("owner/name@v1.0", tmp_path)
     for path in ("models/mistyped", "./models/x", "../x/y", "/x/y", "~/x", "x", "a/b/c", "Qwen/", "owner/na me"):
         assert not is_name(path, tmp_path), path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("scoring.reference.path", "owner/other", "cannot be fetched: HF_HUB_OFFLINE is set"),
+        ("scoring.reference.by_source.maths", "owner/other", "cannot be fetched: HF_HUB_OFFLINE is set"),
+        ("evaluation.source", "hub:owner/other/rows.jsonl", "cannot be fetched: HF_HUB_OFFLINE is set"),
+        ("data.source", "hub:owner/other/../rows.jsonl", "names no file of a data set"),
+    ],
+)
+def test_what_cannot_be_fetched_is_refused_by_its_key_and_a_wrong_key_before(
+    key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=f"{key} = '{value}'.*{message}"):
+        load(QUICK, {key: value})
+    with pytest.raises(ConfigError, match=r"unknown key 'learner\.lr'"):
+        load(QUICK, {key: value, "learner.lr": 1})
 
 
 def test_a_name_that_is_overridden_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ def best(completions): return [float(c == max(completions)) for c in completions
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "judges.py").write_text(JUDGES)
     data = [{"completion": text, "answer": "4"} for text in ("1", "2", "10", "boom", "skip")]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in data))
+    lines = "".join(json.dumps(each) + "\r\n" for each in data)
+    (tmp_path / "data.jsonl").write_text(lines, encoding="utf-8-sig")  # as some editors write it
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

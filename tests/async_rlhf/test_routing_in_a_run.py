@@ -51,6 +51,11 @@ def test_what_cannot_replay_is_refused_by_name(moe: Path, key: str, value: Any, 
         load(QUICK, {"model": str(moe), key: value, **more, **REPLAYED})
 
 
+def test_a_model_with_experts_is_not_batch_invariant(moe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"batch_invariant = true with model type 'qwen3_moe'; only plain Llama can"):
+        load(QUICK, {"model": str(moe), "engine.batch_invariant": True})
+
+
 def test_a_model_without_experts_is_refused_and_a_group_that_is_too_large(moe: Path) -> None:
     with pytest.raises(ConfigError, match=r"replay_routing = true with model type 'llama'.*use one of deepseek_v3, dots1"):
         load(QUICK, REPLAYED)

@@ -77,6 +77,7 @@ def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatc
     options = {"rewards.options": {"judge": own}, "rewards.functions": ["judge.py:judge"]}
     run = RunDir.create(small(**SECRETS, **options))
     run.retire()
+    monkeypatch.setenv("WANDB_MODE", "offline")
     opened("wandb", run, 1)
     monkeypatch.delitem(sys.modules, "async_rlhf.run.tracking.to_wandb")
     assert KEY not in json.dumps(got["config"]) and got["config"]["hooks"]["url"] == "**********"

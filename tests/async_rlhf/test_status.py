@@ -19,7 +19,7 @@ from rich.console import Console
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
-from async_rlhf.run.display.console import Display, beginning, line, sample_line
+from async_rlhf.run.display.console import Display, beginning, held_out, line, sample_line
 from async_rlhf.run.display.notebook import NotebookDisplay
 from async_rlhf.run.run_dir import RunDir
 
@@ -121,7 +121,7 @@ def test_of_many_evaluations_and_changes_those_that_count_are_shown(run: RunDir)
 
 
 RECORD = dict.fromkeys(("reward", "staleness/mean", "staleness/max", "tokens_per_second", "idle/learner", "idle/actor"), 0)
-ROLLOUTS = [{"text": "leets", "scores": {"exact": 1.0, "judge": "timed out"}}]
+ROLLOUTS = [{"text": "leets", "scores": {"exact": 1.0, "judge": "timed out", "reference": None}}]
 SAMPLE = {"step": 3, "prompt": "Spell steel", "rollouts": ROLLOUTS}
 
 
@@ -170,12 +170,21 @@ def test_on_a_terminal_an_evaluation_has_a_bar_below_the_steps_until_it_ends() -
     assert "6/100" in drawn[between:] and "evaluation" not in drawn[between:]
 
 
+def test_an_evaluation_without_rewards_says_why_nothing_could_be_judged() -> None:
+    record = {"label": "start", "step": 0, "num_prompts": 3, "failed": 3, "rewards": {}}
+    assert held_out(record) == (
+        "held-out at the start: none of 3 prompts could be judged: there is no reward (rewards.functions)"
+    )
+
+
 def test_a_sample_is_shown_now_and_then_and_what_is_none_never(printed: Any, tmp_path: Path) -> None:
     display, lines = printed
     for record in ({}, {"rollouts": []}, {**SAMPLE, "rollouts": [7]}, SAMPLE, {**SAMPLE, "step": 4}):
         display.sample(record)
     assert lines() == ["sample of step 3: 'Spell steel' -> 'leets'  (exact 1.0, judge timed out)"]
     assert len(sample_line({**SAMPLE, "prompt": "x" * 10_000})) < 200
+    episode = {**SAMPLE, "rollouts": [{**ROLLOUTS[0], "spans": [[3, 2], [4, 1], [None, 2], [4, 1]]}]}
+    assert "-> 'leets' (the text of 2 turns and of what was read between them)  (exact" in sample_line(episode)
 
 
 def test_a_notebook_shows_what_is_said_as_text(monkeypatch: pytest.MonkeyPatch) -> None:

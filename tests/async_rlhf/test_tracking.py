@@ -207,12 +207,30 @@ def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refus
         check_tracking(TrackingConfig(kind=("trackio",)))
 
 
+def test_weights_and_biases_without_a_key_is_refused_and_offline_needs_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_CONFIG_DIR", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="the tracker wandb has no key: run wandb login, set WANDB_API_KEY, or WANDB_MODE"):
+        check_tracking(TrackingConfig(kind=("wandb",)))
+    (tmp_path / ".netrc").touch()
+    check_tracking(TrackingConfig(kind=("wandb",)))
+    (tmp_path / ".netrc").unlink()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_tracking(TrackingConfig(kind=("wandb",)))
+
+
 def test_one_tracker_or_several_each_a_process(small: Any) -> None:
-    for given, kinds in (("none", []), ("wandb", ["wandb"]), (["mlflow", "wandb", "mlflow"], ["mlflow", "wandb"])):
+    for given, kinds in (("none", []), ("wandb", ["wandb"]), (["mlflow", "wandb"], ["mlflow", "wandb"])):
         config = small(**{"tracking.kind": given})
         assert [node.arguments for node in tracker_nodes(config, RunDir(config.run_dir))] == [(kind,) for kind in kinds]
     with pytest.raises(ConfigError, match="'tensorboard', 'wandb', 'trackio' or 'mlflow'"):
         small(**{"tracking.kind": "wanbd"})
+    with pytest.raises(ConfigError, match="names 'mlflow' twice"):
+        check_tracking(TrackingConfig(kind=("mlflow", "mlflow")))
 
 
 def test_a_run_without_a_tracker_is_sent_from_its_files_once_and_set_back_it_is_another_run(
@@ -235,19 +253,24 @@ def test_a_run_without_a_tracker_is_sent_from_its_files_once_and_set_back_it_is_
     assert len(shown(run.path / "tensorboard")) == 1001 and len(shown(run.path / "tensorboard-2")) == 10
 
 
-def test_a_table_has_all_groups_of_its_step_and_each_step_has_one(supervised: Callable[..., Supervised]) -> None:
+def test_a_table_has_all_groups_of_its_step_also_those_that_come_later_and_each_step_has_one(
+    supervised: Callable[..., Supervised],
+) -> None:
     run, tables = supervised("none").run, list[tuple[int, list[Any]]]()
     tracker: Any = SimpleNamespace(table=lambda name, step, at, rows: tables.append((step, [row["prompt"] for row in rows])))
     lines, sent = _Lines(run), _Sent()
-    for steps in ((1, 1, 2), (25, 25), (49, 50)):
+    for done, steps in enumerate(((1,), (1, 2), (25,), (25, 49), (50,))):
         with run.samples.open("a") as file:
             file.writelines(
-                json.dumps({"step": step, "prompt": f"{step} {at}", "rollouts": [{"text": "a"}] * 20}) + "\n"
+                json.dumps(
+                    {"step": step, "group": f"{done} {at}", "prompt": f"{step} {done}", "rollouts": [{"text": "a"}] * 20}
+                )
+                + "\n"
                 for at, step in enumerate(steps)
             )
-        (sent,) = lines.send(tracker, sent)
+        (sent,) = lines.send(tracker, sent.model_copy(update={"step": steps[-1]}), is_last=done == 4)
     assert [(step, len(rows), {*rows}) for step, rows in tables] == [
-        (1, 32, {"1 0", "1 1"}), (25, 32, {"25 0", "25 1"}), (50, 20, {"50 1"}),
+        (1, 32, {"1 0", "1 1"}), (25, 32, {"25 2", "25 3"}), (50, 20, {"50 4"}),
     ]  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def mine(tmp_path: Path) -> str:
 
 @pytest.fixture
 def unrun(tmp_path: Path) -> str:
-    (tmp_path / "unrun.py").write_text(source(DECLARED))
+    (tmp_path / "unrun.py").write_text(source(DECLARED), encoding="utf-8-sig")  # as some editors write it
     return str(tmp_path / "unrun.py")
 
 

@@ -152,6 +152,8 @@ def test_where_a_row_begins_anew_the_pieces_have_all_that_was_read_there_and_its
         "    chain 1", "      writes  'le'", "    chain 2", "      reads   'ets'", "      writes  'l'",
     ]  # fmt: skip
     assert group_lines({**sample, "rollouts": [rollout]}).splitlines()[2].endswith(" v7x2 anew 3 v7x1 stop    'le\\nts\\nl'")
+    scored = {"scores": {"reference": {"value": None, "failure": None}}, "turn_scores": [0.5, None]}
+    assert group_lines({**sample, "rollouts": [rollout | scored]}).splitlines()[2].startswith("  turns 0.5 - ")
     long = {**rollout, "tokens": [24] * 30_000, "spans": [[7, 1], [None, 29_998], [7, 1]]}
     page = shown({**sample, "rollouts": [rollout, long, {**long, "text": "other"}]}, decode)
     assert page is not None

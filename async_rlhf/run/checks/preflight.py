@@ -24,6 +24,7 @@ from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import Row, of_prompts
+from async_rlhf.actors.reference import is_address
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
@@ -49,7 +50,9 @@ from async_rlhf.run.scoring import (
     check_judging,
     common_columns,
     environment_specs,
+    of_source,
     played_by,
+    reward_specs,
     score_names,
     stage_specs,
     stop_strings,
@@ -109,10 +112,14 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     if converted:
         prepared = check_model(config, rows, environments)
     else:
-        prepared = Prepared(rows, len(epoch_of(config.data, rows[0])), environments, remarks=list(remarks(config.learner)))
+        prepared = Prepared(
+            rows, len(epoch_of(config.data, rows[0])), environments, remarks=list(remarks(config.learner, config.max_steps))
+        )
     check_stop_strings(stop_strings(config), Path(config.model))
     _check_evaluation(config, rows[1], environments, converted)
     config.bound(prepared.num_prompts).check()
+    if is_here and config.launch.kind == "local":  # other hosts may reach what this machine does not
+        _check_servers(config)
     is_evaluated = rows[1] or config.evaluation.source is not None
     of_evaluation = check_judging(config, names) if is_evaluated else ()
     return replace(prepared, remarks=[*of_spool, *prepared.remarks, *of_evaluation])
@@ -173,7 +180,7 @@ def check_model(config: Config, rows: Rows, environments: Environments) -> Prepa
         raise ConfigError(
             f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
         )
-    known = [*remarks(config.learner), *check_routing(config), *_of_prompts(config, found, len(repeated))]
+    known = [*remarks(config.learner, config.max_steps), *check_routing(config), *_of_prompts(config, found, len(repeated))]
     known += tokenizer.remarks(texts, are_chats)
     return Prepared(kept, len(epoch_of(config.data, kept[0])), environments, len(left_out), known)
 
@@ -224,7 +231,8 @@ def _check_rendering(config: Config, environments: Environments) -> None:
 
             tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
             render, variables = config.environment.all[source].render, config.data.chat_template_kwargs
-            Renderer(tokenizer, config.data.chat or spec.calls, render, spec.tools, variables).check()
+            with of_source(source):
+                Renderer(tokenizer, config.data.chat or spec.calls, render, spec.tools, variables).check()
 
 
 def _check_lengths(config: Config, texts: Sequence[str], found: PromptLengths, limit: int, setting: str) -> None:
@@ -335,9 +343,27 @@ def _check_devices(config: Config) -> None:
             check_device(setting, device)
 
 
+def _check_servers(config: Config) -> None:
+    """Whether teachers and judges behind a URL answer at all. Raises ConfigError."""
+    own = config.scoring.reference
+    asked = {f"scoring.reference.by_source.{source}": path for source, path in own.by_source.items() if is_address(path)}
+    if is_address(own.path):
+        asked["scoring.reference.path"] = own.path
+    for spec in reward_specs(config):
+        if spec.target == "judge" and isinstance(url := spec.options.get("url"), str):
+            asked[f"rewards.options.{spec.name}.url"] = url
+    if asked:
+        from async_rlhf.actors.rewards import endpoint  # imports an HTTP client, which few need
+
+        for setting, url in asked.items():
+            endpoint.check(setting, url)
+
+
 def check_tracking(config: TrackingConfig) -> None:
     """Raises ConfigError for a tracker whose package is not installed, or that has nowhere to write."""
     for kind in config.kind:
+        if config.kind.count(kind) > 1:
+            raise ConfigError(f"tracking.kind = {list(config.kind)} names {kind!r} twice, and a run is sent there once")
         without = f"'none', and async-rlhf track RUN_DIR --to {kind} from an environment that has it (docs/watching.md)"
         check_installed(kind, "tracking.kind", kind, kind, without)
         check_place(kind)

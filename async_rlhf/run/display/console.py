@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from itertools import groupby
 from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from async_rlhf.actors.config import REFERENCE
 from async_rlhf.run import display
 from async_rlhf.run.display.terminal import Lasting
 from async_rlhf.run.run_files import figures, printable
@@ -158,7 +160,8 @@ def held_out(record: dict[str, Any]) -> str:
     if "missing" in record:
         return f"held-out{when}: not evaluated, {record['missing']}"
     if not (found := [(name, f"{value:.3f}") for name, value in figures(record).items()]):
-        return f"held-out{when}: none of {record['num_prompts']} prompts could be judged"
+        why = "" if record.get("rewards", True) else ": there is no reward (rewards.functions)"
+        return f"held-out{when}: none of {record['num_prompts']} prompts could be judged{why}"
     (first, value), *others = found
     size, failed = record.get("group_size"), f", {record['failed']} could not be judged" if record["failed"] else ""
     return (
@@ -180,8 +183,13 @@ def sample_line(record: dict[str, Any]) -> str:
     """The first completion of a group in `rollouts.jsonl` in a line; a record that is none has an empty one."""
     try:
         rollout = record["rollouts"][0]
-        scores = ", ".join(f"{name} {score}" for name, score in rollout["scores"].items())
-        return f"sample of step {record['step']}: {_short(record['prompt'])} -> {_short(rollout['text'])}  ({scores})"
+        scores = ", ".join(
+            f"{name} {score}" for name, score in rollout["scores"].items() if name != REFERENCE or isinstance(score, str)
+        )
+        was_read = [version is None for version, *_ in rollout.get("spans", ())]
+        turns = sum(not read for read, _ in groupby(was_read))
+        of = f" (the text of {turns} turns and of what was read between them)" if any(was_read) else ""
+        return f"sample of step {record['step']}: {_short(record['prompt'])} -> {_short(rollout['text'])}{of}  ({scores})"
     except (AttributeError, IndexError, KeyError, TypeError):
         return ""
 

@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -86,7 +85,7 @@ def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress:
         tracker, lines = opened(kind, run, sent.branch), _Lines(run)
         while True:
             is_last = not goes_on()  # looked at before the files are: after it nothing more is written
-            for now_sent in lines.send(tracker, sent):
+            for now_sent in lines.send(tracker, sent, is_last=is_last):
                 if now_sent != sent:
                     tracker.flush()
                     write_whole(run.tracked(kind), now_sent.model_dump_json() + "\n")
@@ -116,9 +115,10 @@ class _Lines:
     def __init__(self, run: RunDir) -> None:
         self._steps, self._evaluations, self._samples = Tail(run.metrics), Tail(run.evaluations), Tail(run.samples)
         self._num_evaluations = 0
+        self._groups: dict[tuple[int, Any], dict[str, Any]] = {}  # by step and number: those of a step that may get others
 
-    def send(self, tracker: Tracker, sent: _Sent) -> Iterator[_Sent]:
-        """Gives how far it is, now and then and at the end."""
+    def send(self, tracker: Tracker, sent: _Sent, *, is_last: bool) -> Iterator[_Sent]:
+        """Gives how far it is, now and then and at the end. is_last: nothing more is written."""
         for number, record in enumerate(self._steps.rest(), 1):
             if is_step(record) and record["step"] > sent.step:
                 tracker.log(record["step"], _time(record), dict(measures(record)))
@@ -132,13 +132,14 @@ class _Lines:
                 if rows := _rows(record, record.get("samples")):
                     tracker.table("evaluation_samples", record["step"], _time(record), rows)
                 sent = sent.model_copy(update={"evaluations": self._num_evaluations})
-        groups = [each for each in self._samples.rest() if is_step(each) and each["step"] > sent.sampled]
-        for step, found in groupby(groups, key=lambda each: each["step"]):
-            if step == 1 or step % _SAMPLED_EVERY == 0:
-                of_step = list(found)
-                if rows := [row for each in of_step for row in _rows(each, each.get("rollouts"))]:
-                    tracker.table("rollouts", step, _time(of_step[0]), rows[:_MOST_ROWS])
-                sent = sent.model_copy(update={"sampled": step})
+        for each in self._samples.rest():
+            if is_step(each) and (step := each["step"]) > sent.sampled and (step == 1 or step % _SAMPLED_EVERY == 0):
+                self._groups[step, each.get("group")] = each
+        for step in sorted({step for step, _ in self._groups if step < sent.step or is_last}):
+            of_step = [self._groups.pop(key) for key in list(self._groups) if key[0] == step]
+            if rows := [row for each in of_step for row in _rows(each, each.get("rollouts"))]:
+                tracker.table("rollouts", step, _time(of_step[0]), rows[:_MOST_ROWS])
+            sent = sent.model_copy(update={"sampled": step})
         yield sent
 
 

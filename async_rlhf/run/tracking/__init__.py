@@ -53,12 +53,24 @@ class Tracker(Protocol):
 
 
 def check_place(kind: TrackerKind) -> None:
-    """Raises ConfigError for a service that has nowhere to write."""
+    """Raises ConfigError for a service that has nowhere to write, or no key. Without its library, which takes seconds."""
+    if kind == "wandb" and os.environ.get("WANDB_MODE", "online") == "online" and not _may_have_key():
+        raise ConfigError(
+            "the tracker wandb has no key: run wandb login, set WANDB_API_KEY, or WANDB_MODE=offline (and wandb sync later)"
+        )
     if kind == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") and find_spec("sqlalchemy") is None:
         raise ConfigError(
             "the tracker mlflow writes to a server only, with this package, mlflow-skinny: set MLFLOW_TRACKING_URI "
             "(http://HOST:PORT)"
         )
+
+
+def _may_have_key() -> bool:
+    """Whether one of the places is there where Weights & Biases looks for a key."""
+    own = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")
+    files = (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", f"{own}/settings", "wandb/settings")
+    named = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    return named or any(os.path.exists(os.path.expanduser(file)) for file in files)
 
 
 def opened(kind: TrackerKind, run: RunDir, branch: int) -> Tracker:
