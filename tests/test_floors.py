@@ -33,7 +33,13 @@ ROOMS = {
         "actors/workers/service.py",
         "experiments/throughput/",
     ),
-    "httpx2": ("actors/rewards/endpoint.py", "async_rlhf/push/upload.py", "async_rlhf/run/supervision/hooks.py"),
+    "httpx2": (
+        "actors/environments/from_openenv.py",
+        "actors/rewards/endpoint.py",
+        "async_rlhf/push/upload.py",
+        "async_rlhf/run/supervision/hooks.py",
+    ),
+    "websockets": ("actors/environments/from_openenv.py",),
     "torch": (
         "buffers/device/",
         "actors/torch_engine/",

@@ -6,6 +6,7 @@ system is named with its form before the target, `trl:file.py:MyEnvironment`, an
     form        what the target is                                                        settings it reads
     trl         what `GRPOTrainer` takes as `environment_factory`, or as `tools`: a list     options.rewards, .response_template
     verifiers   a `Taskset`                                                              options are its `[env]` block
+    openenv     the address of a server of OpenEnv                                       options.action, .observation
     remote      the address of a server that plays one (`server`)                            options.keys
     (none)      an agent: a function of ours with a parameter `llm` and without a yield      options.response_template
 
@@ -40,6 +41,7 @@ MAX_TURNS = 64
 ADAPTERS: Mapping[str, str] = {
     "trl": "environments.from_trl:from_trl",
     "verifiers": "agents.from_verifiers:from_verifiers",
+    "openenv": "environments.from_openenv:from_openenv",
     "remote": "environments.remote:from_server",
 }
 """By form the module of actors and its function, which makes of target and options what is `Adapted`: imported where it is
