@@ -78,6 +78,7 @@ ROOMS = {
     "prometheus_client": ("async_rlhf/watch/prometheus.py",),
     "tokenizers": ("actors/data/tokens.py", "async_rlhf/watch/completions.py", "experiments/warm_start/"),
     "subprocess": (
+        "actors/environments/from_harbor.py",
         "async_rlhf/launch/",
         "async_rlhf/run/supervision/hooks.py",
         "async_rlhf/run/manifest.py",

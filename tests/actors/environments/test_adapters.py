@@ -5,6 +5,7 @@ there is refused before any work."""
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,11 +20,11 @@ import pytest
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.environments import EnvironmentConfig
+from async_rlhf.actors.environments import EnvironmentConfig, from_harbor
 from async_rlhf.actors.environments.yields import End
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.buffers.errors import ConfigError
-from tests.actors.environments.played import COLUMNS, Bench, call
+from tests.actors.environments.played import COLUMNS, Bench, call, walk
 from tests.actors.environments.test_environment_server import Server
 from tests.conftest import kept_port, wait_for
 
@@ -168,6 +169,57 @@ def _listens(server: subprocess.Popen[bytes], port: int) -> bool:
     return any(each.laddr.port == port and each.status == "LISTEN" for each in psutil.Process(server.pid).net_connections())
 
 
+TESTS = """
+if [ "$(cat said)" = hang ]; then sleep 3600; elif [ "$(cat said)" != 4 ]; then echo no luck; exit 1; fi
+echo '{"reward": 1, "style": 0.5}' > /logs/verifier/reward.json
+"""
+
+
+def harbor_tasks(runner: str) -> Callable[[Path, pytest.FixtureRequest], AbstractContextManager[str]]:
+    """A task whose tests misbehave as the model asks for."""
+
+    @contextmanager
+    def serve(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+        for name, text in {
+            "task.toml": 'schema_version = "1.4"\n[environment]\nworkdir = "/work"\n[verifier]\ntimeout_sec = 60.0\n',
+            "instruction.md": "<!-- canary -->\n\nGuess.\n",
+            "environment/Dockerfile": "FROM scratch\nWORKDIR /work\n",
+            "tests/test.sh": TESTS,
+        }.items():
+            (file := folder / "tasks" / "one" / name).parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        ((row,), _) = load_rows(DataConfig(source=str(folder / "tasks"), held_out=0))
+        assert (row.prompt, row.columns) == ("Guess.", {"task": "one"})
+        yield f"harbor:tasks:{runner}"
+
+    return serve
+
+
+@contextmanager
+def container_tasks(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """With a stand-in for docker, whose containers are namespaces."""
+    begins = shlex.join(from_harbor._holder("process", {"workdir": "/work"}, "", network=False))
+    enters = shlex.join(["nsenter", "--preserve-credentials", *from_harbor._SPACES])
+    (folder / "bin").mkdir()
+    (folder / "bin" / "docker").write_text(
+        f"""#!/bin/bash
+echo "$1" "${{@: -1}}" >> {folder}/asked
+case "$1" in
+  build) echo sha256:12 ;;
+  run) [[ "$*" == "run --rm --interactive "*" --memory=4096m --network=none --entrypoint=cat sha256:12" ]] || exit 9
+    echo $$ > {folder}/"${{4#--name=}}"; exec {begins} ;;
+  exec) exec {enters} --target=$(pgrep -P $(cat {folder}/"$3")) "${{@:4}}" ;;
+  rm) rm {folder}/"$3" ;;
+esac
+"""
+    )
+    (folder / "bin" / "docker").chmod(0o700)
+    request.getfixturevalue("monkeypatch").setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    with harbor_tasks("docker")(folder, request) as target:
+        yield target
+    assert not [*folder.glob("async-rlhf-*")], "a container was left"
+
+
 @pytest.fixture(scope="module")
 def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The interpreter of an environment that has the package."""
@@ -185,13 +237,17 @@ def reply_of(text: str) -> Any:
     return reply(text)
 
 
+def bash(text: str) -> str:
+    return call("bash", command=f"echo {text} > said; [ {text} = 4 ] && echo yes || echo no")
+
+
 CASES = {
     "trl": Case(
         "trl", written("game.py", TRL, "trl:game.py:Game"), ("trl:game.py:Gam", "no 'Gam' at the top level .*'Game'"),
         turn=lambda text: call("guess", number=text), ends=("Done.",),
     ),
     "verifiers": Case(
-        "verifiers", verifiers_game, ("verifiers:guess.py:Numberz", "no 'Numberz' at the top level .*'Numbers'"), turn=reply_of,
+        "verifiers", verifiers_game, ("verifiers:guess.py:Numberz", "no 'Numberz' at the top level .*'Number'"), turn=reply_of,
         options={"agent": {"runtime": {"type": "subprocess"}}},
     ),
     "remote": Case("zmq", served_game, ("remote:nowhere:1", "is no address")),
@@ -199,13 +255,24 @@ CASES = {
         "websockets", openenv_game, ("openenv:http://127.0.0.1:9", "no server of OpenEnv answers at http://127.0.0.1:9"),
         options={"action": "text", "observation": "said"}, leaves="closed",
     ),
+    "harbor": Case(
+        "psutil", harbor_tasks("process"), ("harbor:none:process", "none has no task of Harbor"), turn=bash, ends=("Done.",),
+    ),
+    "harbor-docker": Case(
+        "psutil", container_tasks, ("harbor:tasks:dokker", "'dokker' runs no task; did you mean 'docker'"), turn=bash,
+        ends=("Done.",),
+    ),
 }  # fmt: skip
 
 
-@pytest.fixture(params=["trl", "verifiers", "remote", pytest.param("openenv", marks=pytest.mark.rest)])
+@pytest.fixture(
+    params=["trl", "verifiers", "remote", "harbor", "harbor-docker", pytest.param("openenv", marks=pytest.mark.rest)]
+)
 def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     found = CASES[request.param]
     pytest.importorskip(found.package)
+    if "harbor" in request.param and subprocess.run(["unshare", "--user", "--mount", "true"]).returncode:
+        pytest.skip("the kernel gives no namespaces")
     monkeypatch.setenv("HOME", str(tmp_path))
     return found
 
@@ -267,3 +334,46 @@ def test_a_task_of_reasoning_gym_has_a_prompt_and_a_score_and_one_of_no_name_is_
         reasoning_gym("1", {**entry, "metadata": {}})
     with pytest.raises(ConfigError, match="unknown reasoning-gym task 'chain_sun'; did you mean 'chain_sum'"):
         load_rows(DataConfig(source="reasoning_gym:chain_sun", size=4, held_out=0))
+
+
+@pytest.mark.parametrize(
+    ("toml", "missing", "runner", "message"),
+    [
+        ("[[steps]]\nname = 'a'", "", "process", "sets steps"),
+        ("[environment.env]\nKEY = '${KEY}'", "", "process", "sets environment.env"),
+        ("[verifier]\nenvironment_mode = 'separate'", "", "process", "sets verifier.environment_mode"),
+        ("", "tests/test.sh", "process", "has no tests/test.sh"),
+        ("", "environment/Dockerfile", "docker", "has neither environment.docker_image nor environment/Dockerfile"),
+        ("", "", "docker", "docker does not run here .*; others: docker, podman, process"),
+        ("environment = 3", "", "process", "cannot be read as a task of Harbor"),
+    ],
+)
+def test_a_task_that_cannot_be_played_as_it_says_is_refused_before_any_work(
+    tmp_path: Path, request: pytest.FixtureRequest, toml: str, missing: str, runner: str, message: str
+) -> None:
+    with harbor_tasks(runner)(tmp_path, request) as target:
+        (tmp_path / "tasks" / "one" / "task.toml").write_text(toml)
+        if missing:
+            (tmp_path / "tasks" / "one" / missing).unlink()
+        request.getfixturevalue("monkeypatch").setenv("PATH", str(tmp_path))
+        with pytest.raises(ConfigError, match=message):
+            EnvironmentConfig(function=target).spec(tmp_path, COLUMNS)
+
+
+async def test_what_runs_in_a_sandbox_has_neither_files_nor_secrets_nor_the_network_of_the_machine(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", "of-this-machine")
+    tries = (
+        f"cat {Path(__file__)}", "touch /usr/left", "mount -o remount,bind,rw /usr && touch /usr/left", "cat /proc/1/environ",
+        "echo > /dev/tcp/127.0.0.1/22", "nsenter --target=1 --mount true", "cat /etc/shadow", "ls /proc/1/root", "kill -9 1",
+    )  # fmt: skip
+    with harbor_tasks("process")(tmp_path, request) as target:
+        spec = EnvironmentConfig(function=target).spec(tmp_path, COLUMNS)
+        commands = [call("bash", command=f"({each}) > /dev/null 2>&1 && echo done") for each in tries]
+        read, score = await walk(
+            spec, "".join(commands), call("bash", command="env; echo 4 > said"), "Done.", prompt="", task="one"
+        )
+    assert [message["content"].strip().rstrip("0123456789)") for message in read[1]] == ["(exit code "] * len(tries)
+    assert "of-this-machine" not in read[2][0]["content"] and not Path("/usr/left").exists()
+    assert (score.value, score.metrics["style"]) == (1.0, 0.5)
