@@ -51,7 +51,7 @@ _KNOWN = {
     "environment": {"docker_image", "workdir", "memory_mb", "cpus", "storage_mb", "build_timeout_sec", "network_mode",
                     "allow_internet"},
 }  # fmt: skip
-_NOTHING = (None, [], {}, 0, "", "linux", "shared")
+_NOTHING: tuple[Any, ...] = (None, [], {}, 0, "", "linux", "shared")
 _CLEAN = ("env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8")
 _SPACES = ("--user", "--mount", "--pid", "--ipc", "--uts", "--net")
 # A root with what programs need of this machine. It stays until standard input ends.

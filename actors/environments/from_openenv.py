@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx2
@@ -52,7 +52,8 @@ def from_openenv(address: str, options: Mapping[str, Any]) -> Adapted:
 async def _played(
     address: str, action: str | None, shown: str | None, /, prompt: str | list[Message], seed: int, **columns: Any
 ) -> AsyncGenerator[Content | Score, str]:
-    url, proxy = f"ws{address.removeprefix('http').rstrip('/')}/ws", None if _is_here(address) else True
+    url = f"ws{address.removeprefix('http').rstrip('/')}/ws"
+    proxy: Literal[True] | None = None if _is_here(address) else True
     async with connect(url, proxy=proxy, open_timeout=_ANSWER_S, close_timeout=1.0, max_size=MAX_BYTES) as socket:
         result = await _asked(socket, "reset", {**columns, "seed": seed})
         seen, rewards, invalid = _text(result, shown), [result.get("reward")], 0
