@@ -33,7 +33,13 @@ ROOMS = {
         "actors/workers/service.py",
         "experiments/throughput/",
     ),
-    "httpx2": ("actors/rewards/endpoint.py", "async_rlhf/push/upload.py", "async_rlhf/run/supervision/hooks.py"),
+    "httpx2": (
+        "actors/environments/from_openenv.py",
+        "actors/rewards/endpoint.py",
+        "async_rlhf/push/upload.py",
+        "async_rlhf/run/supervision/hooks.py",
+    ),
+    "websockets": ("actors/environments/from_openenv.py",),
     "torch": (
         "buffers/device/",
         "actors/torch_engine/",
@@ -72,6 +78,7 @@ ROOMS = {
     "prometheus_client": ("async_rlhf/watch/prometheus.py",),
     "tokenizers": ("actors/data/tokens.py", "async_rlhf/watch/completions.py", "experiments/warm_start/"),
     "subprocess": (
+        "actors/environments/from_harbor.py",
         "async_rlhf/launch/",
         "async_rlhf/run/supervision/hooks.py",
         "async_rlhf/run/manifest.py",

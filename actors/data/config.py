@@ -60,9 +60,9 @@ class DataConfig(Source):
     """Where prompts come from: `source`, or several `[[data.sources]]`."""
 
     source: str = ""
-    """`reasoning_gym:<task>`; a `.jsonl`, `.json`, `.csv` or `.parquet` file, or a directory saved by Hugging Face `datasets`
-    (of several splits `DIR/SPLIT`); `hub:OWNER/NAME[@REVISION]/FILE`: one of those files in a data set of the Hub (cached, or
-    fetched once); `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: files that arrive during the
+    """`reasoning_gym:<task>`; a `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory saved by Hugging Face `datasets` (of
+    several splits `DIR/SPLIT`), or one of Harbor's tasks; `hub:OWNER/NAME[@REVISION]/FILE`: one of those files in a data set of
+    the Hub (cached, or fetched once); `caller`: the rows of `train(..., data=rows)`; `spool:DIR`: files that arrive during the
     run. Empty: `sources`."""
     sources: tuple[MixedSource, ...] = ()
     """Several, each with its own `source`, `options`, `columns` and `size`, a `name` and a `weight`."""

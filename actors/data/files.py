@@ -1,4 +1,4 @@
-"""Files that hold rows: JSONL, JSON, CSV, Parquet, and the directories that Hugging Face `datasets` saves.
+"""Files that hold rows: JSONL, JSON, CSV, Parquet, directories that Hugging Face `datasets` saves, and those of Harbor's tasks.
 
 A reader gives each row as an object, and where it stands, for messages. What a row must be is decided in `rows`. pyarrow and
 datasets are imported where a file needs them.
@@ -10,6 +10,7 @@ import csv
 import datetime
 import decimal
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ Located = tuple[str, Any]
 
 # The csv module's own limit of 128 KiB is below what a prompt with documents has.
 _LONGEST_CELL = 1 << 30
+# A comment at the beginning with which benchmarks mark their files.
+_CANARY = re.compile(r"\A(\s*(<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)\n)+", re.IGNORECASE)
 # What JSON has no form for and everyone writes the same way.
 _WRITTEN_AS_TEXT = (datetime.date, datetime.time, decimal.Decimal)
 
@@ -38,7 +41,8 @@ def read_file(source: str) -> Iterator[Located]:
             "reasoning_gym:<task>, or spool:DIR for prompts that come while the run goes on, also over HTTP (spool listen)"
         )
     try:
-        yield from _dataset(path) if is_dataset else _READERS[path.suffix.lower()](path)
+        has_tasks = is_dataset and next(path.rglob("task.toml"), None) is not None
+        yield from _tasks(path) if has_tasks else _dataset(path) if is_dataset else _READERS[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.source {source!r} cannot be read: it is not UTF-8 ({error}); write it anew, as with iconv -t utf-8"
@@ -126,6 +130,14 @@ def _parquet(path: Path) -> Iterator[Located]:
     except pyarrow.ArrowException as error:
         raise ConfigError(f"data.source {str(path)!r} is no Parquet file that can be read: {error}") from error
     return plain((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _tasks(path: Path) -> Iterator[Located]:
+    """Of Harbor: a task's instruction, but for the lines that mark it as no data to train on, and its directory's name."""
+    for file in sorted(path.rglob("task.toml")):
+        instruction = (file.parent / "instruction.md").read_text(encoding="utf-8")
+        prompt = _CANARY.sub("", instruction).strip()
+        yield str(file.parent), {"prompt": prompt, "task": file.parent.relative_to(path).as_posix()}
 
 
 def _dataset(path: Path) -> Iterator[Located]:

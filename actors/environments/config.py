@@ -17,8 +17,8 @@ class SourceEnvironment(Section):
     """One environment. A text alone stands for `function`."""
 
     function: str = ""
-    """An import path (`package.module:name`) or a file (`path.py:name`); before it `own_name=...`, then `trl:` or `verifiers:`.
-    Empty: completions have one turn."""
+    """An import path (`package.module:name`) or a file (`path.py:name`); before it `own_name=...`, then `trl:`, `verifiers:`,
+    `openenv:` or `remote:`. Empty: completions have one turn."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Values for those of its parameters that are no columns; of another system's, see `docs/environments.md`."""
     max_turns: int | None = Field(default=None, ge=1)

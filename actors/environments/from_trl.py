@@ -102,7 +102,7 @@ class _Player:
         while observed:
             turn = read_turn((yield observed), self.schemas, self.template)
             counts["unparsed_turns"] += turn.is_unparsed
-            observed = await _answers(turn, tools, counts)
+            observed = await answers(turn, tools, counts)
             said += [turn.message, *observed]
         values = await self._judged(world, {**row, "prompt": messages}, said)
         known = [value for value in values.values() if value is not None]
@@ -135,7 +135,7 @@ def _reset(world: Any, row: Mapping[str, Any], seed: int) -> list[Message]:
     return [*before, {**last, "content": last["content"] + observed}]
 
 
-async def _answers(turn: Turn, tools: Mapping[str, Callable[..., Any]], counts: Counter[str]) -> list[Message]:
+async def answers(turn: Turn, tools: Mapping[str, Callable[..., Any]], counts: Counter[str]) -> list[Message]:
     """A message for each call of a tool: those of plain functions in the order of the calls, then those that were awaited."""
     results: list[tuple[str, Any]] = []
     waiting: list[tuple[str, Any]] = []

@@ -6,6 +6,8 @@ system is named with its form before the target, `trl:file.py:MyEnvironment`, an
     form        what the target is                                                        settings it reads
     trl         what `GRPOTrainer` takes as `environment_factory`, or as `tools`: a list     options.rewards, .response_template
     verifiers   a `Taskset`                                                              options are its `[env]` block
+    openenv     the address of a server of OpenEnv                                       options.action, .observation
+    harbor      a directory of its tasks, and what runs them: docker, podman or process      options.network
     remote      the address of a server that plays one (`server`)                            options.keys
     (none)      an agent: a function of ours with a parameter `llm` and without a yield      options.response_template
 
@@ -38,8 +40,10 @@ FIELDS = frozenset({"prompt", "seed"})
 MAX_TURNS = 64
 """Of an adapted environment that sets no limit itself; the length of an episode bounds it as well."""
 ADAPTERS: Mapping[str, str] = {
+    "harbor": "environments.from_harbor:from_harbor",
     "trl": "environments.from_trl:from_trl",
     "verifiers": "agents.from_verifiers:from_verifiers",
+    "openenv": "environments.from_openenv:from_openenv",
     "remote": "environments.remote:from_server",
 }
 """By form the module of actors and its function, which makes of target and options what is `Adapted`: imported where it is

@@ -196,11 +196,12 @@ def _check_stream(name: str, settings: Declaration, is_async: bool) -> None:
 
 
 def absolute(target: str, base_dir: Path, forms: Collection[str] = ADAPTERS) -> str:
-    """The same target, its file seen from everywhere; what names no file stays as it is. forms: that may stand before it."""
+    """The same target, its file, or directory of tasks, seen from everywhere; what names none stays as it is. forms: that may
+    stand before it."""
     own_name, equals, rest = target.rpartition("=")
     scheme, rest = split_form(rest, forms)
     place, _, name = rest.rpartition(":")
-    if not place.endswith(".py"):
+    if not place.endswith(".py") and scheme != "harbor":
         return target
     return f"{own_name}{equals}{scheme}{':' * bool(scheme)}{(base_dir / place).resolve()}:{name}"
 

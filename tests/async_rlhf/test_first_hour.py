@@ -9,11 +9,13 @@ import json
 import os
 import shlex
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from async_rlhf.experiments.doctor import families
 from tests.async_rlhf.test_faults import steps
 from tests.conftest import REPOSITORY, SMALL, toml, wait_for
 from tests.documents import blocks, lines
+from tests.hub_server import hub
 
 README = (REPOSITORY / "README.md").read_text()
 GUIDE = (REPOSITORY / "docs" / "coming-from.md").read_text()
@@ -128,7 +131,7 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -228,6 +231,38 @@ def test_the_commands_do_what_they_say_in_the_order_in_which_they_stand_and_no_f
     assert f'model = "{site}/async_rlhf/configs/models/tiny-speller"' in (quick / "config.toml").read_text()
     grid = "from async_rlhf.experiments.staleness.config import load_sweep; print(len(load_sweep('quick')[1]))"
     assert run(sys.executable, "-c", grid, cwd=project) == "6\n"
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(5400)
+def test_a_stranger_has_a_model_on_the_hub_and_its_run_in_trackio_by_the_readme_alone(
+    built: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """In two empty environments: the commands as they stand, but for the wheel, the size, and what serves until its end."""
+    _, wheel, _ = built
+    index = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path), "tomli-w"]
+    if subprocess.run(index, stdin=subprocess.DEVNULL).returncode != 0:
+        pytest.skip("there is no package index")
+    shutil.copy(REPOSITORY / "constraints.txt", tmp_path)
+    with hub() as server:
+        own = {"PIP_NO_INDEX": "0", "PYTHONPATH": "", "HF_HOME": str(tmp_path / "hf"), "TRACKIO_DIR": str(tmp_path / "trackio")}
+        *commands, shows = lines(block("## From nothing to the Hub"))
+        said = ""
+        for line in [*commands, commands[-1]]:  # what is tracked again is sent once
+            words = [{".": str(wheel), "python3": sys.executable}.get(word, word) for word in shlex.split(line)]
+            words += [*sets(SIZES), "--set", "max_steps=2"] if " train " in line else []
+            program = [str(tmp_path / words[0]) if "/bin/" in words[0] and words[0] != sys.executable else words[0], *words[1:]]
+            said += run(*program, cwd=tmp_path, **own, **({} if " --to trackio" in line else server.environment))
+    assert "all steps done: 2 steps" in said and said.count("trackio has 2 steps and 0 evaluations") == 2
+    assert (tmp_path / shlex.split(shows)[0]).is_file()
+    [files] = server.commits["OWNER/NAME"]
+    model = tmp_path / "runs" / "quick" / "checkpoints" / "latest" / "model"
+    assert files["model.safetensors"] == (model / "model.safetensors").read_bytes() and b"async-rlhf" in files["README.md"]
+    rewards = [json.loads(line)["reward"] for line in (tmp_path / "runs" / "quick" / "metrics.jsonl").read_text().splitlines()]
+    with closing(sqlite3.connect(tmp_path / "trackio" / "async-rlhf.db")) as database:
+        sent = [(step, json.loads(values)) for step, values in database.execute("select step, metrics from metrics")]
+    assert [(step, values["reward"]) for step, values in sent if "reward" in values] == [*enumerate(rewards, 1)]
+    assert len([values for _, values in sent if "rollouts" in values]) == 1
 
 
 def outputs(cell: Any, kind: str) -> str:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,28 +286,3 @@ def test_what_cannot_be_sent_is_refused_with_the_reason(
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match="--to trackio needs the package trackio: pip install trackio"):
         track(run, "trackio", print)
-
-
-@pytest.mark.rest
-def test_trackio_gets_a_run_from_an_environment_of_its_own(supervised: Callable[..., Supervised], tmp_path: Path) -> None:
-    """That which the document says, for the packages that it names."""
-    run = supervised("none")
-    run.steps(1, 2)
-    run.run.withdraw()
-    run.run.retire()
-    [packages] = re.findall(r"trackers/bin/pip install (trackio .*)", (REPOSITORY / "docs" / "watching.md").read_text())
-    python = tmp_path / "trackers" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "trackers")], check=True)
-    if subprocess.run([str(python), "-m", "pip", "install", "-q", *packages.split()]).returncode != 0:
-        pytest.skip("there is no package index")
-    place = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    for _ in range(2):
-        command = [str(python), "-m", "async_rlhf", "track", str(run.run.path), "--to", "trackio"]
-        sent = subprocess.run(command, env=place, capture_output=True, text=True, cwd=tmp_path)
-        assert "trackio has 2 steps and 0 evaluations" in sent.stdout, sent.stderr
-        run.steps(2)
-    with closing(sqlite3.connect(tmp_path / "trackio" / "async-rlhf.db")) as database:
-        lines = [(step, json.loads(values)) for step, values in database.execute("select step, metrics from metrics")]
-    assert [(step, values["reward"]) for step, values in lines if "reward" in values] == [(1, 0.1), (2, 0.2)]
-    [table] = [values["rollouts"] for _, values in lines if "rollouts" in values]
-    assert table["_value"] == [{"step": 1, "prompt": "6 * 7 =", "completion": "42", "scores": '{"exact": 1.0}'}]

@@ -14,7 +14,7 @@ from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.buffers.score import Score
 
-COLUMNS = frozenset({"question", "answer", "act", "path", "n"})
+COLUMNS = frozenset({"question", "answer", "act", "path", "n", "task"})
 
 
 class Bench:
@@ -39,7 +39,17 @@ class Bench:
         self.pool.close(60.0)
 
     def begin(self, key: Any, **fields: Any) -> None:
-        self.fields[key] = {"prompt": "", "seed": 1, "question": "?", "answer": "4", "act": "", "path": "", "n": 1, **fields}
+        self.fields[key] = {
+            "prompt": "",
+            "seed": 1,
+            "question": "?",
+            "answer": "4",
+            "act": "",
+            "path": "",
+            "n": 1,
+            "task": "one",
+            **fields,
+        }
         self.events[key] = []
         self.pool.begin(key, self.fields[key])
 
