@@ -14,7 +14,7 @@ engine's `on_update`:
 A row of several turns is a chain of requests with one key, each of which continues the one before: its `context` are the
 tokens behind the prompt that are there already, exactly as the engine saw them. A turn that ends with `hold` may be continued
 without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none. Chains
-of one rollout have keys of their own and are sampled at the same time; one that begins later has the place in line of the first.
+of one rollout have keys of their own, and are sampled at the same time, at one place in line.
 
 An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `load_engine` here picks it.
 """

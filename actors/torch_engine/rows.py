@@ -4,9 +4,10 @@ left of a row that was sent back (`Progress`) or whose turn may be continued (`H
 `Rows` is a structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. It
 never holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.
 
-A row that ends with `Request.hold` leaves a `Hold` behind. The request of its key that continues it goes on where it was: at its place in line, and from its keys and values, which were copied out of the row when the turn ended and are
-copied into another row when the continuation is admitted. They are bounded in places; the oldest are evicted first, and what
-was evicted is computed again, with the same result. What is copied is opaque here, and goes with the last reference to it.
+A row that ends with `Request.hold` leaves a `Hold` behind. The request of its key that continues it goes on where it was: at
+its place in line, and from its keys and values, which were copied out of the row when the turn ended and are copied into
+another row when the continuation is admitted. They are bounded in places; the oldest are evicted first, and what was evicted is
+computed again, with the same result. What is copied is opaque here, and goes with the last reference to it.
 
 Axes: `R` rows (slots), `N` running rows (a prefix of R), `T` completion tokens.
 """

@@ -101,9 +101,9 @@ def test_calls_of_two_conversations_are_one_rollout_whose_chains_follow_each_oth
     key = scene.keys[0]
     assert scene.pool.replies == [
         (key, Reply("ab", "stop", 3, 2)),
-        (key, Reply("c", "stop", 3, 1)),
+        (key, Reply("c", "stop", 3, 1, 1)),
         (key, Reply("d", "stop", 7, 1)),
-        (key, Reply("e", "stop", 5, 1)),
+        (key, Reply("e", "stop", 5, 1, 1)),
         (key, Reply("f", "stop", 9, 1)),
     ]
     played = scene.over(reason="max_turns", score=None)

@@ -315,7 +315,7 @@ def test_another_chain_of_a_rollout_begins_at_its_place_in_line_whether_the_firs
     others = [replace(turn(0), key=RolloutKey(0, 0, 0, chain), prompt_ids=(4, 4, 4 + chain)) for chain in (1, 2, 3)]
     scheduler.submit([make_request(9), others[0]])
     plan = scheduler.plan(version=0)
-    assert [(admission.request.key, admission.cache) for admission in plan.admitted] == [(others[0].key, ()), ((9, 0, 0, 0), ())]
+    assert [(each.request.key, each.cache) for each in plan.admitted] == [(others[0].key, ()), ((9, 0, 0, 0), ())]
     scheduler.submit([make_request(10), others[1]])
     scheduler.hold(0, [8], (4, 4), 2, 100)
     scheduler.abort({RolloutKey(0, 0, 0)})
