@@ -510,6 +510,12 @@ class Twin:
     rank: int = 0
     parallel: bool = False
 
+    @property
+    def idle(self) -> list[int]:
+        """Chains that a call may be of, of three at most."""
+        known = {*self.asked, *range(len(self.rows))}
+        return sorted({*range(min(3, 1 + len(known)))} - self.asked.keys() - self.writing.keys())
+
     def begins(self, request: Request) -> None:
         chain, text = request.key.chain, text_of(request.prefix_ids)
         self.rows += [[]] * 0 if chain < len(self.rows) else [[]]
@@ -551,7 +557,7 @@ def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: 
         num_seen = len(scene.engine.submitted)
         if len(ended) == len(scene.keys):
             break
-        able = [*(key for key in scene.keys if key in scene.pool.live), *scene.engine.requests.values()]
+        able = [*(key for key in scene.keys if key in scene.pool.live and twins[key].idle), *scene.engine.requests.values()]
         chosen = data.draw(st.sampled_from(able))
         if isinstance(chosen, Request):
             text = data.draw(st.text("abc", min_size=1, max_size=min(3, chosen.max_new_tokens)))
@@ -562,14 +568,13 @@ def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: 
             continue
         own = twins[chosen]
         what = data.draw(st.sampled_from(["call"] * 6 + ["end", "lost" if len(scene.pool.begun) < 9 else "end"]))
-        idle = sorted({*range(min(3, 1 + len({*own.asked, *range(len(own.rows))})))} - own.asked.keys() - own.writing.keys())
         if what == "lost":
             scene.pool.events.append(Event(chosen, None))
             twins[chosen] = Twin()
         elif what == "end":
             scene.pool.ends(chosen)
-        elif idle:
-            chain, trained = data.draw(st.sampled_from(idle)), data.draw(st.booleans())
+        else:
+            chain, trained = data.draw(st.sampled_from(own.idle)), data.draw(st.booleans())
             text = "g" * (chain >= len(own.rows)) + data.draw(st.text("xyz", min_size=1, max_size=3))
             own.asked[chain] = trained
             scene.pool.calls(chosen, chain, text, trained=trained)
