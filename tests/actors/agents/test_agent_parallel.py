@@ -136,6 +136,7 @@ def test_a_retry_of_one_of_several_calls_joins_it_and_an_agent_that_ends_leaves_
     assert played.ended("two").score.value == 1.0  # type: ignore[union-attr]
 
 
+@pytest.mark.rest
 def test_an_agent_whose_process_is_killed_with_several_open_calls_begins_again_and_one_that_hangs_behind_them_fails(
     bench: Callable[..., Bench],
 ) -> None:
