@@ -13,8 +13,8 @@ engine's `on_update`:
 
 A row of several turns is a chain of requests with one key, each of which continues the one before: its `context` are the
 tokens behind the prompt that are there already, exactly as the engine saw them. A turn that ends with `hold` may be continued
-without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none. A
-request of the same key with another prompt begins another row, at the same place in line; each of them may be continued.
+without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none. Chains
+of one rollout have keys of their own, and are sampled at the same time, at one place in line.
 
 An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `load_engine` here picks it.
 """
@@ -37,11 +37,16 @@ OnUpdate = Literal["keep", "interrupt", "finish"]
 
 
 class RolloutKey(NamedTuple):
-    """Names one completion in the whole run."""
+    """Names one rollout in the whole run; of an engine's requests with the chain, one of the rollout's rows."""
 
     group: int
     attempt: int
     member: int
+    chain: int = 0
+
+    @property
+    def rollout(self) -> RolloutKey:
+        return self._replace(chain=0)
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,13 @@ def environment_seed(seed: int, group: int) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Of a completion's first turn (0) its own seed, of each later one another."""
+    """Of a completion's first turn (0) its own seed, of each other number of 63 bits another."""
     return _hashed(seed, turn) if turn else seed
+
+
+def digest_of(numbers: Sequence[int]) -> int:
+    """63 bits of whole numbers below 2**63, in their order."""
+    return int.from_bytes(hashlib.blake2b(np.array(numbers, "<i8").tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 def _hashed(*numbers: int) -> int:

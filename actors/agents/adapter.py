@@ -3,17 +3,18 @@
     the agent's thread or task -> its SDK -> endpoint -> session -> `next` -> yield Call ... Reply -> the call's answer
 
 A plain function runs in a thread of its own, which ends only with its process; an asynchronous one is a task on the process'
-loop. A step is the time from an answer to the next call, or to the agent's end; calls at the same time are answered one after
-the other. However an episode ends, its session ends first, so that the agent's clients fail at once, and then the agent is
-waited for; one that goes on is a cleanup that hangs.
+loop. A step is the time from an answer to the next call, or to the agent's end. While other calls have no answer yet it waits
+for neither, and what comes begins a step by itself (`Beside`): calls at the same time are with the model at the same time, and
+an agent that waits for several has its time from the last answer on. However an episode ends, its session ends first, so that
+the agent's clients fail at once, and then the agent is waited for; one that goes on is a cleanup that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import queue
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,11 +22,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from async_rlhf.actors.agents.endpoint import endpoint
-from async_rlhf.actors.agents.sessions import Arrived
+from async_rlhf.actors.agents.sessions import Arrived, Pending
 from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
 from async_rlhf.actors.environments.from_trl import plain
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
-from async_rlhf.actors.environments.settings import Call, Declaration, EnvironmentFunction, Reply, Scores, settings_of
+from async_rlhf.actors.environments.settings import Beside, Declaration, EnvironmentFunction, Reply, Scores, settings_of
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.actors.workers.watchdog import watched
@@ -46,7 +47,7 @@ def from_function(target: str, function: EnvironmentFunction, signature: Signatu
     template = checked(options.get(RESPONSE_TEMPLATE, TEMPLATE))  # ours too: what reads it is imported here
     required = tuple(name for name in signature.required if name != "llm")
     fields = None if signature.any_column else (*required, *signature.optional, RESPONSE_TEMPLATE)
-    runner: Callable[[], _Runner] = _Task if signature.is_async else _Thread
+    runner: Callable[[_Inbox], _Runner] = _Task if signature.is_async else _Thread
     play = functools.partial(played, runner, function, template)
     return Adapted(play if signature.is_async else plain(play), replace(declared, calls=True), required, fields=fields)
 
@@ -59,14 +60,14 @@ def agent_of(solve: Callable[..., Any], declared: Declaration, template: Mapping
 class _Runner(Protocol):
     """An agent that runs."""
 
-    def arrived(self, call: Arrived, /) -> object:
-        """Takes the calls of its session, in any thread."""
-        ...
-
     def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None: ...
 
-    async def next(self) -> Arrived | None:
-        """The next call; None once the agent has ended, whatever it left behind."""
+    async def wait(self) -> None:
+        """Until its inbox has something."""
+        ...
+
+    def is_over(self) -> bool:
+        """Whether the agent has ended, whatever it left behind."""
         ...
 
     def result(self) -> Any:
@@ -78,21 +79,57 @@ class _Runner(Protocol):
         ...
 
 
+class _Inbox:
+    """The calls of an agent, from any thread, and None for its end."""
+
+    def __init__(self) -> None:
+        self._lock, self._found = threading.Lock(), deque[Arrived | None]()
+        self._more: Future[None] | None = None
+
+    def put(self, call: Arrived | None) -> None:
+        with self._lock:
+            self._found.append(call)
+            more, self._more = self._more, None
+        if more is not None and more.set_running_or_notify_cancel():
+            more.set_result(None)
+
+    def take(self) -> Arrived | None:
+        """None where there is no call."""
+        with self._lock:
+            return self._found.popleft() if self._found else None
+
+    def more(self) -> Future[None]:
+        """Done once there is something."""
+        found = Future[None]()
+        with self._lock:
+            if not self._found:
+                self._more = found
+                return found
+        found.set_result(None)
+        return found
+
+
 async def played(
-    run: Callable[[], _Runner], function: Callable[..., Any], template: Mapping[str, Any], /, **fields: Any
-) -> AsyncGenerator[Call | Scores, Reply]:
+    run: Callable[[_Inbox], _Runner], function: Callable[..., Any], template: Mapping[str, Any], /, **fields: Any
+) -> AsyncGenerator[Beside | Scores, Reply | None]:
     """run: `_Thread` or `_Task`. fields: of the episode."""
     fields.pop(RESPONSE_TEMPLATE, None)
-    runner, server = run(), endpoint()
-    session, llm = server.open(runner.arrived)
+    inbox, server, answering = _Inbox(), endpoint(), dict[int, Pending]()
+    runner, (session, llm) = run(inbox), server.open(inbox.put)
     turns = Turns(template, session)
     try:
         runner.start(function, {**fields, "llm": replace(llm, reward=turns.reward)})
-        while (arrived := await runner.next()) is not None:
-            asked, call = arrived
-            if session.begins(call):
-                reply = yield turns.call(asked)
-                call.answer.set_result(turns.wrote(reply))
+        while True:
+            if not answering:
+                await runner.wait()
+            arrived, call = inbox.take(), None
+            if runner.is_over():
+                break
+            if arrived is not None and session.begins(arrived[1]):
+                call = turns.call(arrived[0])
+                answering[call.chain] = arrived[1]
+            if answering and (reply := (yield Beside(call, inbox.more()))) is not None:
+                answering.pop(reply.chain).answer.set_result(turns.wrote(reply))
         scores = turns.end(runner.result())
     finally:
         server.end(session)
@@ -103,20 +140,19 @@ async def played(
 class _Thread:
     """A plain function, in a thread of its own. Its methods block, where those of a task wait."""
 
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+    def __init__(self, inbox: _Inbox) -> None:
+        self._inbox = inbox
         self._result: Future[Any] = Future()
-
-    def arrived(self, call: Arrived, /) -> None:
-        self._events.put(call)
 
     def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
         self._thread = threading.Thread(target=self._run, args=(function, fields), name="agent", daemon=True)
         self._thread.start()
 
-    async def next(self) -> Arrived | None:
-        call = self._events.get()  # the step's time-out ends the process
-        return None if self._result.done() else call
+    async def wait(self) -> None:
+        self._inbox.more().result()  # the step's time-out ends the process
+
+    def is_over(self) -> bool:
+        return self._result.done()
 
     def result(self) -> Any:
         return self._result.result()
@@ -130,29 +166,27 @@ class _Thread:
             self._result.set_result(function(**fields))
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
             self._result.set_exception(error)
-        self._events.put(None)
+        self._inbox.put(None)
 
 
 class _Task:
     """An asynchronous function, as a task on the loop of its process."""
 
-    def __init__(self) -> None:
-        self._events: asyncio.Queue[Arrived | None] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-
-    def arrived(self, call: Arrived, /) -> None:
-        self._loop.call_soon_threadsafe(self._events.put_nowait, call)
+    def __init__(self, inbox: _Inbox) -> None:
+        self._inbox = inbox
 
     def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
         async def run() -> Any:
             return await watched(function(**fields))
 
         self._task = asyncio.create_task(run(), name="agent")
-        self._task.add_done_callback(lambda _: self._events.put_nowait(None))
+        self._task.add_done_callback(lambda _: self._inbox.put(None))
 
-    async def next(self) -> Arrived | None:
-        call = await self._events.get()
-        return None if self._task.done() else call
+    async def wait(self) -> None:
+        await asyncio.wrap_future(self._inbox.more())
+
+    def is_over(self) -> bool:
+        return self._task.done()
 
     def result(self) -> Any:
         return self._task.result()

@@ -25,15 +25,16 @@ _PREFIX = re.compile("^(chatcmpl-|msg_|resp_)")
 
 
 class Turns:
-    """Of one episode, one at a time: `call`, then `wrote`. template: how the model writes reasoning and calls of tools."""
+    """Of one episode, of each of its chains one at a time: `call`, then `wrote`. template: how the model writes reasoning and
+    calls of tools."""
 
     def __init__(self, template: Mapping[str, Any], session: Session) -> None:
         self._template, self._session, self._conversations = template, session, Conversations()
-        self._asked: tuple[Asked, int] | None = None
+        self._asked: dict[int, tuple[Asked, int]] = {}
         self._counts = Counter({"calls": 0, "unparsed_turns": 0})
-        # Of the calls that were answered: whether they are trained on, by the answer's id, in order; and the rewards by that.
-        self._trained: dict[str, bool] = {}
-        self._rewards: dict[str, float] = {}
+        # Of the calls that were answered: their numbers and whether they are trained on, by the answer's id.
+        self._trained: dict[str, tuple[int, bool]] = {}
+        self._rewards: dict[int, float] = {}
         self._is_over = False
 
     @property
@@ -41,20 +42,18 @@ class Turns:
         return self._counts["calls"]
 
     def call(self, asked: Asked) -> Call:
-        assert self._asked is None
         self._counts["calls"] += 1
         chain, known = self._conversations.place(asked.prefixes)
-        self._asked = asked, chain
+        self._asked[chain] = asked, self.num_calls
         tools = () if known else asked.tools
         return Call(chain, asked.messages[known:], tools, asked.max_tokens, asked.stop, asked.trained)
 
     def wrote(self, reply: Reply) -> Written:
-        assert self._asked is not None
-        (asked, chain), self._asked = self._asked, None
-        written = read_reply(reply, asked, self._template, self._counts["calls"], self._session.name)
-        self._trained[written.id] = asked.trained
+        asked, number = self._asked.pop(reply.chain)
+        written = read_reply(reply, asked, self._template, number, self._session.name)
+        self._trained[written.id] = number, asked.trained
         self._counts["unparsed_turns"] += written.is_unparsed
-        self._conversations.wrote(chain, asked.prefixes, written.message)
+        self._conversations.wrote(reply.chain, asked.prefixes, written.message)
         return written
 
     def reward(self, id: str, value: Any) -> None:
@@ -65,20 +64,21 @@ class Turns:
         if named not in known:
             answered = f"the newest that it has answered is {known[-1]!r}" if known else "it has answered none"
             raise RequestError(f"{id!r:.80} is no call of this episode; {answered}", 404)
-        if not self._trained[named]:
+        number, is_trained = self._trained[named]
+        if not is_trained:
             raise RequestError(f"call {named!r} is not trained on, as its request asked: a reward for it would be lost")
-        if named in self._rewards:
-            raise RequestError(f"call {named!r} has the reward {self._rewards[named]:g} already; it is set once", 409)
+        if number in self._rewards:
+            raise RequestError(f"call {named!r} has the reward {self._rewards[number]:g} already; it is set once", 409)
         answer = read(value)
         if answer.value is None:
             raise RequestError(f"the reward of call {named!r}: {answer.failure or 'None; a number was expected'}")
-        self._rewards[named] = answer.value
+        self._rewards[number] = answer.value
 
     def end(self, result: Any) -> Scores:
         """What an episode ended with: a number, a `Score` or None (not scorable), or such by name, whose sum is the score and
         each of which is a metric. Anything else is a failure."""
         self._is_over = True
-        return Scores(self._score(result), tuple(map(self._rewards.get, self._trained)))
+        return Scores(self._score(result), tuple(map(self._rewards.get, range(1, self.num_calls + 1))))
 
     def _score(self, result: Any) -> Score:
         counts = {**self._counts, "chains": self._conversations.num_chains}

@@ -77,7 +77,8 @@ class EnvironmentSpec(EnvironmentSettings):
     """An environment by name, and how its episodes are bounded. Plain data.
 
     target: `package.module:name` or `/absolute/file.py:name`, with its form before it (`trl:`) where it is of another system.
-    kind: async for an asynchronous generator. options: values of its other parameters. The others: as of `Adapted`.
+    kind: async for an asynchronous generator. options: values of its other parameters. one_by_one: an agent's calls at the same
+    time are answered one after the other. The others: as of `Adapted`.
     """
 
     name: str
@@ -88,6 +89,7 @@ class EnvironmentSpec(EnvironmentSettings):
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     tools: tuple[Tool, ...] = field(default=(), hash=False)
     judges: bool = True
+    one_by_one: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,7 +61,7 @@ class EpisodeCounters:
 @dataclass
 class _Pending(Generic[Key]):
     key: Key
-    writes: bool = False
+    writes: int = 0
     turns: int = 0
 
 
@@ -118,7 +118,7 @@ class EpisodePool(Generic[Key]):
         id = self._id_of.get(key, -1)
         if id not in self._pending or not self._pending[id].writes:
             raise EpisodeError(f"the episode {key} waits for no reply; each observation has one")
-        self._pending[id].writes = False
+        self._pending[id].writes -= 1
         self._sessions.reply(id, sent)
 
     def poll(self) -> list[Event[Key]]:
@@ -163,7 +163,7 @@ class EpisodePool(Generic[Key]):
     def _event(self, id: int, message: Came | Failed | None) -> Event[Key]:
         pending = self._pending[id]
         if isinstance(message, Came) and isinstance(message.result, Read):
-            pending.writes = True
+            pending.writes += 1
             pending.turns += 1
             return Event(pending.key, message.result, message.began, message.ended)
         del self._id_of[pending.key], self._pending[id]

@@ -1,7 +1,8 @@
 """An environment served to actors, with keys also on other machines (`async-rlhf serve environment FILE:NAME`).
 
 Beside its loop (`service`) it owns the pool of its episodes' processes. On close these are killed; clients begin their
-episodes again elsewhere, or here when it is back. Limits are those of the server, but for the number of turns, which each run
+episodes again elsewhere, or here when it is back. An episode has one answer on its way, so an agent's calls at the same time
+are answered one after the other. Limits are those of the server, but for the number of turns, which each run
 bounds itself.
 """
 
@@ -63,7 +64,7 @@ class EnvironmentServer(Service):
         `Service`. Raises ConfigError."""
         super().__init__(address, key_dir, **service)
         self._spec = spec
-        unbounded = replace(spec, max_turns=ANY_TURNS)
+        unbounded = replace(spec, max_turns=ANY_TURNS, one_by_one=True)
         self._pool = EpisodePool[int](unbounded, config, function=function) if pool is None else pool
         self._pool.wake = self._wake
 
@@ -88,7 +89,9 @@ class EnvironmentServer(Service):
             raise WireError("a turn of an episode has no text")
         if self._spec.calls != (step.reply is not None):
             raise WireError(f"a turn of an episode {'without' if self._spec.calls else 'with'} what a call is answered by")
-        sent = step.text if step.reply is None else Reply(step.text, **dict(step.reply))
+        before = client.sessions[step.id].answer
+        chain = 0 if before is None or before.call is None else before.call.chain
+        sent = step.text if step.reply is None else Reply(step.text, **dict(step.reply), chain=chain)
         self._pool.reply(client.key(step.id), sent)
 
     def _end(self, keys: Collection[int], streams: Collection[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -54,17 +55,28 @@ class Call:
     trained: bool = True
 
 
+class Beside(NamedTuple):
+    """What an agent that may call several times at once yields in place of a Call; it has calls without an answer then.
+
+    call: None: no further one so far. more: done where a step without a reply has one, or the agent's end.
+    """
+
+    call: Call | None
+    more: Future[None]
+
+
 class Reply(NamedTuple):
     """What the model wrote after a Call; the generator gets it from its yield (after text or messages it gets `text` alone).
 
     text: without special tokens. finish_reason: length where the turn's budget of tokens cut it. num_prompt: tokens that stood
-    before the turn in its chain. num_tokens: sampled ones of the turn.
+    before the turn in its chain. num_tokens: sampled ones of the turn. chain: that of the Call.
     """
 
     text: str
     finish_reason: Literal["stop", "length"]
     num_prompt: int
     num_tokens: int
+    chain: int = 0
 
 
 @dataclass(frozen=True)

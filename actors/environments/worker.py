@@ -14,8 +14,9 @@ from typing import Any
 
 from async_rlhf.actors.environments.config import SourceEnvironment
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
-from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
+from async_rlhf.actors.environments.settings import Beside, EnvironmentFunction, Reply
 from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return, read_yield
+from async_rlhf.actors.workers.sessions import NOTHING, Nothing
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 
 
@@ -64,10 +65,10 @@ class Episode:
         self._watchdog, self._id = watchdog, id
         self.stoppable, self.timeout_s, self.whole_timeout_s = threads is None, spec.timeout_s, spec.episode_timeout_s
         self._generator: Any = None
-        self._turn = -1
+        self._turn = 0
+        self.more: Future[None] | None = None
 
-    def step(self, sent: str | Reply | None) -> asyncio.Future[Read | End]:
-        self._turn += 1
+    def step(self, sent: str | Reply | None) -> asyncio.Future[Read | End | Nothing]:
         if self._threads is None:
             return asyncio.ensure_future(self._step_async(sent))
         return asyncio.get_running_loop().run_in_executor(self._threads, self._step, sent)
@@ -77,7 +78,7 @@ class Episode:
             return asyncio.ensure_future(self._close_async())
         return asyncio.get_running_loop().run_in_executor(self._threads, self._close)
 
-    def ends(self, result: Read | End) -> bool:
+    def ends(self, result: Read | End | Nothing) -> bool:
         return isinstance(result, End)
 
     def failed(self, has_died: bool, reason: str) -> End:
@@ -89,16 +90,23 @@ class Episode:
             self._generator = self._function(**self._fields)
         return self._generator
 
-    def _read(self, yielded: Any) -> Read | End:
-        return read_yield(yielded, self._turn, self._spec.max_turns, self._spec.calls)
+    def _read(self, yielded: Any) -> Read | End | Nothing:
+        if isinstance(yielded, Beside):
+            yielded, more = yielded
+            self.more = None if self._spec.one_by_one else more
+            if yielded is None:
+                return NOTHING
+        read = read_yield(yielded, self._turn, self._spec.max_turns, self._spec.calls)
+        self._turn += isinstance(read, Read)
+        return read
 
-    def _step(self, sent: str | Reply | None) -> Read | End:
+    def _step(self, sent: str | Reply | None) -> Read | End | Nothing:
         try:
             return self._read(self._started().send(sent))
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
             return self._end_of(error)
 
-    async def _step_async(self, sent: str | Reply | None) -> Read | End:
+    async def _step_async(self, sent: str | Reply | None) -> Read | End | Nothing:
         try:
             return self._read(await Watched(self._started().asend(sent), self._watchdog, self._id))
         except asyncio.CancelledError:

@@ -7,10 +7,12 @@
 Without an environment the prompt is the row's own and a rollout is one turn. With one, its first observation is the prompt:
 the members of a group begin together when all have theirs, which must be equal, for a baseline compares them. Those of an
 agent's group begin each by itself, and their first prompts may differ behind a first token that all share. An agent's calls are
-turns of one rollout, whichever conversation they are of.
+turns of one rollout, whichever conversation they are of. Those of several conversations are written at the same time as long as
+there is room for all that they may have; one for which there is not waits until another has ended.
 
 An episode is ended by its environment, or by a limit: there is no room (`context`: in all chains together, or for the prompt of
-one), it has had its turns (`max_turns`); it then has the score that the environment's settings name for that. An episode
+one), it has had its turns (`max_turns`); it then has the score that the environment's settings name for that. Turns that are
+being written then go on to their ends, so what is in a record depends on no moment; those that wait do not begin. An episode
 without a turn that is trained on, because its environment failed before that or made no such call, leaves a member without a
 prompt: the member is sampled for one token, behind that of its group, or of the row where no other has one, and its score is a
 failed one. So a group is always whole.
@@ -18,10 +20,10 @@ failed one. So a group is always whole.
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from async_rlhf.actors.engine import Completion, Engine, Partial, Request, Rollo
 from async_rlhf.actors.environments import Content, Reply
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.actors.loop.reading import check_prompt, next_turn, room_for
 from async_rlhf.actors.loop.transcript import Transcript, Turn
 from async_rlhf.actors.loop.work import NO_PLAYS, Play, Played, Plays
 from async_rlhf.actors.prompts import Row, turn_seed
@@ -60,6 +63,13 @@ class _Group:
     without: list[RolloutKey] = field(default_factory=list)
 
 
+class _End(NamedTuple):
+    """reason: None for that of the last turn."""
+
+    reason: FinishReason | None
+    score: Score | None
+
+
 @dataclass(eq=False)
 class _Episode:
     request: Request
@@ -67,6 +77,10 @@ class _Episode:
     transcript: Transcript = field(default_factory=Transcript)
     failed: Score | None = None
     """Why there is no environment any more."""
+    waiting: deque[Read] = field(default_factory=deque)
+    """Calls that wait for room."""
+    end: _End | None = None
+    """It has ended, but for turns that are still being written."""
     steps: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -110,7 +124,7 @@ class Episodes:
         """What the environment has answered; nothing without one."""
         played: list[Played | None] = []
         for play, event in [(each, event) for each in self._plays.all for event in each.pool.poll()]:
-            if (episode := self._episodes.get(event.key)) is None:
+            if (episode := self._episodes.get(event.key)) is None or episode.end is not None:
                 continue  # it was discarded
             if event.came is None:
                 self._again(event.key, play, episode)
@@ -131,24 +145,23 @@ class Episodes:
         for play in self._plays.all:
             play.pool.discard(keys)
         self._opening.difference_update(keys)
-        known = [self._episodes.pop(key, None) for key in keys]
-        before = [0 if episode is None else episode.transcript.num_sampled for episode in known]
-        return [count + self._engine.abort([key]) for key, count in zip(keys, before, strict=True)]
+        known = [(key, self._episodes.pop(key)) for key in keys if key in self._episodes]
+        thrown_away = {key: each.transcript.num_sampled + self._engine.abort(_keys(key, each)) for key, each in known}
+        return [thrown_away.get(key, 0) for key in keys]
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[tuple[Partial, tuple[int, ...]]]:
         """As `Engine.partials`, of all behind the prompt, and the prompt; of the chain that is first in the record, while a
         turn of it is written that is trained on."""
-        of_turn = {key: max(0, count - self._episodes[key].transcript.behind) for key, count in known.items()}
+        of_turn = {}
+        for key, count in known.items():
+            if (first := self._episodes[key].transcript.first) is not None:
+                newest = self._episodes[key].transcript.chain(first.chain)[-1]
+                of_turn[key._replace(chain=first.chain)] = max(0, count - newest.behind)
         found = []
         for shown in self._engine.partials(of_turn):
-            transcript = self._episodes[shown.key].transcript
-            turn, first = transcript.turns[-1], transcript.first
-            if first is None or not turn.trained or turn.chain != first.chain:
-                continue
-            prompt_ids, behind = transcript.row(turn.chain)
-            if behind:
-                shown = replace(shown, token_ids=np.concatenate([np.array(behind, np.int32), shown.token_ids]))
-            found.append((shown, prompt_ids))
+            prompt_ids, behind = self._episodes[shown.key.rollout].transcript.row(shown.key.chain)
+            token_ids = np.concatenate([np.array(behind, np.int32), shown.token_ids])
+            found.append((Partial(shown.key.rollout, token_ids), prompt_ids))
         return found
 
     # -- turns -----------------------------------------------------------------------------------------------------------
@@ -159,9 +172,11 @@ class Episodes:
 
     def _took(self, completion: Completion) -> Played | None:
         """The model's turn ended."""
-        key, ids = completion.key, completion.token_ids.tolist()
+        key, ids = completion.key.rollout, completion.token_ids.tolist()
         episode, text = self._episodes[key], self._decode(ids)
-        turn, play = episode.transcript.end(completion, text), episode.group.play
+        turn, play = episode.transcript.end(completion.key.chain, completion, text), episode.group.play
+        if episode.end is not None:
+            return self._close(key, episode, episode.end)
         if play is None or episode.failed is not None:
             return self._end(key, episode, completion.finish_reason, episode.failed)
         if not play.spec.calls:
@@ -169,88 +184,64 @@ class Episodes:
             return None
         num_prompt = len(episode.transcript.chain(turn.chain)[0].ids) + turn.behind
         reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
-        play.pool.reply(key, Reply(text, reason, num_prompt, len(ids)))
-        return None
+        play.pool.reply(key, Reply(text, reason, num_prompt, len(ids), turn.conversation))
+        return self._go_on(key, play, episode)
 
     def _observed(self, key: RolloutKey, read: Read, play: Play, episode: _Episode) -> Played | None:
-        transcript, call = episode.transcript, read.call
-        if call is None and not transcript.turns:
+        if read.call is None and not episode.transcript.turns:
             self._opened(key, play, episode, read.content)
             return None
-        try:
-            turn = self._next(transcript, read, play)
-            room = self._room(transcript, turn, play)
-            if room > 0 and turn.trained and transcript.first is None:
-                self._joins(
-                    episode.group, play, turn.ids if turn.chain == transcript.num_chains else transcript.row(turn.chain)[0]
-                )
-        except (EpisodeError, ConfigError) as error:  # the latter of a template that does not take the tools of a call
-            play.pool.discard([key])
-            return self._end(key, episode, "stop", Score(failure=str(error)))
-        if room <= 0:
-            play.pool.discard([key])
-            return self._end(key, episode, "context", play.at_limit)
-        if transcript.turns:
-            transcript.turns[-1].score = read.score
-        most = room if call is None or call.max_tokens is None else min(room, call.max_tokens)
-        self._begin_turn(key, play, episode, turn, most, () if call is None else call.stop)
+        episode.waiting.append(read)
+        return self._go_on(key, play, episode)
+
+    def _go_on(self, key: RolloutKey, play: Play, episode: _Episode) -> Played | None:
+        """Begin the turns that there is room for, in the order in which they were asked for."""
+        while episode.waiting:
+            if (end := self._begins(key, episode.waiting[0], play, episode)) == "waits":
+                return None
+            if end is not None:
+                play.pool.discard([key])
+                return self._close(key, episode, end)
+            episode.waiting.popleft()
         return None
 
-    def _next(self, transcript: Transcript, read: Read, play: Play) -> Turn:
-        """The turn that the model is to write. Raises EpisodeError, and ConfigError for tools that the template leaves out."""
-        rendering, call = play.rendering, read.call
-        number, trained = (0, True) if call is None else (call.chain, call.trained)
-        past, anew = transcript.conversation(number), transcript.num_chains
-        if not past:
-            assert call is not None
-            if number != (wanted := transcript.num_conversations):
-                raise EpisodeError(f"its call is of chain {number}, and the next one to begin is {wanted}")
-            ids = tuple(rendering.given(call.tools).prompt(read.content, is_foreign=True).ids)
-            if transcript.first is None:
-                _check_prompt(len(ids), play, "call")
-            return Turn(number, anew, read.content, ids, call.tools, trained)
-        first, last = past[0], past[-1]
-        if call is not None and call.tools and call.tools != first.tools:
-            raise EpisodeError(f"its call gives chain {number} other tools than those that it began with; begin another chain")
-        rendering = rendering.given(first.tools)
-        if rendering.splits(first.content):
-            answers = [*(turn.content for turn in past[1:]), read.content]
-            prompt_ids, behind = transcript.row(last.chain)
-            said = list(zip((turn.text for turn in past), answers, strict=True))
-            _, found, restarts = rendering.whole(first.content, said, [*prompt_ids, *behind])
-        else:
-            assert last.wrote is not None
-            _, found, restarts = rendering.observation(first.content, read.content, last.wrote.token_ids.tolist())
-        if not found:
-            raise EpisodeError("its observation is empty: the model has nothing to read")
-        return Turn(number, anew if restarts else last.chain, read.content, tuple(found), first.tools, trained)
+    def _begins(self, key: RolloutKey, read: Read, play: Play, episode: _Episode) -> _End | Literal["waits"] | None:
+        """A turn; or why the episode ends before it."""
+        transcript, call = episode.transcript, read.call
+        try:
+            turn = next_turn(transcript, read, play)
+            if (room := room_for(transcript, turn, play)) <= 0:
+                return _End("context", play.at_limit)
+            turn.most = min(room, episode.request.max_new_tokens, (call and call.max_tokens) or room)
+            if turn.most > room - sum(each.most for each in transcript.unfinished):
+                return "waits"
+            if turn.trained and transcript.first is None:
+                is_new = turn.chain == transcript.num_chains
+                self._joins(episode.group, play, turn.ids if is_new else transcript.row(turn.chain)[0])
+        except (EpisodeError, ConfigError) as error:  # the latter of a template that does not take the tools of a call
+            return _End("stop", Score(failure=str(error)))
+        if transcript.turns:
+            transcript.turns[-1].score = read.score
+        self._begin_turn(key, play, episode, turn, () if call is None else call.stop)
+        return None
 
-    def _room(self, transcript: Transcript, turn: Turn, play: Play) -> int:
-        """Tokens that this turn may have; 0 or fewer: none."""
-        if not transcript.conversation(turn.conversation) and len(turn.ids) > play.max_prompt_length:
-            return 0
-        return play.max_length - transcript.length - (len(turn.ids) if transcript.turns else 0)
-
-    def _begin_turn(
-        self,
-        key: RolloutKey,
-        play: Play,
-        episode: _Episode,
-        turn: Turn,
-        max_tokens: float = math.inf,
-        stop: Sequence[str] = (),
-    ) -> None:
-        first, number = episode.request, len(episode.transcript.turns)
-        prompt_ids, context = episode.transcript.begin(turn)
+    def _begin_turn(self, key: RolloutKey, play: Play, episode: _Episode, turn: Turn, stop: Sequence[str] = ()) -> None:
+        first, transcript = episode.request, episode.transcript
+        turn.most = turn.most or first.max_new_tokens
+        prompt_ids, context = transcript.begin(turn)
         self._opening.discard(key)
+        # Of the chain that is first in the record, what is trained on.
+        is_shown = turn.trained and transcript.first is not None and transcript.first.chain == turn.chain
         following = replace(
             first,
+            key=key._replace(chain=turn.chain),
             prompt_ids=prompt_ids,
             context=context,
-            max_new_tokens=int(min(first.max_new_tokens, max_tokens)),
-            seed=turn_seed(first.seed, number),
+            max_new_tokens=turn.most,
+            seed=turn_seed(first.seed, turn.number),
             stop=tuple(dict.fromkeys((*first.stop, *stop))),
-            hold=episode.failed is None and play.goes_on(number),
+            hold=episode.failed is None and play.goes_on(len(transcript.turns) - 1),
+            partial_every=first.partial_every if is_shown else 0,
         )
         self._beginning.append(following)
 
@@ -261,16 +252,24 @@ class Episodes:
         if not turns and not play.spec.calls:
             self._opened(key, play, episode, end.score or Score(failure=_NO_TURN))
             return None
-        if end.reason == "max_turns":
-            return self._end(key, episode, "max_turns", end.score or play.at_limit)
-        wrote = turns[-1].wrote if turns else None
-        return self._end(key, episode, "stop" if wrote is None else wrote.finish_reason, end.score)
+        is_limit = end.reason == "max_turns"
+        return self._close(key, episode, _End("max_turns", end.score or play.at_limit) if is_limit else _End(None, end.score))
+
+    def _close(self, key: RolloutKey, episode: _Episode, end: _End) -> Played | None:
+        """No turn of it begins any more."""
+        episode.end, turns = end, episode.transcript.turns
+        episode.waiting.clear()
+        if episode.transcript.unfinished:
+            return None
+        last = "stop" if not turns or turns[-1].wrote is None else turns[-1].wrote.finish_reason
+        return self._end(key, episode, end.reason or last, end.score)
 
     def _again(self, key: RolloutKey, play: Play, episode: _Episode) -> None:
         """Its process ended, and the environment with it: the same from the beginning."""
-        self._beginning = [request for request in self._beginning if request.key != key]
-        self._engine.abort([key])
+        self._beginning = [request for request in self._beginning if request.key.rollout != key]
+        self._engine.abort(_keys(key, episode))
         episode.group.said.pop(key, None)
+        episode.waiting.clear()
         episode.transcript, episode.steps = Transcript(), []
         self._open(episode.group, play, [key])
 
@@ -284,7 +283,7 @@ class Episodes:
             return None
         del self._episodes[key]
         if play is not None:
-            self._over.append(key)  # what is held for a turn that will not come
+            self._over += _keys(key, episode)  # what is held for a turn that will not come
         completion, rows = transcript.completion(key, reason), transcript.recorded()
         said, prompt = ((), "") if play is None else transcript.messages()
         turn_scores = tuple(turn.score for row in rows for turn in row if turn.trained)
@@ -345,9 +344,9 @@ class Episodes:
     def _without_prompt(self, key: RolloutKey, play: Play, episode: _Episode, score: Score) -> None:
         """Nothing of this member is trained on: it is sampled behind a prompt of its group, once one has it or none will."""
         play.pool.discard([key])
-        self._engine.abort([key])
+        self._engine.abort(_keys(key, episode))
         self._opening.add(key)
-        episode.failed, episode.transcript = score, Transcript()
+        episode.failed, episode.transcript, episode.end = score, Transcript(), None
         group = episode.group
         group.without.append(key)
         if group.prompt_ids or len(group.without) == len(group.requests):
@@ -357,22 +356,21 @@ class Episodes:
         for key in group.without:
             episode = self._episodes[key]
             prompt_ids = group.prompt_ids or episode.request.prompt_ids
-            self._begin_turn(key, play, episode, Turn(0, 0, group.prompt or "", prompt_ids), 1)
+            self._begin_turn(key, play, episode, Turn(0, 0, group.prompt or "", prompt_ids, most=1))
         group.without = []
+
+
+def _keys(key: RolloutKey, episode: _Episode) -> set[RolloutKey]:
+    """Those by which the engine may hold something of it."""
+    return {key, *(key._replace(chain=turn.chain) for turn in episode.transcript.turns)}
 
 
 def _render_prompt(group: _Group, play: Play, content: Content) -> None:
     """The tokens of the group's prompt, or none and the reason."""
     try:
         group.text, ids, _ = play.rendering.prompt(content)
-        _check_prompt(len(ids), play, "observation")
+        check_prompt(len(ids), play, "observation")
     except EpisodeError as error:
         group.text, group.failure = "", str(error)
     else:
         group.prompt_ids = tuple(ids)
-
-
-def _check_prompt(length: int, play: Play, what: str) -> None:
-    """Raises EpisodeError for a first prompt that is too long."""
-    if length > play.max_prompt_length:
-        raise EpisodeError(f"its first {what} has {length} tokens, the limit is {play.max_prompt_length}")

@@ -11,6 +11,12 @@ longer, exactly as the engine saw it.
 In the record chains follow each other in the order of their first trained turns: the prompt of the first is the rollout's, and
 with those of the others its row begins anew. A turn that is not trained on stands there as what was read. A chain without a
 trained turn is left out, and of each chain what comes behind the last one.
+
+Turns of several chains may be written at the same time, and which of them began first is then chance. So from the first turn
+on that begins beside another, neither order nor random numbers depend on it: chains whose first trained turns began since the
+moment before, when nothing was being written, are in the order of their prompts' tokens; and a turn's number, which its seed is
+made of, is a digest of all that it reads, and of how many turns had read the same. Chance decides this much: which turn began
+with nothing beside it, and which of two chains that begin the episode leads the record.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import numpy as np
 from async_rlhf.actors.engine import Completion, RolloutKey
 from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.environments.rendering import conversation
+from async_rlhf.actors.prompts import digest_of
 from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.record import FinishReason, SamplingMask, Span, pieces
 
@@ -35,7 +42,8 @@ class Turn:
     conversation: its number; an environment that is no agent has one. chain: numbered as they begin. content: what is read, as
     the environment gave it; ids: tokens of that, of a new chain its whole prompt. tools: those of its conversation. trained:
     whether it is trained on. wrote, text: None and "" until it has ended. behind: tokens between the prompt of its chain and
-    what is sampled. score: the environment's, once it has one.
+    what is sampled; most: tokens that may be. number, rank: see the module docstring; without another beside it, how many
+    turns began before. digest: of all that it reads. score: the environment's, once it has one.
     """
 
     conversation: int
@@ -47,16 +55,21 @@ class Turn:
     wrote: Completion | None = None
     text: str = ""
     behind: int = 0
+    most: int = 0
+    number: int = 0
+    rank: int = 0
+    digest: int = 0
     score: float | None = None
 
 
 class Transcript:
-    """See the module docstring. turns: in time; of the last one the model may still be writing. length: tokens so far, without
+    """See the module docstring. turns: as they began; one of each chain may still be written. length: tokens so far, without
     the first prompt."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.length = 0
+        self._is_parallel = False
 
     @property
     def num_conversations(self) -> int:
@@ -72,9 +85,8 @@ class Transcript:
         return sum(len(turn.wrote.token_ids) for turn in self.turns if turn.wrote is not None)
 
     @property
-    def behind(self) -> int:
-        """As of the last turn; 0 without one."""
-        return self.turns[-1].behind if self.turns else 0
+    def unfinished(self) -> list[Turn]:
+        return [turn for turn in self.turns if turn.wrote is None]
 
     @property
     def first(self) -> Turn | None:
@@ -97,17 +109,22 @@ class Transcript:
 
     def begin(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What it reads, at least one token; returns the row that the engine goes on from."""
-        assert turn.ids and (not self.turns or self.turns[-1].wrote is not None)
+        before, unfinished = len(self.turns), self.unfinished
+        assert turn.ids and all(each.conversation != turn.conversation for each in unfinished)
+        self._is_parallel = self._is_parallel or bool(unfinished)
         self.length += len(turn.ids) if self.turns else 0
         self.turns.append(turn)
         prompt_ids, behind = self.row(turn.chain)
-        turn.behind = len(behind)
+        turn.behind, turn.digest = len(behind), digest_of([*prompt_ids, *behind])
+        turn.number = turn.rank = before
+        if self._is_parallel:
+            same = sum(each.digest == turn.digest for each in self.turns[:before])
+            turn.number, turn.rank = digest_of([turn.digest, same]), self.turns[before - 1].rank
         return prompt_ids, behind
 
-    def end(self, wrote: Completion, text: str) -> Turn:
-        """What the model wrote in the last turn."""
-        turn = self.turns[-1]
-        assert turn.wrote is None
+    def end(self, chain: int, wrote: Completion, text: str) -> Turn:
+        """What the model wrote in the turn of a chain."""
+        turn = next(turn for turn in self.unfinished if turn.chain == chain)
         turn.wrote, turn.text = wrote, text
         self.length += len(wrote.token_ids)
         return turn
@@ -117,8 +134,9 @@ class Transcript:
     def recorded(self) -> list[list[Turn]]:
         """The turns of each chain in the record, in the record's order."""
         trained = [turn for turn in self.turns if turn.trained]
-        last = {turn.chain: turn for turn in trained}
+        first, last = {turn.chain: turn for turn in reversed(trained)}, {turn.chain: turn for turn in trained}
         rows = [self.chain(number) for number in dict.fromkeys(turn.chain for turn in trained)]
+        rows[1:] = sorted(rows[1:], key=lambda row: (first[row[0].chain].rank, row[0].ids))
         return [row[: row.index(last[row[0].chain]) + 1] for row in rows]
 
     def completion(self, key: RolloutKey, finish_reason: FinishReason) -> Completion:

@@ -135,6 +135,7 @@ class AsyncCall:
 
     stoppable = True
     whole_timeout_s: float | None = None
+    more = None
 
     def __init__(self, reward: Ready | Answer, call: Call, watchdog: LoopWatchdog, id: int, in_thread: bool) -> None:
         self._reward, self._call, self._watchdog, self._id, self._in_thread = reward, call, watchdog, id, in_thread

@@ -4,10 +4,10 @@ left of a row that was sent back (`Progress`) or whose turn may be continued (`H
 `Rows` is a structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. It
 never holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.
 
-A row that ends with `Request.hold` leaves a `Hold` behind, one for each row of its key. The request that continues it goes on
-where it was: at its place in line, and from its keys and values, which were copied out of the row when the turn ended and are
-copied into another row when the continuation is admitted. They are bounded in places; the oldest are evicted first, and what
-was evicted is computed again, with the same result. What is copied is opaque here, and goes with the last reference to it.
+A row that ends with `Request.hold` leaves a `Hold` behind. The request of its key that continues it goes on where it was: at
+its place in line, and from its keys and values, which were copied out of the row when the turn ended and are copied into
+another row when the continuation is admitted. They are bounded in places; the oldest are evicted first, and what was evicted is
+computed again, with the same result. What is copied is opaque here, and goes with the last reference to it.
 
 Axes: `R` rows (slots), `N` running rows (a prefix of R), `T` completion tokens.
 """
@@ -15,7 +15,7 @@ Axes: `R` rows (slots), `N` running rows (a prefix of R), `T` completion tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -230,16 +230,20 @@ class Hold:
 
 
 class Holds:
-    """Owns the holds by key, and those with caches in the order in which their turns ended. Waits for nothing; nothing to
-    close."""
+    """Owns the holds by key, each with the request that it is the end of, and those with caches in the order in which their
+    turns ended. Waits for nothing; nothing to close."""
 
     def __init__(self) -> None:
-        self._held: dict[RolloutKey, list[tuple[Request, Hold]]] = {}
+        self._held: dict[RolloutKey, tuple[Request, Hold]] = {}
         self._cached: list[Hold] = []
+
+    def numbers(self, rollout: RolloutKey) -> list[int]:
+        """Places in line of what is held of a rollout."""
+        return [hold.number for key, (_, hold) in self._held.items() if key.rollout == rollout]
 
     def add(self, request: Request, hold: Hold, room: int) -> None:
         """Hold the end of this request; of the caches, the newest stay that take at most `room` places together."""
-        self._held.setdefault(request.key, []).append((request, hold))
+        self._held[request.key] = request, hold
         self._cached.append(hold)
         excess = sum(each.num_places for each in self._cached) - room
         while excess > 0:
@@ -248,30 +252,27 @@ class Holds:
             oldest.cache = ()
 
     def continued_by(self, request: Request) -> Hold | None:
-        """What this request continues; it stays held until it is released.
-
-        Of a request with another prompt, which begins a row, only the place in line; where no row of its prompt is held that
-        its context begins with, all of its key is forgotten.
-        """
-        held = self._held.get(request.key, [])
+        """What this request continues; it stays held until it is released. What it does not continue is forgotten."""
+        if (held := self._held.get(request.key)) is None:
+            return None
+        before, hold = held
         # The prompt counts too: where it ends decides how the tokens around it are computed.
-        own = [hold for before, hold in held if before.prompt_ids == request.prompt_ids]
-        if fitting := [hold for hold in own if request.prefix_ids[: len(hold.ids)] == hold.ids]:
-            return max(fitting, key=lambda hold: len(hold.ids))
-        if own:
-            self.forget([request.key])
-        return replace(held[-1][1], cache=()) if held and not own else None
+        if before.prompt_ids == request.prompt_ids and request.prefix_ids[: len(hold.ids)] == hold.ids:
+            return hold
+        self.forget([request.key])
+        return None
 
     def release(self, key: RolloutKey, hold: Hold) -> None:
-        """It goes on in a row; what else is held of its key stays."""
+        """It goes on in a row."""
         self._drop(hold)
-        self._held[key] = [each for each in self._held.get(key, ()) if each[1] is not hold]
+        if key in self._held and self._held[key][1] is hold:
+            del self._held[key]
 
     def forget(self, keys: Iterable[RolloutKey]) -> None:
         """Nothing is held of these any more; unknown ones are ignored."""
         for key in keys:
-            for _, hold in self._held.pop(key, ()):
-                self._drop(hold)
+            if (held := self._held.pop(key, None)) is not None:
+                self._drop(held[1])
 
     def release_caches(self) -> None:
         """Keep tokens and places in line only."""

@@ -41,8 +41,8 @@ class _Slot:
 class SessionBook:
     """A few sets and their rules.
 
-    A session is `waiting` until it may step and while the model writes, `stepping` until the step is answered, and `closing`
-    once it has ended until its cleanup is done. When its process dies:
+    A session is `waiting` until it may step and while the model writes, `stepping` until something has come of it, and
+    `closing` once it has ended until its cleanup is done. When its process dies:
 
         closing                                           is over
         waiting                                           is lost, and begun again: it cannot be the cause
@@ -85,7 +85,7 @@ class SessionBook:
         """Whether the session may step now; it then does."""
         phases = self._slots[self._worker_of[id]].phases
         if self._keys[id] in self._suspects:
-            stepping = (self._keys[other] for other, phase in phases.items() if phase == "stepping")
+            stepping = (self._keys[other] for other, phase in phases.items() if phase == "stepping" and other != id)
             if any(key in self._suspects for key in stepping):
                 return False
         phases[id] = "stepping"

@@ -54,12 +54,12 @@ _NONE = -1
 
 @dataclass(slots=True)
 class _Session:
-    """unsent: packed, what it is to begin or to go on with; None while nothing is. size: of the first, in bytes. has_begun: its
+    """unsent: packed, what it is to begin or to go on with. size: of the first, in bytes. has_begun: its
     process has been sent that."""
 
     key: Hashable
     timeout_s: float
-    unsent: memoryview | None
+    unsent: list[memoryview]
     size: int
     has_begun: bool = False
 
@@ -100,7 +100,7 @@ class WorkerPool:
             found = failed(error)
             self._act(partial(self._over, id, Failed("not readable", found.failure or "", found.traceback)))
             return
-        self._act(partial(self._begin, id, _Session(key, timeout_s, packed, len(packed))))
+        self._act(partial(self._begin, id, _Session(key, timeout_s, [packed], len(packed))))
 
     def reply(self, id: int, sent: Any) -> None:
         self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, sent))))
@@ -156,8 +156,8 @@ class WorkerPool:
         self._unplaced[id] = None
 
     def _reply(self, id: int, packed: memoryview) -> None:
-        if self._book.phase(id) == "waiting":  # Else it has just been lost.
-            self._sessions[id].unsent = packed
+        if self._book.phase(id) in ("waiting", "stepping"):  # Else it has just been lost.
+            self._sessions[id].unsent.append(packed)
             self._unsent[id] = None
 
     def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
@@ -200,14 +200,13 @@ class WorkerPool:
         return len(inside) < self._ahead and size + sum(self._sessions[id].size for id in inside) <= _AHEAD_BYTES
 
     def _go_on(self, id: int, session: _Session, worker: Worker) -> None:
-        unsent, session.unsent = session.unsent, None
-        assert unsent is not None
+        unsent, session.unsent = session.unsent, []
         now = time.monotonic()
         if next(iter(self._book.sessions(worker.number))) == id:
             worker.began = now
         self._look_by(now + (session.timeout_s if self._kind.at_once is None else LOOK_S))
         was_begun, session.has_begun = session.has_begun, True
-        if not self._send(worker, unsent) and not was_begun:  # it has ended, and never began this
+        if not all(self._send(worker, each) for each in unsent) and not was_begun:  # it has ended, and never began this
             self._book.closed(id)
             session.unsent, session.has_begun = unsent, False
             self._unplaced = {id: None, **self._unplaced}
@@ -240,14 +239,15 @@ class WorkerPool:
             worker.failure = message.reason
             return
         phase = self._book.phase(message.id)
-        if isinstance(message, Came) and phase == "stepping":  # Else it has been discarded.
+        is_wanted = phase in ("waiting", "stepping")  # Else it has been discarded.
+        if isinstance(message, Came) and is_wanted:
             self._book.enter(message.id, "closing" if message.ends else "waiting")
         if isinstance(message, Closed):
             self._over(message.id, message)
         elif message.ends and not self._kind.cleans_up:
             worker.began = time.monotonic()
-            self._over(message.id, message if phase == "stepping" else Closed(message.id))
-        elif phase == "stepping":
+            self._over(message.id, message if is_wanted else Closed(message.id))
+        elif is_wanted:
             self._found.append((message.id, message))
         if message.retire and worker.takes:
             logger.warning("one of %s is replaced: a step in it cannot be stopped", self._what)

@@ -8,8 +8,9 @@ on close    it is killed; sessions that clean up have been closed before
     owner -> process   Message: begin, reply, close
     process -> owner   None once the user's code is imported, or StartFailed; Came, Closed
 
-Each begin and each reply is answered by one Came. A session is over with Closed, after its cleanup, or with its last Came where
-there is none. An id names a session of one owner's life.
+Each begin and each reply is a step, and answered by one Came, unless it gave nothing: the session has a further step by itself
+once there is something. A session is over with Closed, after its cleanup, or with its last Came where there is none. An id
+names a session of one owner's life.
 
 Sessions run on an event loop, many at once; or in order, each a single call that only the end of the process stops. A blocked
 loop cannot report itself: the process writes into shared memory that its loop turns and which session runs on it (`watchdog`).
@@ -24,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Hashable
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, Protocol
@@ -46,6 +48,13 @@ class StartFailed(NamedTuple):
     """The user's code cannot be imported; the process ends."""
 
     reason: str
+
+
+class Nothing:
+    """The result of a step that gave none: another will, without being asked."""
+
+
+NOTHING = Nothing()
 
 
 class Came(NamedTuple):
@@ -104,6 +113,11 @@ class Session(Protocol):
     stoppable: bool
     timeout_s: float
     whole_timeout_s: float | None
+
+    @property
+    def more(self) -> Future[None] | None:
+        """As of the newest step: done where a step that is sent nothing has a result."""
+        ...
 
     def step(self, sent: Any) -> asyncio.Future[Any]:
         """What came of it, which raises nothing but MemoryError: its process is to be replaced. sent: what the model wrote,
@@ -185,7 +199,8 @@ def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
 
 
 class _Running:
-    """A session on the loop, what the model will have written (None: nothing more is wanted), and when it must end.
+    """A session on the loop, and when it must end. inbox: what the model has written; None: the session has more, or
+    nothing more is wanted.
 
     is_stuck: a step of it runs on and cannot be stopped. retires: its process should be replaced.
     """
@@ -194,17 +209,22 @@ class _Running:
         self.id, self.session = id, session
         limit_s = session.whole_timeout_s
         self.ends_at = float("inf") if limit_s is None else time.monotonic() + limit_s
-        self.reply: asyncio.Future[Any] | None = None
+        self.inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
         self.step: asyncio.Future[Any] | None = None
         self.is_closed = self.is_stuck = self.retires = False
 
     def close(self) -> None:
         """Nothing more is wanted of it: a step that can be stopped ends now, its cleanup is left to run."""
         self.is_closed = True
-        if self.reply is not None and not self.reply.done():
-            self.reply.set_result(None)
+        self.inbox.put_nowait(None)
         if self.session.stoppable and self.step is not None:
             self.step.cancel()
+
+    def wake(self, more: Future[None]) -> None:
+        """From any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.inbox.put_nowait, None)
 
 
 class _Loop:
@@ -245,8 +265,8 @@ class _Loop:
             return
         elif act == "close":
             known.close()
-        elif known.reply is not None:
-            known.reply.set_result(what)
+        else:
+            known.inbox.put_nowait(what)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -264,14 +284,15 @@ class _Loop:
             is_over = came.ends and not self._kind.cleans_up
             if is_over:
                 del self._running[id]
-            # The owner always reads, so this does not block the loop.
-            self._connection.send(came)
+            if came.result is not NOTHING:
+                self._connection.send(came)  # the owner always reads, so this does not block the loop
             if is_over:
                 return
             if came.ends or running.is_closed:
                 break
-            running.reply = asyncio.get_running_loop().create_future()
-            sent = await running.reply
+            if (more := running.session.more) is not None:
+                more.add_done_callback(running.wake)
+            sent = await running.inbox.get()
         running.is_closed = True
         failure = await self._close(running) if self._kind.cleans_up and not running.is_stuck else ""
         del self._running[id]

@@ -122,7 +122,7 @@ def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.E
             pool.discard([number])
             return Trial(number, parts, "left", None, seconds)
         parts.append(Part("model", text))
-        pool.reply(number, text if came.call is None else Reply(text, "stop", 0, 0))
+        pool.reply(number, text if came.call is None else Reply(text, "stop", 0, 0, came.call.chain))
 
 
 def _next(pool: EpisodePool[int], bell: threading.Event) -> Event[int]:

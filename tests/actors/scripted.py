@@ -51,6 +51,9 @@ class ScriptedEngine:
             self.held.discard(request.key)
 
     def end(self, key: RolloutKey, ids: Sequence[int], version: int = 0, reason: Any = "stop") -> None:
+        """key: of the request, or of a rollout with one."""
+        if key not in self.requests:
+            (key,) = [each for each in self.requests if each.rollout == key]
         request = self.requests.pop(key)
         assert len(ids) <= request.max_new_tokens
         if request.hold:
@@ -63,7 +66,7 @@ class ScriptedEngine:
         return ended
 
     def partials(self, known: Any) -> list[Partial]:
-        return [Partial(key, np.array([9], np.int32)) for key in self.requests]
+        return [Partial(key, np.array([9], np.int32)) for key, request in self.requests.items() if request.partial_every]
 
     def abort(self, keys: Sequence[RolloutKey]) -> int:
         self.held -= set(keys)
@@ -206,7 +209,7 @@ class Scene:
         play = play_of(self.pool, rendering or Characters(), 6, max_length, **of_spec)
         self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, Plays(play))
         self.keys = [RolloutKey(3, 0, member) for member in range(group_size)]
-        requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member) for key in self.keys]
+        requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member, partial_every=1) for key in self.keys]
         self.episodes.begin([(ROW, 42, requests)])
 
     def poll(self) -> list[Played]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.actors.scripted import (
     ROW,
     Agency,
     Scene,
+    ScriptedPool,
     assert_every_token_is_that_of_a_plain_pass,
     play_of,
     played_with_updates,
@@ -58,8 +60,10 @@ class Agents(Scene):
         self.pool.calls(self.keys[member], chain, text, **more)
         return self.poll()
 
-    def answers(self, text: str, member: int = 0, **how: Any) -> list[Played]:
-        return self.writes(self.keys[member], *map(ord, text), **how)
+    def answers(self, text: str, member: int = 0, chain: int | None = None, **how: Any) -> list[Played]:
+        """chain: of several that are being written."""
+        key = self.keys[member]
+        return self.writes(key if chain is None else key._replace(chain=chain), *map(ord, text), **how)
 
     def turn_of(self, chain: int, text: str, answer: str, member: int = 0, version: int = 0, **more: Any) -> None:
         """A call, and what the model writes."""
@@ -101,9 +105,9 @@ def test_calls_of_two_conversations_are_one_rollout_whose_chains_follow_each_oth
     key = scene.keys[0]
     assert scene.pool.replies == [
         (key, Reply("ab", "stop", 3, 2)),
-        (key, Reply("c", "stop", 3, 1)),
+        (key, Reply("c", "stop", 3, 1, 1)),
         (key, Reply("d", "stop", 7, 1)),
-        (key, Reply("e", "stop", 5, 1)),
+        (key, Reply("e", "stop", 5, 1, 1)),
         (key, Reply("f", "stop", 9, 1)),
     ]
     played = scene.over(reason="max_turns", score=None)
@@ -309,6 +313,144 @@ def test_only_the_first_chain_of_the_record_is_read_ahead_and_only_what_stays_in
     assert scene.episodes.partials({key: 3}) == [], "it begins again"
 
 
+PARTS = ("suba", "subb", "subc", "subd")
+
+
+def burst(order: Sequence[int], first: str = "suba") -> tuple[list[Request], Played]:
+    """A call, then four at once whose order is chance but for the first of them, one that goes on, and one behind them."""
+    scene = Agents(max_length=60)
+    scene.turn_of(0, "ask", "go")
+    texts = [first, *(PARTS[at] for at in order if PARTS[at] != first)]
+    for chain, text in enumerate(texts, 1):
+        assert scene.asks(chain, text, max_tokens=4) == []
+    assert len(scene.engine.requests) == 4
+    for chain in sorted(range(1, 5), key=lambda chain: order[chain - 1]):
+        assert scene.answers(texts[chain - 1][-1] * 2, chain=chain) == []
+    for chain in sorted(range(1, 5), key=lambda chain: -order[chain - 1]):
+        assert scene.asks(chain, texts[chain - 1][-1].upper(), max_tokens=2) == []
+    for chain in range(1, 5):
+        scene.answers(texts[chain - 1][-1], chain=chain)
+    scene.turn_of(0, "end", "x")
+    return scene.engine.submitted, scene.over()
+
+
+def test_calls_at_the_same_time_are_sampled_at_the_same_time_and_their_order_changes_neither_record_nor_seeds() -> None:
+    requests, played = burst((0, 1, 2, 3))
+    seeds = {request.prefix_ids: request.seed for request in requests}
+    assert len(set(seeds.values())) == len(requests) == 10
+    assert seeds[of("ask")] == 100 and seeds[of("suba")] == turn_seed(100, 1), "until then calls came one after the other"
+    assert shown(played)[2] == "goendx" + "".join(f"{text}{text[-1] * 2}{text[-1].upper()}{text[-1]}" for text in PARTS)
+    for order in [(0, 3, 2, 1), (2, 0, 3, 1), (3, 1, 0, 2)]:
+        again, other = burst(order)
+        assert {request.prefix_ids: request.seed for request in again} == seeds and shown(other) == shown(played)
+    again, other = burst((0, 1, 2, 3), first="subc")
+    changed = {ids for request in again if request.seed != seeds[ids := request.prefix_ids]}
+    assert changed == {of("suba"), of("subc")} and shown(other) == shown(played), "which of them had nothing beside it"
+
+
+def test_equal_calls_at_the_same_time_have_seeds_of_their_own() -> None:
+    scene = Agents()
+    for chain in range(3):
+        scene.asks(chain, "same", max_tokens=2)
+    assert len({request.seed for request in scene.engine.submitted}) == len(scene.engine.requests) == 3
+
+
+def test_a_call_waits_where_those_that_are_written_may_need_its_room_and_what_they_leave_is_its_own() -> None:
+    scene = Agents(max_length=14)
+    scene.asks(0, "ask", max_tokens=5)
+    scene.asks(1, "sub", max_tokens=5)
+    scene.asks(2, "one", max_tokens=1)
+    scene.asks(3, "x", max_tokens=1)
+    assert [request.key.chain for request in scene.engine.requests.values()] == [0, 1], "the one that waits is not passed"
+    scene.answers("a", chain=0)
+    assert [request.key.chain for request in scene.engine.requests.values()] == [1, 2]
+    scene.answers("b", chain=1)
+    scene.answers("c", chain=2)
+    assert scene.newest.key.chain == 3 and scene.newest.max_new_tokens == 1
+    scene.answers("d", chain=3)
+    assert scene.asks(0, "y", max_tokens=5) == [] and scene.newest.max_new_tokens == 2
+    (full,) = (scene.answers("ef"), scene.asks(1, "z"))[1]
+    assert (full.completion.finish_reason, len(full.completion.token_ids)) == ("context", 14)
+
+
+@pytest.mark.parametrize("how", ["scored", "failed", "max_turns", "context"])
+def test_an_episode_that_ends_while_turns_are_written_has_them_whole_and_begins_none_that_waits(how: str) -> None:
+    scene = Agents(max_length=19)
+    for chain, text in enumerate(("ask", "sub", "so")):
+        scene.asks(chain, text, max_tokens=5)
+    assert len(scene.engine.requests) == 2
+    if how == "context":
+        scene.pool.calls(scene.keys[0], 3, "much too long")
+        scene.answers("a", chain=0)
+        assert len(scene.engine.requests) == 2
+        assert scene.answers("b", chain=1) == [] and not scene.pool.live
+        (played,) = scene.answers("c", chain=2)
+        texts = "asocsubb"
+    else:
+        scene.pool.ends(scene.keys[0], Score(failure="died") if how == "failed" else None, how)
+        assert scene.poll() == [] and len(scene.engine.requests) == 2
+        assert scene.answers("b", chain=1) == [] == scene.pool.replies
+        (played,) = scene.answers("a", chain=0)
+        texts = "asubb"
+    assert shown(played)[2] == texts and not scene.engine.requests and not scene.engine.held
+    assert (played.score, played.completion.finish_reason) == {
+        "scored": (None, "stop"),
+        "failed": (Score(failure="died"), "stop"),
+        "max_turns": (Score(0.0), "max_turns"),
+        "context": (Score(0.0), "context"),
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["lost", "discarded"])
+def test_of_turns_that_are_written_when_their_episode_is_lost_or_given_up_nothing_is_left(how: str) -> None:
+    scene = Agents()
+    scene.turn_of(0, "ask", "ab")
+    for chain in (1, 2):
+        scene.asks(chain, "sub", max_tokens=5)
+    if how == "discarded":
+        assert scene.episodes.discard(scene.keys) == [2 + 3 + 3], "what was sampled, and what the engine says of each"
+        return
+    scene.pool.events += [Event(scene.keys[0], None)]
+    scene.poll()
+    assert not scene.engine.requests and not scene.engine.held and scene.episodes.num_opening == 1
+    scene.asks(0, "ask")
+    assert scene.newest == scene.engine.submitted[0]
+
+
+class Crowd(ScriptedPool):
+    """Agents with three conversations at the same time, each of which goes on as soon as it is answered."""
+
+    def begin(self, key: RolloutKey, fields: Any) -> None:
+        super().begin(key, fields)
+        for chain in range(3):
+            self.calls(key, chain, f"talk {key.member % 2} {chain}", trained=chain != 1)
+
+    def reply(self, key: RolloutKey, sent: Any) -> None:
+        super().reply(key, sent)
+        own = [reply for replied, reply in self.replies if replied == key]
+        if sum(reply.chain == sent.chain for reply in own) < 3:
+            self.calls(key, sent.chain, f"{sent.text[:2]!r}")
+        elif len(own) == 9:
+            self.ends(key)
+
+
+@pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
+def test_calls_at_the_same_time_have_the_logprobs_and_versions_of_plain_passes_of_their_chains(
+    on_update: Any, tmp_path: Path
+) -> None:
+    made = tokenizer(CHATML)
+    models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=700) for seed in range(3)]
+    engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=8), on_update=on_update, version=0)
+    play = play_of(Crowd(), Renderer(made, chat=True), 80, 600, calls=True)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
+    keys = [RolloutKey(0, 0, member) for member in range(4)]
+    episodes.begin([(ROW, 1, [Request(key, PROMPT, 5, Sampling(temperature=0.8), seed=key.member) for key in keys])])
+    episodes.poll()
+    assert engine.num_unfinished == 12
+    done = played_with_updates(episodes, engine, models, len(keys))
+    assert_every_token_is_that_of_a_plain_pass(models, done, 0.8, on_update)
+
+
 def talks(member: int) -> Generator[Any, Any, None]:
     """Over three conversations, of which the last begins as the second does; two of its turns are not trained on."""
 
@@ -355,71 +497,98 @@ def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_
 # -- laws ------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Twin:
+    """An episode as its engine and its agent see it. rows: of each chain (text, trained; None: read). first: of each that is
+    trained on (rank, prompt). asked: whether calls that have not begun are trained on, by chain."""
+
+    rows: list[list[tuple[str, bool | None]]] = field(default_factory=list)
+    first: dict[int, tuple[int, str]] = field(default_factory=dict)
+    asked: dict[int, bool] = field(default_factory=dict)
+    writing: dict[int, bool] = field(default_factory=dict)
+    begun: int = 0
+    rank: int = 0
+    parallel: bool = False
+
+    @property
+    def idle(self) -> list[int]:
+        """Chains that a call may be of, of three at most."""
+        known = {*self.asked, *range(len(self.rows))}
+        return sorted({*range(min(3, 1 + len(known)))} - self.asked.keys() - self.writing.keys())
+
+    def begins(self, request: Request) -> None:
+        chain, text = request.key.chain, text_of(request.prefix_ids)
+        self.rows += [[]] * 0 if chain < len(self.rows) else [[]]
+        row, trained = self.rows[chain], self.asked.pop(chain)
+        row.append((text.removeprefix("".join(each for each, _ in row)), None))
+        self.parallel = self.parallel or bool(self.writing)
+        self.rank = self.rank if self.parallel else self.begun
+        self.begun += 1
+        self.writing[chain] = trained
+        if trained:
+            self.first.setdefault(chain, (self.rank, row[0][0]))
+
+    def record(self) -> tuple[str, str]:
+        """The first prompt, and what stands behind it."""
+        leading, *others = self.first
+        kept = []
+        for chain in (leading, *sorted(others, key=lambda chain: self.first[chain])):
+            last = max(at for at, (_, trained) in enumerate(self.rows[chain]) if trained)
+            kept.append([text for text, _ in self.rows[chain][: last + 1]])
+        return kept[0][0], "".join(kept[0][1:]) + "".join("".join(row) for row in kept[1:])
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: st.DataObject) -> None:
-    """Members that call, end, fail and lose their process in any order; against a twin that keeps each chain as a text."""
+    """Members that call, also several times at once, end, fail and lose their process in any order; against a twin that
+    keeps each chain as a text."""
     scene = Agents(data.draw(st.integers(1, 3)), max_length=60)
     ended: dict[RolloutKey, Played] = {}
-    rows: dict[RolloutKey, list[list[tuple[str, bool | None]]]] = {key: [] for key in scene.keys}  # (text, trained; None: read)
-    order: dict[RolloutKey, list[int]] = {key: [] for key in scene.keys}
-    waits = dict.fromkeys(scene.keys, "agent")
-    for _ in range(300):
+    twins = {key: Twin() for key in scene.keys}
+    num_seen = 0
+    for _ in range(400):
         for played in scene.poll():
             assert played.completion.key not in ended
             ended[played.completion.key] = played
+        for request in scene.engine.submitted[num_seen:]:
+            if request.key.rollout in scene.pool.live or request.hold:  # else it is one of a member without a prompt
+                twins[request.key.rollout].begins(request)
+        num_seen = len(scene.engine.submitted)
         if len(ended) == len(scene.keys):
             break
-        able = [key for key in scene.keys if key in scene.pool.live or key in scene.engine.requests]
-        key = data.draw(st.sampled_from(able))
-        own = rows[key]
-        if key in scene.engine.requests:
-            text = data.draw(st.text("abc", min_size=1, max_size=min(3, scene.engine.requests[key].max_new_tokens)))
-            scene.engine.end(key, of(text), version=len(scene.engine.submitted))
-            if key in scene.pool.live:
-                own[order[key][-1]].append((text, waits[key] == "trained"))
-            waits[key] = "agent"
+        able = [*(key for key in scene.keys if key in scene.pool.live and twins[key].idle), *scene.engine.requests.values()]
+        chosen = data.draw(st.sampled_from(able))
+        if isinstance(chosen, Request):
+            text = data.draw(st.text("abc", min_size=1, max_size=min(3, chosen.max_new_tokens)))
+            scene.engine.end(chosen.key, of(text), version=len(scene.engine.submitted))
+            own, chain = twins[chosen.key.rollout], chosen.key.chain
+            if chain in own.writing:
+                own.rows[chain].append((text, own.writing.pop(chain)))
             continue
+        own = twins[chosen]
         what = data.draw(st.sampled_from(["call"] * 6 + ["end", "lost" if len(scene.pool.begun) < 9 else "end"]))
         if what == "lost":
-            scene.pool.events.append(Event(key, None))
-            rows[key], order[key] = [], []
+            scene.pool.events.append(Event(chosen, None))
+            twins[chosen] = Twin()
         elif what == "end":
-            scene.pool.ends(key)
+            scene.pool.ends(chosen)
         else:
-            chain, trained = data.draw(st.integers(0, min(2, len(own)))), data.draw(st.booleans())
-            text = "g" * (chain == len(own)) + data.draw(st.text("xyz", min_size=1, max_size=3))
-            scene.pool.calls(key, chain, text, trained=trained)
-            own += [[]] * 0 if chain < len(own) else [[]]
-            own[chain].append((text, None))
-            order[key].append(chain)
-            waits[key] = "trained" if trained else "untrained"
+            chain, trained = data.draw(st.sampled_from(own.idle)), data.draw(st.booleans())
+            text = "g" * (chain >= len(own.rows)) + data.draw(st.text("xyz", min_size=1, max_size=3))
+            own.asked[chain] = trained
+            scene.pool.calls(chosen, chain, text, trained=trained)
     assert ended.keys() == set(scene.keys)
     assert not scene.pool.live and not scene.engine.requests and not scene.engine.held and not scene.episodes.num_opening
     rollouts, prompts = [], []
     for key, played in ended.items():
         if played.score is None or played.score.failure is None:
-            assert shown(played)[::2] == twin(rows[key], order[key])
+            assert shown(played)[::2] == twins[key].record()
         completion = played.completion
         rollouts.append(Rollout(completion.token_ids, completion.logprobs, completion.spans, completion.finish_reason))
         prompts.append(played.prompt_ids)
     prompt_ids, made = behind_one_prompt(prompts, rollouts, text_of)
     Group(0, 0, prompt_ids, made, Sampling())
-
-
-def twin(rows: list[list[tuple[str, bool | None]]], order: list[int]) -> tuple[str, str]:
-    """The first prompt, and what stands behind it."""
-    counts, firsts = dict.fromkeys(range(len(rows)), 0), list[int]()
-    for chain in order:
-        turns = [trained for _, trained in rows[chain] if trained is not None]
-        if counts[chain] < len(turns) and turns[counts[chain]] and chain not in firsts:
-            firsts.append(chain)
-        counts[chain] += 1
-    kept = []
-    for chain in firsts:
-        last = max(at for at, (_, trained) in enumerate(rows[chain]) if trained)
-        kept.append([text for text, _ in rows[chain][: last + 1]])
-    return kept[0][0], "".join(kept[0][1:]) + "".join("".join(row) for row in kept[1:])
 
 
 @st.composite

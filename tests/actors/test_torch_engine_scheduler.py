@@ -98,7 +98,7 @@ class History:
         self.scheduler, self.table = Scheduler(slots, prefill_tokens, evicts=evicts), Table(slots, evicts=evicts)
         self.requests: list[Request] = []
         self.unfinished: set[int] = set()
-        self.held: dict[int, dict[tuple[int, ...], list[int]]] = {}  # of each of its prompts the row
+        self.held: dict[int, tuple[tuple[int, ...], list[int]]] = {}  # its prompt and its row
         self.begun: set[int] = set()
         self.place: dict[int, int] = {}
         self.num_places = 0
@@ -113,12 +113,9 @@ class History:
         submitted = [*new, *(self.next_turn(number) for number in sorted(chosen))]
         for request in submitted:
             number = request.key.group
-            held = self.held.setdefault(number, {})
-            ids = held.get(request.prompt_ids, [])
-            if not held or list(request.prefix_ids[: len(ids)]) != ids:
+            prompt, ids = self.held.pop(number, ((), []))
+            if prompt != request.prompt_ids or list(request.prefix_ids[: len(ids)]) != ids:
                 self.place[number] = self.num_places
-                held.clear()
-            held.pop(request.prompt_ids, None)
             self.num_places += 1
             self.table.sampled.pop(number, None)
             self.begun.discard(number)
@@ -127,8 +124,8 @@ class History:
 
     def next_turn(self, number: int) -> Request:
         before = self.requests[number]
-        if self.held.get(number) and self.draw(st.booleans()):  # any row of its key may go on
-            prompt, ids = self.draw(st.sampled_from(sorted(self.held[number].items())))
+        if number in self.held and self.draw(st.booleans()):
+            prompt, ids = self.held[number]
             self.requests[number] = replace(before, prompt_ids=prompt, context=(*ids[len(prompt) :], 7))
             return self.requests[number]
         context = (*before.context, *self.table.sampled.get(number, []), *self.draw(st.sampled_from(((), (7,), (7, 8, 9)))))
@@ -170,7 +167,7 @@ class History:
                 self.scheduler.hold(row, self.table.sampled[number], cache, len(cache), room)
                 prompt = self.table.rows[row].prompt_ids
                 self.table.held_version[number, prompt] = self.table.version[row]
-                self.held.setdefault(number, {})[prompt] = self.table.known(row)
+                self.held[number] = prompt, self.table.known(row)
             else:
                 self.held.pop(self.table.rows[row].key.group, None)
         self.scheduler.finish(rows)
@@ -313,19 +310,24 @@ def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> N
     ), "the prompt as a prompt, the rest as what was sampled"
 
 
-def test_another_row_of_a_key_begins_at_its_place_in_line_and_what_is_held_of_the_first_stays() -> None:
+def test_another_chain_of_a_rollout_begins_at_its_place_in_line_whether_the_first_is_held_waits_or_runs() -> None:
     scheduler = held(2, 2)
-    scheduler.submit([make_request(9), other := replace(turn(0), prompt_ids=(4, 4, 4))])
+    others = [replace(turn(0), key=RolloutKey(0, 0, 0, chain), prompt_ids=(4, 4, 4 + chain)) for chain in (1, 2, 3)]
+    scheduler.submit([make_request(9), others[0]])
     plan = scheduler.plan(version=0)
-    assert [(admission.request.key.group, admission.cache) for admission in plan.admitted] == [(0, ()), (9, ())]
+    assert [(each.request.key, each.cache) for each in plan.admitted] == [(others[0].key, ()), ((9, 0, 0, 0), ())]
+    scheduler.submit([make_request(10), others[1]])
     scheduler.hold(0, [8], (4, 4), 2, 100)
+    scheduler.abort({RolloutKey(0, 0, 0)})
     scheduler.finish([0])
-    for number, again, cache in ((10, turn(0, 7, 8), (0, 1, 2)), (11, replace(other, context=(8, 9)), (4, 4))):
-        scheduler.submit([make_request(number), again])
-        (admission,) = scheduler.plan(version=0).admitted
-        assert (admission.request, admission.cache) == (again, cache)
-        scheduler.hold(admission.row, [7], (1,), 1, 100)
-        scheduler.finish([admission.row])
+    scheduler.submit([make_request(11), others[2]])
+    assert [admission.request.key.chain for admission in scheduler.plan(version=0).admitted] == [2]
+    scheduler.finish([0])
+    scheduler.submit([replace(others[0], context=(8, 9))])
+    assert [admission.request.key.chain for admission in scheduler.plan(version=0).admitted] == [3]
+    scheduler.finish([0])
+    (admission,) = scheduler.plan(version=0).admitted
+    assert (admission.request.key.chain, admission.cache) == (1, (4, 4)), "what was held of it stayed"
 
 
 def test_while_weights_wait_a_continuation_does_not_stand_in_the_way_of_what_had_begun() -> None:

@@ -48,18 +48,20 @@ def play(solve: Callable[..., Any], model: Model = echo, options: Mapping[str, A
 
 
 async def driven(generator: Any, model: Model) -> Played:
+    """One call after the other."""
     calls: list[Call] = []
     sent: Reply | None = None
     while True:
         came = await generator.asend(sent) if inspect.isasyncgen(generator) else await asyncio.to_thread(generator.send, sent)
         if isinstance(came, Scores):
             return Played(calls, came.score, came.turns)
-        calls.append(came)
-        sent = reply(model(came, len(calls)))
+        assert came.call is not None
+        calls.append(came.call)
+        sent = reply(model(came.call, len(calls)), came.call.chain)
 
 
-def reply(text: str | Reply) -> Reply:
-    return text if isinstance(text, Reply) else Reply(text, "stop", 5, 7)
+def reply(text: str | Reply, chain: int = 0) -> Reply:
+    return text if isinstance(text, Reply) else Reply(text, "stop", 5, 7, chain)
 
 
 @dataclass(frozen=True)

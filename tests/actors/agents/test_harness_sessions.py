@@ -274,7 +274,7 @@ def test_an_episode_without_a_call_fails_and_calls_at_once_are_answered_one_afte
         for number in range(3):
             read = event(board)
             assert isinstance(read, Read) and read.call is not None and read.call.chain == number and not board.poll()
-            board.reply(2, Reply(read.content[0]["content"] * 2, "stop", 1, 1))  # type: ignore[index, call-overload]
+            board.reply(2, Reply(read.call.messages[0]["content"] * 2, "stop", 1, 1, number))
         assert {text: answer.result(60) for text, answer in texts.items()} == {"a": "aa", "b": "bb", "c": "cc"}
 
 
@@ -293,7 +293,7 @@ def test_a_call_behind_another_whose_client_has_gone_is_left_out(board: Harnesse
         second = threads.submit(ask, session, "second")
         read = event(board)
         assert isinstance(read, Read) and read.content == [{"role": "user", "content": "second"}]
-        board.reply(1, Reply("?", "stop", 1, 1))
+        board.reply(1, Reply("?", "stop", 1, 1, 1))
         assert second.result(60) == "?"
     harness.post("end_session", session_id=session["session_id"], reward=1)
     end = event(board)

@@ -66,7 +66,8 @@ class Bench:
                 if event.came is None:
                     self.pool.begin(event.key, self.fields[event.key])
                 elif isinstance(event.came, Read) and (text := model(event.key, self.turns(event.key))) is not None:
-                    self.pool.reply(event.key, text)
+                    call = event.came.call
+                    self.pool.reply(event.key, text._replace(chain=call.chain) if call and isinstance(text, Reply) else text)
 
     def turns(self, key: Any) -> int:
         """The model's turn that it is, in the episode as it was last begun."""

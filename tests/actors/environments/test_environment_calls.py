@@ -38,7 +38,7 @@ def synchronous(question):
     yield Score(last.num_tokens)
 """
 AGENTS += AGENTS[AGENTS.index("@") :].replace("def synchronous", "async def asynchronous")
-REPLIES = [Reply("a\ud800", "stop", 5, 2), Reply("", "length", 9, 1), Reply("c", "stop", 1, 3)]
+REPLIES = [Reply("a\ud800", "stop", 5, 2), Reply("", "length", 9, 1, 1), Reply("c", "stop", 1, 3)]
 
 
 def shown(reply: Reply) -> list[dict[str, str]]:
