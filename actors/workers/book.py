@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Phase = Literal["stepping", "waiting", "closing"]
+_MOST_WAITED = 10
 
 
 class Ended(NamedTuple):
@@ -45,7 +47,8 @@ class SessionBook:
     `closing` once it has ended until its cleanup is done. When its process dies:
 
         closing                                           is over
-        waiting                                           is lost, and begun again: it cannot be the cause
+        waiting                                           is lost, and begun again; failed the tenth time after a step, for
+                                                          what an agent has running beside its calls may be the cause
         stepping, another or none of them is the cause    is lost
         stepping, it is the cause                         has failed
         stepping, the cause is not known                  is suspect: lost the first time, failed the second
@@ -61,6 +64,8 @@ class SessionBook:
         self._worker_of: dict[int, int] = {}
         self._keys: dict[int, Hashable] = {}
         self._suspects: set[Hashable] = set()
+        self._has_stepped: set[int] = set()
+        self._waited: Counter[Hashable] = Counter()  # how often a process died while it waited after a step
 
     def open(self, worker: int) -> None:
         """This process can run sessions."""
@@ -89,13 +94,14 @@ class SessionBook:
             if any(key in self._suspects for key in stepping):
                 return False
         phases[id] = "stepping"
+        self._has_stepped.add(id)
         return True
 
     def enter(self, id: int, phase: Literal["waiting", "closing"]) -> None:
         """An ended session is closing, and no longer suspect."""
         self._slots[self._worker_of[id]].phases[id] = phase
         if phase == "closing":
-            self._suspects.discard(self._keys[id])
+            self.forget([self._keys[id]])
 
     def phase(self, id: int) -> Phase | None:
         worker = self._worker_of.get(id)
@@ -104,12 +110,15 @@ class SessionBook:
     def closed(self, id: int) -> None:
         """Nothing of it is left."""
         self._keys.pop(id, None)
+        self._has_stepped.discard(id)
         if (worker := self._worker_of.pop(id, None)) is not None:
             del self._slots[worker].phases[id]
 
     def forget(self, keys: Iterable[Hashable]) -> None:
         """These are not begun again."""
-        self._suspects -= frozenset(keys)
+        for key in keys:
+            self._suspects.discard(key)
+            self._waited.pop(key, None)
 
     def retire(self, worker: int) -> None:
         self._slots[worker].takes = False
@@ -129,10 +138,14 @@ class SessionBook:
         for id, phase in slot.phases.items():
             key = self._keys.pop(id)
             del self._worker_of[id]
+            if phase == "waiting" and id in self._has_stepped:
+                self._waited[key] += 1
+            self._has_stepped.discard(id)
             is_cause = phase == "stepping" and (key in self._suspects if causes is None else id in causes)
+            is_cause = is_cause or self._waited[key] == _MOST_WAITED
             found["over" if phase == "closing" else "failed" if is_cause else "lost"].append(id)
             if is_cause:
-                self._suspects.discard(key)
+                self.forget([key])
             elif phase == "stepping" and causes is None:
                 self._suspects.add(key)
         return Ended(*map(tuple, found.values()))

@@ -1,6 +1,9 @@
-"""Laws of the book of episodes: every episode has one fate, and only a step can be blamed for the end of a process."""
+"""Laws of the book of episodes: every episode has one fate, and a step is blamed for the end of a process, or what has waited
+after a step at the end of many."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -21,6 +24,8 @@ class Books(RuleBasedStateMachine):
         self.worker: dict[int, int] = {}
         self.key: dict[int, str] = {}
         self.suspected: dict[str, int] = {}
+        self.has_stepped: set[int] = set()
+        self.waited: Counter[str] = Counter()
 
     @rule(worker=st.integers(0, 3))
     def start(self, worker: int) -> None:
@@ -51,12 +56,13 @@ class Books(RuleBasedStateMachine):
         if ends:
             self.phase[id] = "closing"
             self.book.enter(id, "closing")
-            self.suspected.pop(self.key[id], None)
+            self.clear(self.key[id])
         elif self.phase[id] == "stepping":
             self.phase[id] = "waiting"
             self.book.enter(id, "waiting")
         elif self.book.step(id):
             self.phase[id] = "stepping"
+            self.has_stepped.add(id)
         else:
             assert self.suspected.get(self.key[id]) and self.suspects_in(self.worker[id])
 
@@ -85,9 +91,12 @@ class Books(RuleBasedStateMachine):
         assert sorted((*failed, *lost, *over)) == sorted(inside)
         assert all((self.phase[id] == "closing") == (id in over) for id in inside)
         again = {id for id in stepping if self.suspected.get(self.key[id])}
-        assert set(failed) == (again if causes is None else causes & stepping)
+        waiting = {id for id in inside & self.has_stepped if self.phase[id] == "waiting"}
+        self.waited.update(self.key[id] for id in waiting)
+        tenth = {id for id in waiting if self.waited[self.key[id]] == 10}
+        assert set(failed) == (again if causes is None else causes & stepping) | tenth
         for id in failed:
-            self.suspected.pop(self.key[id], None)
+            self.clear(self.key[id])
         if causes is None:
             self.suspected |= {self.key[id]: 1 for id in stepping - again}
         for id in inside:
@@ -98,7 +107,11 @@ class Books(RuleBasedStateMachine):
     @rule(key=st.sampled_from("abcdef"))
     def is_not_begun_again(self, key: str) -> None:
         self.book.forget([key])
+        self.clear(key)
+
+    def clear(self, key: str) -> None:
         self.suspected.pop(key, None)
+        del self.waited[key]
 
     def drop(self, id: int) -> None:
         del self.phase[id], self.worker[id], self.key[id]
@@ -112,6 +125,20 @@ class Books(RuleBasedStateMachine):
             assert len(self.book.sessions(worker)) == inside
             assert self.suspects_in(worker) <= 1
             assert self.book.has_drained(worker) == (worker in self.retired and not inside)
+
+
+def test_what_waits_after_a_step_at_the_end_of_ten_processes_has_failed() -> None:
+    """An agent may end its process beside its own calls; one that has not stepped cannot."""
+    book = SessionBook()
+    for life in range(1, 21):
+        book.open(life)
+        first, second = 2 * life, 2 * life + 1
+        book.place(first, "a")
+        book.place(second, "b")
+        assert book.step(first)
+        book.enter(first, "waiting")
+        failed, lost, _ = book.died(life, None)
+        assert (failed, lost) == (((first,), (second,)) if life % 10 == 0 else ((), (first, second)))
 
 
 TestEveryEpisodeHasOneFate = Books.TestCase
