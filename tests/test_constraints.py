@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
@@ -32,3 +33,12 @@ def test_no_installed_package_declares_what_the_pins_exclude(python: str) -> Non
             if pin not in requirement.specifier:
                 excluded.append(f"{distribution.name} wants {text}, pinned is {pin}")
     assert checked > 300 and not excluded
+
+
+def test_every_pin_that_is_installed_takes_the_first_release_of_each_supported_python() -> None:
+    declared = {
+        canonicalize_name(each.name): each.metadata.get("Requires-Python") for each in importlib.metadata.distributions()
+    }
+    known = {name: SpecifierSet(text) for name, text in declared.items() if text and name in PINS}
+    refused = [f"{name} takes Python {own}" for name, own in known.items() if "3.11.0" not in own or "3.13.0" not in own]
+    assert len(known) > 150 and not refused
