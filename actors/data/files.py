@@ -41,7 +41,7 @@ def read_file(source: str) -> Iterator[Located]:
             "reasoning_gym:<task>, or spool:DIR for prompts that come while the run goes on, also over HTTP (spool listen)"
         )
     try:
-        has_tasks = is_dataset and next(path.rglob("task.toml"), None) is not None
+        has_tasks = is_dataset and any(_task_files(path))
         yield from _tasks(path) if has_tasks else _dataset(path) if is_dataset else _READERS[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -134,10 +134,13 @@ def _parquet(path: Path) -> Iterator[Located]:
 
 def _tasks(path: Path) -> Iterator[Located]:
     """Of Harbor: a task's instruction, but for the lines that mark it as no data to train on, and its directory's name."""
-    for file in sorted(path.rglob("task.toml")):
-        instruction = (file.parent / "instruction.md").read_text(encoding="utf-8")
-        prompt = _CANARY.sub("", instruction).strip()
+    for file in sorted(_task_files(path)):
+        prompt = _CANARY.sub("", (file.parent / "instruction.md").read_text(encoding="utf-8")).strip()
         yield str(file.parent), {"prompt": prompt, "task": file.parent.relative_to(path).as_posix()}
+
+
+def _task_files(path: Path) -> Iterator[Path]:
+    return (file for file in path.rglob("task.toml") if (file.parent / "instruction.md").is_file())
 
 
 def _dataset(path: Path) -> Iterator[Located]:

@@ -165,10 +165,16 @@ async def _put(run: Run, folder: Path, target: str) -> None:
     """What is in the folder, as files of root."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
-        tar.add(folder, ".", filter=lambda file: file.replace(uid=0, gid=0, uname="", gname=""))
+        tar.add(folder, ".", filter=_as_root)
     code, said = await run(f"mkdir -p {target} && tar -xf - -C {target}", packed.getvalue())
     if code:
         raise EpisodeError(f"{folder} cannot be put to {target}: {said[-500:]}")
+
+
+def _as_root(file: tarfile.TarInfo) -> tarfile.TarInfo:
+    file.uid = file.gid = 0
+    file.uname = file.gname = ""
+    return file
 
 
 def _holder(runner: str, task: Mapping[str, Any], image: str, network: bool, name: str = "") -> list[str]:

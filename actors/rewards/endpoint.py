@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx2
 
 from async_rlhf.actors.rewards.settings import TransientError
-from async_rlhf.buffers.errors import ConfigError
 
 _MAY_PASS = {408, 409, 425, 429}
 _LONGEST_WAIT_S, _ANSWERS_S = 300.0, 10.0
@@ -41,17 +40,15 @@ def post(url: str, request: Mapping[str, Any], api_key_env: str, max_bytes: int)
     return _content(url, response, max_bytes)
 
 
-def check(setting: str, url: str) -> None:
-    """Raises ConfigError where nothing answers; what is answered does not matter."""
+def unanswered(setting: str, url: str) -> Iterator[str]:
+    """A remark where nothing answers; what is answered does not matter."""
     try:
         with httpx2.Client(timeout=_ANSWERS_S, mounts=_HERE) as client:
             client.get(url)
     except (*_BROKEN, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
         why, place = error or type(error).__name__, url.rpartition("@")[2]
-        raise ConfigError(
-            f"{setting} = {place!r}: no server answers there within {_ANSWERS_S:g} s ({why}); start it first, or correct the "
-            "address"
-        ) from error
+        what = f"no server answers there within {_ANSWERS_S:g} s ({why})"
+        yield f"{setting} = {place!r}: {what}. Start it, or correct the address."
 
 
 # One of each for the process, so that connections are used again.

@@ -38,7 +38,6 @@ SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1
         ({**ALONE, "scoring.stages.reference.placement": "learner"}, "scoring.reference.path is about a stage"),
         ({**ALONE, "scoring.reference.by_source": {"code": "tiny-speller"}}, "'code', which is the source of no row"),
         ({**ALONE, "scoring.reference.path": "tiny-judge"}, "LlamaForSequenceClassification, which does not write text"),
-        (SERVED, r"path = 'http://127.0.0.1:1/v1': no server answers there within 10 s \(.*refused\); start it first"),
         ({**ALONE, "loss.teacher_cap": 2.0}, "teacher_cap is for loss.kind = 'forward_kl', and 'reverse_kl' has no use for it"),
         ({**SERVED, "scoring.reference.path": "http://"}, "names no host; http://HOST:PORT/v1"),
         ({**SERVED, "generation.temperature": 0.7}, "temperature = 0.7: a server gives probabilities at temperature 1"),
@@ -50,6 +49,11 @@ SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1
 def test_a_teacher_that_cannot_be_meant_is_refused_with_the_way_out(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         preflight(load(QUICK, changed))
+
+
+def test_a_teacher_whose_server_does_not_answer_is_named_before_a_run() -> None:
+    remarks = " ".join(preflight(load(QUICK, SERVED)).remarks)
+    assert "scoring.reference.path = 'http://127.0.0.1:1/v1': no server answers there within 10 s" in remarks
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:

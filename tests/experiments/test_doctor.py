@@ -60,8 +60,8 @@ def test_a_wrong_number_fails_its_check_and_the_others_go_on(monkeypatch: pytest
     right = Policy.forward
 
     def wrong(policy: Policy, *given: Any) -> Any:
-        logp_N, entropy_N, value_N = right(policy, *given)
-        return (logp_N * 1.1 if policy._autocast else logp_N), entropy_N, value_N
+        logp_N, *others = right(policy, *given)
+        return (logp_N * 1.1 if policy._autocast else logp_N), *others
 
     monkeypatch.setattr(Policy, "forward", wrong)
     assert not doctor("cpu", ["learner", "CUDA graphs"], False, None, as_json=False, echo=lines.append)

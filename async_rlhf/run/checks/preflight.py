@@ -118,11 +118,11 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     check_stop_strings(stop_strings(config), Path(config.model))
     _check_evaluation(config, rows[1], environments, converted)
     config.bound(prepared.num_prompts).check()
-    if is_here and config.launch.kind == "local":  # other hosts may reach what this machine does not
-        _check_servers(config)
+    # Other hosts may reach what this machine does not. A server may come up while a run goes on, which then asks it again.
+    unanswered = [*_unanswered(config)] if is_here and config.launch.kind == "local" else []
     is_evaluated = rows[1] or config.evaluation.source is not None
     of_evaluation = check_judging(config, names) if is_evaluated else ()
-    return replace(prepared, remarks=[*of_spool, *prepared.remarks, *of_evaluation])
+    return replace(prepared, remarks=[*of_spool, *prepared.remarks, *unanswered, *of_evaluation])
 
 
 def _check_evaluation(config: Config, held_out: Sequence[Row], environments: Environments, converted: bool) -> None:
@@ -343,8 +343,8 @@ def _check_devices(config: Config) -> None:
             check_device(setting, device)
 
 
-def _check_servers(config: Config) -> None:
-    """Whether teachers and judges behind a URL answer at all. Raises ConfigError."""
+def _unanswered(config: Config) -> Iterator[str]:
+    """Remarks on teachers and judges behind a URL where nothing answers."""
     own = config.scoring.reference
     asked = {f"scoring.reference.by_source.{source}": path for source, path in own.by_source.items() if is_address(path)}
     if is_address(own.path):
@@ -356,7 +356,7 @@ def _check_servers(config: Config) -> None:
         from async_rlhf.actors.rewards import endpoint  # imports an HTTP client, which few need
 
         for setting, url in asked.items():
-            endpoint.check(setting, url)
+            yield from endpoint.unanswered(setting, url)
 
 
 def check_tracking(config: TrackingConfig) -> None:

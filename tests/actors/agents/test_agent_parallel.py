@@ -48,6 +48,8 @@ def is_known(llm, count):
 
 def plain(act, n, llm):
     asks(llm, f"plan {os.getpid()}")
+    if os.path.isabs(act):
+        wait_for(lambda: os.path.exists(act), "leave to go on")
     if act == "leaves":
         threading.Thread(target=asks, args=(llm, "left"), daemon=True).start()
         is_known(llm, 2)
@@ -180,7 +182,7 @@ def test_the_built_in_engine_decodes_several_calls_of_one_episode_together(tmp_p
     episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
     try:
         request = Request(key, (1,), 6, Sampling(), seed=7)
-        episodes.begin([(Row("?", {"act": "", "n": 8, "question": "?"}), 1, [request])])
+        episodes.begin([(Row("?", {"act": str(tmp_path / "go"), "n": 8, "question": "?"}), 1, [request])])
         found: list[Played] = []
 
         def steps(done: Callable[[], bool], step: Callable[[], list[Played]]) -> None:
@@ -192,6 +194,7 @@ def test_the_built_in_engine_decodes_several_calls_of_one_episode_together(tmp_p
 
         steps(lambda: engine.num_unfinished == 1, episodes.poll)
         steps(lambda: not engine.num_unfinished, episodes.step)
+        (tmp_path / "go").touch()
         steps(lambda: engine.num_unfinished == 8, episodes.poll)
         steps(lambda: bool(found), episodes.step)
     finally:
