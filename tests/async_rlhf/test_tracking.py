@@ -151,9 +151,8 @@ def test_weights_and_biases_writes_offline_without_a_network(
     assert run.events == [], run.run.log("tracker-wandb").read_text()
     [written] = (run.run.path / "wandb").glob("offline-run-*/run-*.wandb")
     [table] = (run.run.path / "wandb").glob("offline-run-*/files/media/table/rollouts_*.table.json")
-    assert b"reward" in written.read_bytes() and json.loads(table.read_text())["data"] == [
-        [1, "6 * 7 =", "42", '{"exact": 1.0}']
-    ]
+    wait_for(lambda: b"reward" in written.read_bytes(), "the file of the offline run")
+    assert json.loads(table.read_text())["data"] == [[1, "6 * 7 =", "42", '{"exact": 1.0}']]
 
 
 @pytest.mark.filterwarnings("ignore::pandas.errors.Pandas4Warning")  # its own affair

@@ -266,7 +266,12 @@ CASES = {
 
 
 @pytest.fixture(
-    params=["trl", "verifiers", "remote", "harbor", "harbor-docker", pytest.param("openenv", marks=pytest.mark.rest)]
+    params=[
+        "trl",
+        "verifiers",
+        "remote",
+        *(pytest.param(name, marks=pytest.mark.rest) for name in ("harbor", "harbor-docker", "openenv")),
+    ]
 )
 def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     found = CASES[request.param]
@@ -274,6 +279,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     if "harbor" in request.param and subprocess.run(["unshare", "--user", "--mount", "true"]).returncode:
         pytest.skip("the kernel gives no namespaces")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # of this environment: what a sandbox does not have
     return found
 
 
@@ -286,7 +292,15 @@ def bench(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> Iterato
 
 
 def workers() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if any("guard.py" in word for word in each.cmdline())]
+    running = [each for each in psutil.Process().children(recursive=True) if is_running(each)]
+    return [each for each in running if any("guard.py" in word for word in each.as_dict(["cmdline"])["cmdline"] or ())]
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def contents(read: Any) -> str:
@@ -360,6 +374,7 @@ def test_a_task_that_cannot_be_played_as_it_says_is_refused_before_any_work(
             EnvironmentConfig(function=target).spec(tmp_path, COLUMNS)
 
 
+@pytest.mark.rest
 async def test_what_runs_in_a_sandbox_has_neither_files_nor_secrets_nor_the_network_of_the_machine(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
