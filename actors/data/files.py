@@ -34,15 +34,13 @@ def read_file(source: str) -> Iterator[Located]:
     """The rows of a file, by its suffix, or of a directory. Raises ConfigError for what cannot be read, or a package that is
     missing."""
     path = Path(source)
-    is_dataset = path.is_dir()
-    if not is_dataset and path.suffix.lower() not in _READERS:
+    if not path.is_dir() and path.suffix.lower() not in _READERS:
         raise ConfigError(
             f"data.source {source!r} is of no known kind; give {', '.join(_READERS)}, a directory saved by datasets, "
             "reasoning_gym:<task>, or spool:DIR for prompts that come while the run goes on, also over HTTP (spool listen)"
         )
     try:
-        has_tasks = is_dataset and any(_task_files(path))
-        yield from _tasks(path) if has_tasks else _dataset(path) if is_dataset else _READERS[path.suffix.lower()](path)
+        yield from _directory(path) if path.is_dir() else _READERS[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.source {source!r} cannot be read: it is not UTF-8 ({error}); write it anew, as with iconv -t utf-8"
@@ -132,20 +130,21 @@ def _parquet(path: Path) -> Iterator[Located]:
     return plain((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _tasks(path: Path) -> Iterator[Located]:
-    """Of Harbor: a task's instruction, but for the lines that mark it as no data to train on, and its directory's name."""
-    for file in sorted(_task_files(path)):
-        prompt = _CANARY.sub("", (file.parent / "instruction.md").read_text(encoding="utf-8")).strip()
-        yield str(file.parent), {"prompt": prompt, "task": file.parent.relative_to(path).as_posix()}
+def _directory(path: Path) -> Iterator[Located]:
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _dataset(path)
+    tasks = sorted(file.parent for file in path.rglob("task.toml") if (file.parent / "instruction.md").is_file())
+    if not tasks:
+        raise ConfigError(f"data.source {str(path)!r} is a directory that save_to_disk did not make; name a file in it instead")
+    return ((str(task), {"prompt": _instruction(task), "task": task.relative_to(path).as_posix()}) for task in tasks)
 
 
-def _task_files(path: Path) -> Iterator[Path]:
-    return (file for file in path.rglob("task.toml") if (file.parent / "instruction.md").is_file())
+def _instruction(task: Path) -> str:
+    """Of a task of Harbor, but for the lines that mark it as no data to train on."""
+    return _CANARY.sub("", (task / "instruction.md").read_text(encoding="utf-8")).strip()
 
 
 def _dataset(path: Path) -> Iterator[Located]:
-    if not (path / "dataset_dict.json").is_file() and not (path / "state.json").is_file():
-        raise ConfigError(f"data.source {str(path)!r} is a directory that save_to_disk did not make; name a file in it instead")
     check_installed("datasets", "data.source", str(path), "data", "a .jsonl or .csv file")
     import datasets
 

@@ -312,7 +312,7 @@ def estimated(
     in_baselines = advantage.needs_energy or (loss.kl_in_reward and not advantage.needs_critic)
     asked = rewards if in_baselines else chosen
     rows = make_rows(groups, asked) if loss.needs_evaluation(advantage) else []
-    evaluated = backend.evaluate(rows) if rows else {}
+    evaluated = backend.evaluate(rows, energies=advantage.needs_energy) if rows else {}
     return estimate_advantages(groups, rewards, chosen, evaluated, advantage, loss), scored and not learned
 
 

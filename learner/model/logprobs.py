@@ -60,8 +60,9 @@ def chunked_logprobs(
     rows: int,
     sampling_masks: SamplingMasks | None = None,
     remembered: int = 0,
+    energies: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """float32 ([N], [N], [N] or None): log p[target], entropy in nats and, without gradients, energy (see `token_energy`) of
+    """float32 ([N], [N], [N] or None): log p[target], entropy in nats and, with `energies`, energy (see `token_energy`) of
     p = softmax((hidden @ weight.T + bias) / temperature).
 
     The first two carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunks`); of
@@ -72,7 +73,7 @@ def chunked_logprobs(
     device = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, sampling_masks, rows, remembered, dtype
-    energy_N = None if torch.is_grad_enabled() else torch.empty(len(target_N), dtype=torch.float32, device=device)
+    energy_N = torch.empty(len(target_N), dtype=torch.float32, device=device) if energies else None
     logp_N, entropy_N = _Chunked.apply(*inputs, energy_N)  # type: ignore[no-untyped-call]
     return logp_N, entropy_N, energy_N
 

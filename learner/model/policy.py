@@ -151,14 +151,14 @@ class Policy(nn.Module):
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().num_embeddings)
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def forward(self, batch: MicroBatch, energies: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """float32 ([N], [N], [N] or None, [N] or None): log-probability, entropy and value of each token, all with gradients;
-        where those are off, its energy (see `token_energy`)."""
+        with `energies` its energy (see `token_energy`), without."""
         if self._sequence_ranks == 1:
-            return self._forward(batch, self._mask(batch, self._autocast), self._autocast)
+            return self._forward(batch, self._mask(batch, self._autocast), self._autocast, energies)
         share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
         masks = self._masks(share.blocks_B4, share.positions_RL, self._autocast)
-        logp_N, entropy_N, value_N, energy_N = self._forward(share.own, masks, self._autocast)
+        logp_N, entropy_N, value_N, energy_N = self._forward(share.own, masks, self._autocast, energies)
         return share.joined(logp_N), share.joined(entropy_N), value_N, None if energy_N is None else share.joined(energy_N)
 
     def values(self, batch: MicroBatch) -> Tensor:
@@ -193,7 +193,7 @@ class Policy(nn.Module):
         return self.attention.masks(bias)
 
     def _forward(
-        self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None
+        self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None, energies: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         inputs = _inputs(batch, masks)
         replayed = nullcontext() if self._replay is None else self._replay.given(batch.experts_PMk)
@@ -203,7 +203,7 @@ class Policy(nn.Module):
                 head = self.output_layer
                 rows = chunk_tokens(head.weight.shape[0], batch.ids_RL.device.type)
                 remembered = tokens_within(head.weight.shape[0], LOGITS_MIB) if torch.is_grad_enabled() else 0
-                tokens = batch.target_N, batch.temperature_N, rows, batch.sampling_masks, remembered
+                tokens = batch.target_N, batch.temperature_N, rows, batch.sampling_masks, remembered, energies
                 logp_N, entropy_N, energy_N = chunked_logprobs(hidden_ND, head.weight, head.bias, *tokens)
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)
@@ -211,7 +211,7 @@ class Policy(nn.Module):
                 logits_NV, masks = out.logits.flatten(0, 1)[batch.source_N], batch.sampling_masks
                 chosen = logits_NV, batch.target_N, batch.temperature_N, masks
                 logp_N, entropy_N = token_logprobs(*chosen), token_entropy(logits_NV, batch.temperature_N, masks)
-                energy_N = None if torch.is_grad_enabled() else token_energy(*chosen)
+                energy_N = token_energy(*chosen).detach() if energies else None
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
         return logp_N, entropy_N, value_N, energy_N
 

@@ -63,9 +63,9 @@ class Controller:
 
     # -- rank 0: commands of the learner's loop ----------------------------------------------------------------------
 
-    def evaluate(self, rows: Sequence[Row]) -> Mapping[int, PolicyEvaluation]:
+    def evaluate(self, rows: Sequence[Row], *, energies: bool = False) -> Mapping[int, PolicyEvaluation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
-        return self._together("evaluate", [rows])  # type: ignore[no-any-return]
+        return self._together("evaluate", [rows], energies=energies)  # type: ignore[no-any-return]
 
     def step(self, updates: Sequence[Sequence[Row]], step: int, rate: float | None = None) -> StepReport:
         """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0. rate: in place of
@@ -158,12 +158,12 @@ class Controller:
 
     # -- every rank: its part ----------------------------------------------------------------------------------------
 
-    def _evaluate(self, updates: Sequence[Update]) -> dict[int, PolicyEvaluation]:
+    def _evaluate(self, updates: Sequence[Update], energies: bool) -> dict[int, PolicyEvaluation]:
         """On rank 0 of all ranks' completions, on the others of none."""
         own: dict[str, Tensor] = {}
         with torch.no_grad():
             for batch in self._placed(updates[0].batches):
-                proximal_N, _, value_N, energy_N = self.machine.predict(batch)
+                proximal_N, _, value_N, energy_N = self.machine.predict(batch, energies)
                 reference_N = self._reference(batch)
                 named = {"logp_proximal": proximal_N, "logp_reference": reference_N, "value": value_N, "energy": energy_N}
                 owner_N = batch.member_N.cpu()

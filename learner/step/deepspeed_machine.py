@@ -110,9 +110,9 @@ class DeepSpeedMachine(Machine):
         with self.ranks.named("a forward pass of the reference"):
             return super().reference(batch)
 
-    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def predict(self, batch: MicroBatch, energies: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         with self.ranks.named("a forward pass"):
-            return self._engine(batch)  # type: ignore[no-any-return]
+            return self._engine(batch, energies)  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         self._optimizer.zero_grad()

@@ -93,9 +93,9 @@ class Machine:
         # Its experts are its own: replayed are those that sampled, in passes of the policy.
         return None if self._reference is None else self._reference(replace(batch, experts_PMk=None))[0]
 
-    def predict(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def predict(self, batch: MicroBatch, energies: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """See `Policy.forward`."""
-        return self.policy(batch)  # type: ignore[no-any-return]
+        return self.policy(batch, energies)  # type: ignore[no-any-return]
 
     def values(self, batch: MicroBatch) -> Tensor:
         """[N]: see `Policy.values`; with gradients where they are on."""

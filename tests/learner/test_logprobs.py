@@ -65,8 +65,7 @@ def test_whole_and_in_chunks_they_and_their_gradients_are_those_of_the_tempered_
     whole = [token_logprobs(whole_NV, TARGET_N, TEMPERATURE_N, masks), token_entropy(whole_NV, TEMPERATURE_N, masks)]
     chunked = chunked_logprobs(hidden, weight, bias, TARGET_N, TEMPERATURE_N, rows, masks, remembered=remembered)
     assert chunked[2] is None
-    with torch.no_grad():
-        energy = chunked_logprobs(hidden, weight, bias, TARGET_N, TEMPERATURE_N, rows, masks)[2]
+    energy = chunked_logprobs(hidden, weight, bias, TARGET_N, TEMPERATURE_N, rows, masks, energies=True)[2]
     p, one = distribution.probs.detach(), torch.nn.functional.one_hot(TARGET_N, 11)
     for each in (energy, token_energy(whole_NV.detach(), TARGET_N, TEMPERATURE_N, masks)):
         torch.testing.assert_close(each, (one - p).square().sum(-1).float(), rtol=1e-4, atol=1e-5)

@@ -91,7 +91,7 @@ def test_a_step_compares_tokens_by_what_the_policy_says_of_all_that_count() -> N
     loss, backend = LossConfig(mask_truncated=True, is_cap=1.5), make_backend(TINY_SPELLER)
     found, nothing = estimated(groups, rewards, backend, CONFIG, loss)
     assert not nothing and found.advantages[1][1] is None and sorted(found.targets) == [2, 4]
-    seen = backend.evaluate(make_rows(groups, rewards))
+    seen = backend.evaluate(make_rows(groups, rewards), energies=True)
     energies = []
     for index, rollout in enumerate(groups[1].rollouts[:3], 2):
         energy, ratio = seen[index].energy, np.exp(seen[index].logp_proximal - rollout.logprobs)
