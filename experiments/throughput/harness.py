@@ -170,11 +170,11 @@ def running(*processes: BaseProcess) -> Iterator[None]:
 
 
 @contextmanager
-def talking(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+def talking(target: Callable[..., None], *arguments: object, daemon: bool = True) -> Iterator[Connection]:
     """Our end of a pipe to a process of this function, whose last argument is the other end. `recv` raises EOFError when the
-    process has ended."""
+    process has ended. daemon: it starts no processes of its own."""
     ours, theirs = SPAWN.Pipe()
-    with running(SPAWN.Process(target=target, args=(*arguments, theirs), daemon=True)):
+    with running(SPAWN.Process(target=target, args=(*arguments, theirs), daemon=daemon)):
         theirs.close()
         yield ours
 

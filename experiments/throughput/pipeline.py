@@ -1,12 +1,14 @@
-"""How fast is the whole system next to TRL's GRPOTrainer? Same model, prompts, sizes and CPU threads, in turns.
+"""How fast is the whole system next to TRL's GRPOTrainer and AsyncGRPOTrainer? Same model, prompts, sizes and CPU threads, in
+turns.
 
 Three loads, each 16 prompts x 8 completions a step of the tiny speller, at most 32 new tokens, float32, 2 threads in
-all (TRL: 2 in its one process; ours: 1 in the actor, 1 in the learner):
+all (GRPOTrainer: 2 in its one process; AsyncGRPOTrainer: 1, and 1 in its vLLM server; ours: 1 in the actor, 1 in the learner):
 
 - natural: completions end where the model ends them, after about 6 tokens.
 - full:    the same weights with an end token that is never sampled, so that every completion has 32 tokens.
 - slow:    natural, with an asynchronous reward that sleeps log-normally (mean 0.25 s, cut at 3 s).
 
+Against AsyncGRPOTrainer both have the same bound on staleness, and ours runs twice: with its own engine and with vLLM.
 A rate is completions trained on per second of wall time between the ends of two steps in the middle of a run, where
 nothing starts and nothing runs out.
 """
@@ -18,6 +20,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.api import train as run
 from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alternate, await_quiet
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
+from async_rlhf.experiments.throughput.trl_async import check_server, vllm_server
 from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
 from async_rlhf.run.config import Config, validated
 from async_rlhf.run.config_checks import check
@@ -40,56 +44,77 @@ GROUP_SIZE, MAX_NEW_TOKENS, THREADS = 8, 32, 2
 # So small that lengths stay what they are; the arithmetic of an update is the same at any rate.
 LEARNING_RATE = 1e-6
 _QUIET_LIMIT_S = 60.0
-Name = Literal["natural", "full", "slow"]
+Lengths = Literal["natural", "full", "slow"]
+Engine = Literal["torch", "vllm"]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What both are given, how far ours may run ahead (steps), and the least ratio wanted."""
+    """What both are given, how far an asynchronous system may run ahead (steps), and the least ratio wanted."""
 
-    name: Name
+    lengths: Lengths
     max_staleness: int
     goal: float
+    against: Literal["GRPOTrainer", "AsyncGRPOTrainer"] = "GRPOTrainer"
+
+    @property
+    def name(self) -> str:
+        return self.lengths if self.against == "GRPOTrainer" else f"async, {self.lengths}"
 
 
 LOADS = (Load("natural", max_staleness=2, goal=1.2), Load("full", max_staleness=2, goal=1.2),
-         Load("slow", max_staleness=8, goal=5.0))  # fmt: skip
+         Load("slow", max_staleness=8, goal=5.0), Load("natural", 2, 1.2, "AsyncGRPOTrainer"),
+         Load("full", 2, 1.2, "AsyncGRPOTrainer"), Load("slow", 8, 1.2, "AsyncGRPOTrainer"))  # fmt: skip
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
-    """Compare the whole system with TRL's GRPOTrainer, in completions a second."""
+    """Compare the whole system with TRL's GRPOTrainer and AsyncGRPOTrainer, in completions a second."""
     check_trl()
     for each in LOADS:
         if bench.load in each.name and (bench.load or each is LOADS[0] or not bench.small):
+            if each.against == "AsyncGRPOTrainer":
+                check_server()
             with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
                 yield compare(each, bench, Path(directory))
 
 
 def compare(load: Load, bench: Bench, directory: Path) -> Row:
-    """Both in turns without one to warm up: a run starts anew, and its first steps are not in the window."""
+    """In turns without one to warm up: a run starts anew, and its first steps are not in the window."""
     prompts = write_prompts(directory / "prompts.jsonl")
-    model = make_endless(MODEL, directory / "endless") if load.name == "full" else MODEL
-    settings = our_config(load, model, prompts, directory)
-    lengths: dict[str, list[float]] = {"ours": [], "trl": []}
+    model = make_endless(MODEL, directory / "endless") if load.lengths == "full" else MODEL
+    figures = defaultdict[str, list[float]](list)
 
     def side(name: str, steps: Steps, run: Callable[[Path], Recorded]) -> Callable[[], float]:
         def one() -> float:
-            place = directory / f"{name}-{len(lengths[name])}"
+            place = directory / f"{name}-{len(figures[f'{name}_mean_length'])}"
             place.mkdir()
             await_quiet(0.0 if bench.small else _QUIET_LIMIT_S)
-            rate, length = in_window(run(place), steps)
-            lengths[name].append(length)
+            recorded = run(place)
+            rate, length = in_window(recorded, steps)
+            figures[f"{name}_mean_length"].append(length)
+            if recorded.attention:
+                figures["trl_attention_forward_share"].append(share_of_attention(recorded, steps))
             return rate
 
         return one
 
-    rates = alternate({
-        "ours": side("ours", Steps.of_ours(load.max_staleness), lambda at: run_ours(our_config(load, model, prompts, at))),
-        "trl": side("trl", OF_TRL, lambda place: run_trl(load, model, prompts, place)),
-    }, bench.num_turns(2), warm_up=0)  # fmt: skip
-    figures = {f"{name}_mean_length": statistics.median(each) for name, each in lengths.items()}
-    figures |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
-    return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=figures)
+    def ours(engine: Engine) -> Callable[[Path], Recorded]:
+        return lambda place: run_ours(our_config(load, model, prompts, place, engine))
+
+    asynchronous, steps = load.against == "AsyncGRPOTrainer", Steps.of_asynchronous(load.max_staleness)
+    sides = {
+        "ours": side("ours", steps, ours("torch")),
+        "trl": side("trl", steps if asynchronous else OF_TRL, lambda place: run_trl(load, model, prompts, place)),
+    }
+    if asynchronous:
+        sides["ours_vllm"] = side("ours_vllm", steps, ours("vllm"))
+    rates = alternate(sides, bench.num_turns(2), warm_up=0)
+    settings = our_config(load, model, prompts, directory)
+    found = {name: statistics.median(each) for name, each in figures.items()}
+    if asynchronous:
+        found["ours_vllm_over_trl"] = statistics.median(a / b for a, b in zip(rates["ours_vllm"], rates["trl"], strict=True))
+    found |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
+    return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=found)
 
 
 class Steps(NamedTuple):
@@ -103,7 +128,7 @@ class Steps(NamedTuple):
     last: int = 0
 
     @classmethod
-    def of_ours(cls, max_staleness: int) -> Steps:
+    def of_asynchronous(cls, max_staleness: int) -> Steps:
         """Leaves out the beginning, and the end in which the actor has no more to do and the learner the machine."""
         return cls(first=max_staleness + 4, measured=max(20, 3 * (max_staleness + 1)), last=max_staleness + 2)
 
@@ -112,10 +137,12 @@ OF_TRL = Steps(first=3, measured=10)
 
 
 class Recorded(NamedTuple):
-    """One run: monotonic seconds at which steps ended, and tokens trained on in each."""
+    """One run: monotonic seconds at which steps ended, and tokens trained on in each. attention: seconds of attention's forward
+    pass until then, of a trainer that does not bring its own."""
 
     ends: Sequence[float]
-    tokens: Sequence[int]
+    tokens: Sequence[float]
+    attention: Sequence[float] = ()
 
 
 def in_window(run: Recorded, steps: Steps) -> tuple[float, float]:
@@ -125,6 +152,12 @@ def in_window(run: Recorded, steps: Steps) -> tuple[float, float]:
     if len(run.ends) < until:
         raise ValueError(f"the measured window ends with step {until}, the run had {len(run.ends)} steps")
     return completions / (run.ends[until - 1] - run.ends[steps.first - 1]), sum(run.tokens[steps.first : until]) / completions
+
+
+def share_of_attention(run: Recorded, steps: Steps) -> float:
+    """Of the window's seconds."""
+    first, last = steps.first - 1, steps.first + steps.measured - 1
+    return (run.attention[last] - run.attention[first]) / (run.ends[last] - run.ends[first])
 
 
 def make_endless(model: Path, directory: Path) -> Path:
@@ -145,18 +178,18 @@ def write_prompts(path: Path) -> Path:
     return path
 
 
-def our_config(load: Load, model: Path, prompts: Path, output_dir: Path) -> Config:
+def our_config(load: Load, model: Path, prompts: Path, output_dir: Path, engine: Engine = "torch") -> Config:
     """Everything that is not a default."""
-    judge = "slow_similarity" if load.name == "slow" else "similarity"
+    judge = "slow_similarity" if load.lengths == "slow" else "similarity"
     config = validated(
         {
             "name": "ours",
             "output_dir": str(output_dir),
             "model": str(model),
-            "max_steps": sum(Steps.of_ours(load.max_staleness)),
+            "max_steps": sum(Steps.of_asynchronous(load.max_staleness)),
             "data": {"source": str(prompts), "held_out": 0},
             "generation": {"group_size": GROUP_SIZE, "max_completion_length": MAX_NEW_TOKENS},
-            "engine": {"slots": BATCH_SIZE, "threads": 1},
+            "engine": {"kind": engine, "slots": BATCH_SIZE, "threads": 1},
             "rewards": {"functions": [f"async_rlhf.experiments.throughput.judges:{judge}"]},
             "scoring": {"max_concurrency": 1024},
             "queue": {"max_staleness": load.max_staleness},
@@ -184,7 +217,7 @@ def run_ours(config: Config) -> Recorded:
 
 
 def run_trl(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded:
-    """One run of TRL's in a process of its own."""
+    """One run of TRL's in a process of its own; the asynchronous one beside a vLLM server of its own."""
     spec = {
         "model": str(model),
         "prompts": str(prompts),
@@ -195,7 +228,14 @@ def run_trl(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded
         "max_completion_length": MAX_NEW_TOKENS,
         "learning_rate": LEARNING_RATE,
         "threads": THREADS,
-        "slow_reward": load.name == "slow",
+        "slow_reward": load.lengths == "slow",
     }
-    with trl_process("pipeline", spec) as step:
-        return Recorded(**step())
+    if load.against == "GRPOTrainer":
+        with trl_process("pipeline", spec) as step:
+            return Recorded(**step())
+    half = THREADS // 2
+    with vllm_server(str(model), half, directory / "server.log") as server:
+        spec |= {"server": server, "threads": half, "max_staleness": load.max_staleness}
+        spec["steps"] = sum(Steps.of_asynchronous(load.max_staleness))
+        with trl_process("asynchronous", spec) as step:
+            return Recorded(**step())

@@ -1,5 +1,5 @@
 """TRL's side of the benchmarks, in a process of its own: `pipeline` is a whole run of its GRPOTrainer, `learner` its training
-part on samples that are ready.
+part on samples that are ready, `asynchronous` a whole run of its AsyncGRPOTrainer (`trl_async`).
 
 It measures and never judges: what is left out and what is divided by what is decided in `pipeline` and `learner`.
 """
@@ -40,7 +40,7 @@ def trl_process(part: str, spec: Mapping[str, Any]) -> Iterator[Callable[[], dic
     """
     # no network, and as many threads as ours has
     own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(spec["threads"])}
-    with mock.patch.dict(os.environ, own), talking(_serve, part, dict(spec)) as trl:
+    with mock.patch.dict(os.environ, own), talking(_serve, part, dict(spec), daemon=part != "asynchronous") as trl:
 
         def step() -> dict[str, Any]:
             trl.send("step")
@@ -55,9 +55,11 @@ def trl_process(part: str, spec: Mapping[str, Any]) -> Iterator[Callable[[], dic
 def _serve(part: str, spec: dict[str, Any], connection: Connection) -> None:
     import torch
 
+    from async_rlhf.experiments.throughput import trl_async
+
     os.dup2(2, 1)  # what libraries print is no row
     torch.set_num_threads(spec["threads"])
-    {"pipeline": _run_pipeline, "learner": _run_learner}[part](spec, connection)
+    {"pipeline": _run_pipeline, "learner": _run_learner, "asynchronous": trl_async.run}[part](spec, connection)
 
 
 def _spare_config(spec: dict[str, Any], **further: Any) -> Any:

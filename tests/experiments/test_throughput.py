@@ -3,6 +3,7 @@ is asserted."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -11,10 +12,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -37,6 +41,7 @@ from async_rlhf.experiments.throughput.pipeline import (
     write_prompts,
 )
 from async_rlhf.experiments.throughput.queue import GROUP_SIZE, a_group, put_header
+from async_rlhf.experiments.throughput.trl_async import PathAttention
 from tests.conftest import REPOSITORY
 
 
@@ -153,7 +158,7 @@ def test_the_rate_and_the_mean_length_are_of_the_window_alone(seconds: list[floa
 
 @pytest.mark.parametrize("max_staleness", [0, 2, 8])
 def test_no_measured_step_is_one_in_which_the_actor_had_no_more_to_do(max_staleness: int) -> None:
-    steps = Steps.of_ours(max_staleness)
+    steps = Steps.of_asynchronous(max_staleness)
     # The credit for the last group can be given this many steps before the run ends, not earlier.
     assert steps.first + steps.measured <= sum(steps) - (max_staleness + 1)
     assert steps.first > max_staleness + 1
@@ -176,8 +181,35 @@ def test_every_load_is_a_configuration_that_can_run_on_prompts_with_their_answer
     for load in LOADS:
         config = our_config(load, MODEL, path, tmp_path)
         (spec,) = resolve(config.rewards.functions, tmp_path, {"answer"})
-        assert spec.kind == ("async" if load.name == "slow" else "sync")
+        assert spec.kind == ("async" if load.lengths == "slow" else "sync")
         assert config.groups_per_batch * config.generation.group_size == 128
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of TRL, about what it is used with
+def test_attention_in_place_of_trls_kernel_is_that_of_each_completion_alone() -> None:
+    from trl.experimental.async_grpo.packing import TreeRow, tree_attention
+
+    row, texts = TreeRow(), ([1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 3, 4, 7, 8, 9], [5, 5])
+    for number, text in enumerate(texts):
+        mask = torch.tensor([0] + [1] * (len(text) - 1))
+        row.add({"input_ids": torch.tensor(text), "completion_mask": mask, "old_log_probs": torch.zeros(len(text)),
+                 "advantage": 1.0, "group_id": number})  # fmt: skip
+    packed, generator = row.pack(), torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, len(packed["input_ids"]), 8, generator=generator) for heads in (4, 2, 2))
+    segments = {name: packed[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
+    longest = dict(zip(("tree_max_seqlen_q", "tree_max_seqlen_k"), packed["tree_max_seqlens"].tolist(), strict=True))
+    with mock.patch("trl.experimental.async_grpo.packing._flash_attn", PathAttention):
+        module = torch.nn.Linear(1, 1)
+        module.config = SimpleNamespace()
+        found, _ = tree_attention(module, query, key, value, None, **segments, **longest, scaling=0.5)
+    starts, paths = packed["tree_cu_seqlens_q"].tolist(), packed["tree_cu_seqlens_k"].tolist()
+    for segment in range(len(starts) - 1):
+        path = packed["tree_kv_index"][paths[segment] : paths[segment + 1]]
+        k, v = (x[0, :, path].repeat_interleave(2, 0) for x in (key, value))
+        for place in range(starts[segment], starts[segment + 1]):
+            seen = int((path == place).nonzero()) + 1
+            weights = (0.5 * query[0, :, place, None] @ k[:, :seen].transpose(1, 2)).softmax(-1)
+            torch.testing.assert_close(found[0, place], (weights @ v[:, :seen])[:, 0])
 
 
 def test_the_endless_model_has_the_same_weights_and_another_end(tmp_path: Path) -> None:
@@ -201,12 +233,22 @@ def test_every_side_of_this_process_makes_steps() -> None:
         assert step().wall > 0
 
 
-def small_rows(part: str) -> list[dict[str, Any]]:
+def small_rows(part: str, *options: str) -> list[dict[str, Any]]:
     """What this part prints of its small load."""
-    command = [sys.executable, "-m", "async_rlhf.experiments.throughput", part, "--small", "--json"]
+    command = [sys.executable, "-m", "async_rlhf.experiments.throughput", part, "--small", "--json", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]  # libraries warn there too
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_trls_asynchronous_trainer_and_both_engines_of_ours_train_on_answers_of_the_same_length() -> None:
+    (row,) = small_rows("pipeline", "--load", "async, natural")
+    assert row["sides"].keys() == {"ours", "trl", "ours_vllm"} and all(rate > 0 for rate in row["sides"].values())
+    lengths = [row["figures"][f"{side}_mean_length"] for side in row["sides"]]
+    assert max(lengths) < 1.1 * min(lengths)
+    assert 0 < row["figures"]["trl_attention_forward_share"] < 1
 
 
 @pytest.mark.rest
