@@ -65,11 +65,13 @@ def vllm_server(model: str, threads: int, log: Path) -> Iterator[str]:
             time.sleep(0.5)
         yield url
     finally:
-        processes = [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]
-        server.terminate()
-        for process in psutil.wait_procs(processes, _END_S)[1]:
-            process.kill()
-        server.wait()
+        if server.poll() is None:
+            own_process = psutil.Process(server.pid)
+            processes = [own_process, *own_process.children(recursive=True)]
+            server.terminate()
+            for process in psutil.wait_procs(processes, _END_S)[1]:
+                process.kill()
+            server.wait()
 
 
 def _answers(url: str) -> bool:
