@@ -242,8 +242,12 @@ class Connection:
                     return
 
     def _send(self, message: orders.Order) -> None:
-        assert self._channel is not None
-        self._channel.send(orders.ORDERS.pack(message))
+        assert self._channel is not None and self._receiver is not None
+        try:
+            self._channel.send(orders.ORDERS.pack(message))
+        except OSError:
+            self._receiver.join(_CLOSE_S)  # what came before the end says more than that it has ended
+            raise
 
     def _answer(self, kind: type[E], timeout_s: float | None = None) -> E:
         """The next answer, which must be of this kind; without a time for as long as the agent lives, which is kept alive.

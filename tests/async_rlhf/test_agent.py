@@ -13,7 +13,7 @@ import msgpack
 import psutil
 import pytest
 
-from async_rlhf.buffers.errors import WireError
+from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.launch import orders
 from async_rlhf.launch.agent import Agent, serve
@@ -169,6 +169,20 @@ def test_an_agent_that_reads_for_long_stays_connected_and_starts_a_node_at_its_p
         assert assigned_threads(environment) == 3 and environment["CUDA_VISIBLE_DEVICES"] == "GPU-5e"
     finally:
         connections.close()
+
+
+def test_a_command_that_has_ended_before_it_is_spoken_to_is_named_by_what_it_wrote(tmp_path: Path) -> None:
+    class Late(CommandHosts):
+        def connect(self, name: str) -> CommandChannel:
+            channel = super().connect(name)
+            channel._process.wait(60)
+            return channel
+
+    hosts = Late(("far",), [sys.executable, "-c", "print('Welcome to {host}')"])
+    connections = Connections(hosts, opening(tmp_path), lambda node, directory: NodeFiles({}, {}, {}))
+    with pytest.raises(ConfigError, match=r"may pass on nothing.*It is b'Welcome to far"):
+        connections.check()
+    connections.close()
 
 
 def test_an_agent_takes_orders_while_a_start_waits_for_the_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
