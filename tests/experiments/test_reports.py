@@ -165,7 +165,7 @@ def test_without_matplotlib_the_pages_are_there_and_say_how_to_get_pictures(
 
 
 def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(small: Any, sweep: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no directory of a sweep \(it has no cells/\*\.json\) and of no run"):
+    with pytest.raises(ConfigError, match=r"no run directory .*, and no directory of a sweep \(it has no cells/\*\.json\)"):
         report(tmp_path, [].append)
     with pytest.raises(ConfigError, match="has no finished step"):
         report(RunDir.create(small(name="stepless")).path, [].append)
