@@ -46,6 +46,8 @@ from async_rlhf.run.manifest import manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
 
+_SHOWN = 5
+"""Runs that are named where the directory of them was given in place of one."""
 # What may differ when a run is resumed: how far it goes, how it is watched, how many work on it and on what.
 _MAY_CHANGE = (
     "max_steps",
@@ -371,7 +373,9 @@ def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:
 
 
 def no_run(path: Path) -> str:
-    """Why this is no run directory, and where runs are if it is that of a queue."""
-    found = f"{str(path)!r} is no run directory (it has no config.toml)"
-    is_queue = (path / "queue").is_dir() and (path / "runs").is_dir()
-    return f"{found}: it is a queue of runs, which are in {path / 'runs'}" if is_queue else found
+    """Why this is no run directory, and where runs are if it holds some or is that of a queue."""
+    if (path / "queue").is_dir() and (path / "runs").is_dir():
+        return f"{str(path)!r} is no run directory (it has no config.toml): it is a queue of runs, which are in {path / 'runs'}"
+    found = sorted(repr(each.parent.name) for each in path.glob("*/config.toml"))
+    within = f"; runs in it: {', '.join(found[:_SHOWN])}{', ...' * (len(found) > _SHOWN)}" if found else ""
+    return f"{str(path)!r} is no run directory (it has no config.toml{within})"

@@ -21,7 +21,7 @@ from async_rlhf.experiments.staleness.cells import CellResult, mean, read_run
 from async_rlhf.experiments.staleness.checks import checks_of_each, listed
 from async_rlhf.inspect.plot import Curves, picture
 from async_rlhf.run.live import changed_at
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_dir import RunDir, no_run
 
 # Rows of the table of curves; a longer one is no table.
 _PARTS = 10
@@ -41,9 +41,7 @@ def report(directory: Path, say: Callable[[str], None]) -> list[Path]:
             return _write_run(RunDir.existing(directory), say)
     except OSError as error:
         raise ConfigError(f"the report of {str(directory)!r} cannot be written: {error}") from error
-    raise ConfigError(
-        f"{str(directory)!r} is no directory of a sweep (it has no cells/*.json) and of no run (it has no config.toml)"
-    )
+    raise ConfigError(f"{no_run(directory)}, and no directory of a sweep (it has no cells/*.json)")
 
 
 def _write_run(run: RunDir, say: Callable[[str], None]) -> list[Path]:

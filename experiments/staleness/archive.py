@@ -53,12 +53,16 @@ _KEPT = TypeAdapter(_Kept)
 
 
 def keep_sweep(sweep: SweepConfig, command: str, jobs: int) -> None:
-    """Write `sweep.json` where the sweep's results lie. jobs: cells that run at once now. Raises OSError, DamagedError."""
+    """Write `sweep.json` where the sweep's results lie. jobs: cells that run at once now. Raises OSError."""
     values = sweep.model_dump(mode="json", exclude=_ELSEWHERE)
     values["overrides"] = {key: masked(key, value, Config) for key, value in sweep.overrides.items()}
     path = sweep.results_dir / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    jobs = max(jobs, _read(path)[0].jobs if path.exists() else 1)
+    if path.exists():
+        try:
+            jobs = max(jobs, _read(path)[0].jobs)
+        except DamagedError:  # it is written again; what ran beside what is not known
+            jobs = max(jobs, _Kept.jobs)
     write_whole(path, _KEPT.dump_json(_Kept(command, {**values, "base": Path(sweep.base).name}, jobs), indent=1) + b"\n")
 
 

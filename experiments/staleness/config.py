@@ -165,6 +165,9 @@ def _check(sweep: SweepConfig, path: Path) -> None:
             raise ConfigError(f"{where}: values of {key!r} = {values!r}; give a list with at least one value")
         if any(value in values[:i] for i, value in enumerate(values)):
             raise ConfigError(f"{where}: values of {key!r} = {values!r} hold one twice; give each once")
+    for axis in sweep.axes:
+        if axis == "seed" or axis in sweep.values:
+            raise ConfigError(f"{where}: axis {axis!r} has the name of another axis; give it a name of its own")
     by_axis = {axis: {key for _, keys in levels for key in keys} for axis, levels in sweep.levels.items()}
     for key in sorted(sweep.overrides.keys() | sweep.swept):
         if key in _OWN_KEYS:

@@ -165,16 +165,20 @@ def test_without_matplotlib_the_pages_are_there_and_say_how_to_get_pictures(
 
 
 def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(small: Any, sweep: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no directory of a sweep \(it has no cells/\*\.json\) and of no run"):
+    with pytest.raises(ConfigError, match=r"no run directory .*, and no directory of a sweep \(it has no cells/\*\.json\)"):
         report(tmp_path, [].append)
     with pytest.raises(ConfigError, match="has no finished step"):
         report(RunDir.create(small(name="stepless")).path, [].append)
+    config = read_sweep(sweep).sweep.model_copy(update={"results": str(sweep)})
     (sweep / "sweep.json").unlink()
     with pytest.raises(ConfigError, match=r"sweep\.json' is missing, which says what was swept"):
         report(sweep, [].append)
     (sweep / "sweep.json").write_text('{"command": 1, "sweep": {}}')
     with pytest.raises(DamagedError, match=r"sweep\.json describes no sweep"):
         report(sweep, [].append)
+    keep_sweep(config, COMMAND, 1)  # as the same sweep command does
+    report(sweep, [].append)
+    assert "## Time, against" not in (sweep / "report.md").read_text(), "what ran beside what is not known"
     (sweep / "cells" / "b1_2.json").write_text("{")
     with pytest.raises(DamagedError, match="is no result of a cell"):
         report(sweep, [].append)

@@ -124,6 +124,11 @@ REFUSED = {
         HEAD + AXIS + "[sweep.values]\n'loss.kind' = ['ppo_clip']\n",
         "'loss.kind' is set by the axes correction and loss.kind",
     ),
+    "an axis with the name of another": (
+        HEAD + AXIS.replace("correction", "'queue.max_staleness'") + VALUES,
+        "axis 'queue.max_staleness' has the name of another axis",
+    ),
+    "an axis of seeds": (HEAD + AXIS.replace("correction", "seed"), "axis 'seed' has the name of another axis"),
     "steps beside samples": (
         HEAD + "samples = 64\n" + OVERRIDES + "max_steps = 3\n" + AXIS,
         "'max_steps' follows from sweep.samples = 64",

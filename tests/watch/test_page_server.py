@@ -126,6 +126,11 @@ def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
         with pytest.raises(ConfigError, match=r"is no run directory \(it has no config\.toml\)$"):
             RunDir.existing(path)
+    for number in range(7):
+        (tmp_path / f"of{number}").mkdir()
+        (tmp_path / f"of{number}" / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"\(it has no config\.toml; runs in it: 'of0', .*'of4', \.\.\.\)$"):
+        RunDir.existing(tmp_path)
     for name in ("queue", "runs"):
         (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match=rf"it is a queue of runs, which are in {tmp_path}/runs"):
