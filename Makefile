@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 SEEDS  ?= 0:10000
 JOBS   ?= 1
 FRAMES ?= 1000000
-EXPERIMENTS ?= ages corrections mini_batches critics objectives
+EXPERIMENTS ?= ages corrections mini_batches critics objectives sao
 # Experiments about time or about the ages that occur: one run at a time.
 TIMED ?= one_step in_flight lengths
 DEVICE ?= cuda

@@ -48,7 +48,7 @@ def check_server() -> None:
 
 @contextmanager
 def vllm_server(model: str, threads: int, log: Path) -> Iterator[str]:
-    """Its URL, as soon as it answers; ended with all its processes behind the block. Raises RuntimeError when it does not start."""
+    """Its URL, as soon as it answers; its processes end with the block. Raises RuntimeError when it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -83,7 +83,7 @@ def _answers(url: str) -> bool:
 
 
 def run(spec: dict[str, Any], connection: Connection) -> None:
-    """One whole run against the server of `spec`: monotonic seconds at which each step ended (`ends`), tokens trained on in each
+    """One whole run against the server of `spec`: monotonic seconds at which steps ended (`ends`), tokens trained on in each
     (`tokens`), and seconds that the forward pass of attention took until then (`attention`)."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -192,7 +192,7 @@ class PathAttention:
         self, query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor,
         longest_q: int, longest_k: int, softmax_scale: float | None = None, **_further: Any,
     ) -> Tensor:  # fmt: skip
-        """[N, heads, D] of queries [N, heads, D], keys and values [K, key heads, D]. starts: int32 [S + 1], where segments begin.
+        """[N, heads, D] of queries [N, heads, D], keys and values [K, key heads, D]. starts: int32 [S + 1], of segments.
         The last query of a segment sees all its keys, and each before it one less."""
         began = time.perf_counter()
         if starts_k is not self._of:  # the layers of a pass have the same
