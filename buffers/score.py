@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from async_rlhf.buffers.errors import RecordError
 
@@ -47,9 +47,9 @@ class Score:
         return "not_applicable" if self.value is None else "value"
 
 
-def _is_score(value: object) -> bool:
+def _is_score(value: Any) -> bool:
     """Whether it is a number within the limit, of whatever package: what is not finite is not."""
     try:
-        return bool(abs(value) <= MAX_SCORE)  # type: ignore[arg-type, operator]
+        return bool(abs(value) <= MAX_SCORE)
     except (TypeError, ValueError, RuntimeError):
         return False
