@@ -107,6 +107,8 @@ def train(
 
     Raises ConfigError before any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
+    if on_step is not None and not callable(on_step):
+        raise ConfigError(f"on_step: a function of a step's record was expected, got {on_step!r:.80}")
     warm()
     of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
     with of_run as (resolved, rows, variables):
@@ -332,6 +334,8 @@ def _resolved(
     """The configuration, the rows and the variables of a run with these functions; those that only this process has are served
     until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
     try:
+        if not isinstance(overrides, Mapping | None) or not all(isinstance(key, str) for key in overrides or ()):
+            raise ConfigError(f"overrides: values by their keys were expected, {{'max_steps': 3}}, got {overrides!r:.80}")
         changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
         if rewards is not None:
             changed["rewards.functions"], own_rewards = split(rewards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from async_rlhf.buffers.errors import RecordError
 
@@ -27,15 +27,17 @@ class Score:
     def __post_init__(self) -> None:
         if self.value is not None and self.failure is not None:
             raise RecordError(f"a score is a value or a failure, not both: value {self.value}, failure {self.failure!r}")
-        if self.value is not None and not abs(self.value) <= MAX_SCORE:  # nor is it true of what is not a number
+        if self.value is not None and not _is_score(self.value):
             raise RecordError(
-                f"a score must be finite and within +-{MAX_SCORE:g}, got {self.value}; "
+                f"a score must be finite and within +-{MAX_SCORE:g}, got {self.value!r:.60}; "
                 "return None for 'not applicable' or raise"
             )
+        if not isinstance(self.metrics, Mapping):
+            raise RecordError(f"metrics of a score are a dictionary of numbers by name, got {self.metrics!r:.60}")
         for name, value in self.metrics.items():
-            if not abs(value) <= MAX_SCORE:
+            if not _is_score(value):
                 raise RecordError(
-                    f"metric {name!r} of a score must be finite, within +-{MAX_SCORE:g}, got {value}; leave it out"
+                    f"metric {name!r} of a score must be finite, within +-{MAX_SCORE:g}, got {value!r:.60}; leave it out"
                 )
 
     @property
@@ -43,3 +45,11 @@ class Score:
         if self.failure is not None:
             return "failed"
         return "not_applicable" if self.value is None else "value"
+
+
+def _is_score(value: Any) -> bool:
+    """Whether it is a number within the limit, of whatever package: what is not finite is not."""
+    try:
+        return bool(abs(value) <= MAX_SCORE)
+    except (TypeError, ValueError, RuntimeError):
+        return False

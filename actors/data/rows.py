@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,6 +161,15 @@ def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:
         raise ConfigError(
             f"data.source = {CALLER_ROWS!r} stands for rows that are given in Python, train(..., data=rows), and none are; "
             "give them, or name a file"
+        )
+    if (
+        isinstance(given, str | Mapping)
+        or hasattr(given, "iterrows")
+        or not (isinstance(given, Iterable) or hasattr(given, "__getitem__"))
+    ):
+        raise ConfigError(
+            f"data is a {type(given).__name__}, and rows were expected: dictionaries, or a datasets.Dataset; a file is named "
+            "by overrides={'data.source': FILE}, of a table of pandas give table.to_dict('records')"
         )
     return plain((f"data, row {number}", dict(row) if hasattr(row, "keys") else row) for number, row in enumerate(given, 1))
 

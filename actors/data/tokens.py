@@ -156,7 +156,6 @@ def _renderer(directory: Path) -> Render:
     """As `apply_chat_template` renders: by the same function, which needs no torch. Raises ConfigError without a template."""
     described = _json(directory / "tokenizer_config.json")
     template = _chat_template(directory, described)
-    from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template  # a second, which only messages pay
 
     special = {
@@ -178,7 +177,7 @@ def _renderer(directory: Path) -> Render:
         given = {**special, **variables}
         try:
             texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **given)
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program: it may divide by zero, or call itself for ever
             raise ConfigError(f"the model's chat template refuses {str(messages)[:80]}: {error}") from error
         return str(texts[0])
 
@@ -188,9 +187,12 @@ def _renderer(directory: Path) -> Render:
 def _chat_template(directory: Path, described: dict[str, Any]) -> str:
     """The file beside the tokenizer comes first, then its configuration, of several the default, as in transformers."""
     file = directory / "chat_template.jinja"
-    found = file.read_text(encoding="utf-8") if file.is_file() else described.get("chat_template")
-    if isinstance(found, list):
-        found = {each["name"]: each["template"] for each in found}
+    try:
+        found = file.read_text(encoding="utf-8") if file.is_file() else described.get("chat_template")
+        if isinstance(found, list):
+            found = {each["name"]: each["template"] for each in found}
+    except (UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"the chat template of model = {str(directory)!r} cannot be read: {error!r}") from error
     if isinstance(found, dict):
         found = found.get("default")
     if not isinstance(found, str) or not found:

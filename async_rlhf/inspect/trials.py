@@ -87,7 +87,7 @@ class Trial:
 
 
 def try_rewards(
-    rewards: Iterable[Callable[..., Any] | str],
+    rewards: Iterable[Callable[..., Any] | str] | Callable[..., Any] | str,
     data: str | Path | Sequence[Mapping[str, Any]],
     *,
     limit: int | None = None,
@@ -95,13 +95,14 @@ def try_rewards(
     scoring: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Trial:
-    """Score completions with rewards given as functions or by name.
+    """Score completions with rewards given as functions or by name, or with one.
 
     data: a JSONL file, a run directory, or the objects themselves. limit: completions to score. scoring: keys of that
     section (`timeout_s`, `stages`, ...); settings: keys of the section `rewards` (`options`, ...). Raises ConfigError and
     RewardError as a run would before its start, DeadlineError when for `patience_s` nothing is answered.
     """
-    names = [reward if isinstance(reward, str) else spec_of(reward) for reward in rewards]
+    several = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    names = [reward if isinstance(reward, str) else spec_of(reward) for reward in several]
     config = RewardsConfig.model_validate({**settings, "functions": names})
     running = ScoringConfig.model_validate(scoring or {})
     groups = _groups(_objects(data), limit)

@@ -39,7 +39,14 @@ _FILE = "give it a file (begin its cell with '%%writefile my_environment.py')"
 
 
 def split(rewards: Sequence[Function] | Function) -> tuple[list[str], dict[str, Function]]:
-    """The targets of a configuration, and by name the functions that only this process has. One function is a list of one."""
+    """The targets of a configuration, and by name the functions that only this process has. One function is a list of one.
+
+    Raises ConfigError for what is no function."""
+    if not callable(rewards) and not (isinstance(rewards, Sequence) and all(map(callable, rewards))):
+        raise ConfigError(
+            f"rewards: functions were expected, got {rewards!r:.80}; what goes by a name is given as "
+            "overrides={'rewards.functions': ['exact', 'judges.py:has_answer']}"
+        )
     targets: list[str] = []
     own: dict[str, Function] = {}
     for number, function in enumerate([rewards] if callable(rewards) else rewards):
@@ -161,7 +168,7 @@ def _environment_spec(environment: Function, config: Config, rows: Sequence[Row]
     columns = _columns(rows, lambda source: source not in config.environment.by_source)
     spec = environment_in_process(name, environment, config.environment.options, config.environment.given, columns)
     if spec.calls:
-        raise ConfigError(f"environment: {own}, and such a one makes no Calls; {_FILE}")
+        raise ConfigError(f"environment: {own}, and an agent is played in one; {_FILE}")
     return spec
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,21 @@ def test_messages_are_rendered_as_transformers_renders_them(chat: Path) -> None:
     assert ours.lengths([text], [True], len(ids) - 1).too_long == {0: len(ids)}
     with pytest.raises(ConfigError, match=r"chat template refuses .*no tools"):
         ours.text(Row([{"role": "tool", "content": ""}], {}), Template())
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (b"{{ 1 // 0 }}", "chat template refuses .*zero"),
+        (b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template refuses .*recursion"),
+        (b"\xff", "the chat template of model = .* cannot be read: UnicodeDecodeError"),
+    ],
+)
+def test_a_chat_template_with_an_error_in_it_is_refused(chat: Path, tmp_path: Path, template: bytes, message: str) -> None:
+    copied = Path(shutil.copytree(chat, tmp_path / "copied"))
+    (copied / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(ConfigError, match=message):
+        PromptTokenizer(copied).text(Row(MESSAGES, {}), Template())
 
 
 def test_characters_that_the_vocabulary_lacks_are_named_and_the_prompts_with_them_counted(speller: Path, chat: Path) -> None:

@@ -19,6 +19,7 @@ from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, r
 from async_rlhf.actors.rewards.settings import TRANSIENT
 from async_rlhf.actors.scoring.reward_worker import Answers, Call, ready, run_call
 from async_rlhf.actors.workers import messages
+from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -131,6 +132,14 @@ def test_what_is_wrong_with_one_member_is_none_of_the_others(wrong: Any) -> None
     assert first.failure is not None and second.value == 2.0
     if not isinstance(wrong, str | Decimal) and type(wrong) is not object:
         assert "a score must be finite and within +-1e+18" in first.failure
+
+
+@pytest.mark.parametrize("wrong", ["text", [1.0], np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])], ids=type)
+def test_a_score_or_metric_that_is_no_number_is_refused_with_what_was_given(wrong: Any) -> None:
+    with pytest.raises(RecordError, match=r"a score must be finite and within .* got "):
+        Score(wrong)
+    with pytest.raises(RecordError, match=r"metric 'size' of a score must be finite, within .* got "):
+        Score(1.0, metrics={"size": wrong})
 
 
 @pytest.mark.parametrize(

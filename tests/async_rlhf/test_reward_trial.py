@@ -46,6 +46,11 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_one_reward_is_a_list_of_one(folder: Path) -> None:
+    for one in (exact, "exact"):
+        assert [each.name for each in try_rewards(one, [{"completion": "4", "answer": "4"}]).rewards] == ["exact"]
+
+
 def test_a_trial_counts_values_and_failures_and_draws_a_histogram(folder: Path) -> None:
     code, output = invoke("judges.py:quality", "--data", "data.jsonl", "--json")
     (told,) = json.loads(output)["rewards"]

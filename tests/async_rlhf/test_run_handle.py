@@ -75,6 +75,24 @@ def test_a_class_given_as_reward_is_refused_by_name_before_anything_starts(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rewards": "exact"}, r"rewards: functions were expected, got 'exact'; .*'rewards.functions'"),
+        ({"rewards": 5}, "rewards: functions were expected, got 5"),
+        ({"rewards": {"a": len}}, "rewards: functions were expected, got {'a'"),
+        ({"overrides": "max_steps=3"}, "overrides: values by their keys were expected.* got 'max_steps=3'"),
+        ({"overrides": {1: 2}}, "overrides: values by their keys were expected"),
+        ({"on_step": 5}, "on_step: a function of a step's record was expected, got 5"),
+        ({"data": 5}, "data is a int, and rows were expected"),
+        ({"data": "rows.jsonl"}, "data is a str, and rows were expected: .*'data.source': FILE"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name_before_anything_starts(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(QUICK, quiet=True, **arguments)
+
+
 class Supervised:
     """A run that makes one step, and ends when it is drained, or by an error when it is interrupted."""
 
