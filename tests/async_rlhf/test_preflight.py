@@ -130,6 +130,14 @@ def test_prompts_that_are_too_long_can_be_left_out_and_unknown_characters_are_no
     ]
 
 
+def test_prompts_that_hold_their_answers_are_remarked_on(checked: Callable[..., Any], model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    asked = [{"role": "user", "content": "a"}]
+    given = rows(asked, [*asked, {"role": "assistant", "content": "b"}])
+    (remark,) = checked(given, model=str(model)).remarks
+    assert remark.startswith("1 prompts end with a message of the assistant")
+
+
 def test_a_model_that_ends_no_completion_is_remarked_on(checked: Callable[..., Any], model: Path) -> None:
     for file, key in (("generation_config", "eos_token_id"), ("tokenizer_config", "eos_token"), ("config", "eos_token_id")):
         assert checked(rows("a"), model=str(model)).remarks == []

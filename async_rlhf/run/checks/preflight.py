@@ -181,7 +181,7 @@ def check_model(config: Config, rows: Rows, environments: Environments) -> Prepa
             f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
         )
     known = [*remarks(config.learner, config.max_steps), *check_routing(config), *_of_prompts(config, found, len(repeated))]
-    known += tokenizer.remarks(texts, are_chats)
+    known += [*tokenizer.remarks(texts, are_chats), *_of_answers(config, kept[0])]
     return Prepared(kept, len(epoch_of(config.data, kept[0])), environments, len(left_out), known)
 
 
@@ -205,6 +205,16 @@ def _repeated(
     found = list(map(read, rows, texts))
     held_out = set(found[first_held_out:])
     return {n for n in range(first_held_out) if found[n] in held_out}
+
+
+def _of_answers(config: Config, rows: Iterable[Row]) -> Iterator[str]:
+    """A remark where data with its answers is taken for prompts."""
+    asked = (row.prompt for row in rows if played_by(config, source_of(row.columns)) is None)
+    if answered := sum(not isinstance(each, str) and each[-1]["role"] == "assistant" for each in asked):
+        yield (
+            f"{answered} prompts end with a message of the assistant: the model reads it, and begins another turn. Where it is "
+            "the answer, leave it out."
+        )
 
 
 def _of_prompts(config: Config, found: PromptLengths, num_repeated: int) -> Iterator[str]:
