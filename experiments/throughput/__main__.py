@@ -32,16 +32,17 @@ from async_rlhf.launch.forked import adopt_orphans
 
 # By name, in the order in which they run: the module here that has a function of this name.
 PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "pipeline": "pipeline",
-         "weights": "weights", "publication": "weights", "growth": "growth", "agents": "agents"}  # fmt: skip
-# Seconds after which a part is ended: several times what it takes on a quiet machine.
-LIMIT_S = 1500.0
+         "asynchronous": "pipeline", "weights": "weights", "publication": "weights", "growth": "growth",
+         "agents": "agents"}  # fmt: skip
+# Seconds after which a part is ended: twice what the longest takes on a quiet machine.
+LIMIT_S = 3000.0
 # Exit codes of a part whose package is not installed, and of one that has no load of the name that is given.
 MISSING, NO_LOAD = 3, 4
 _NO_LOAD = "no load of this name"
 _ENGINES = ("engine", "vllm_side")
 # Options that some parts take.
 _TAKEN_BY = {
-    "--load": (*_ENGINES, "learner", "pipeline", "growth"),
+    "--load": (*_ENGINES, "learner", "pipeline", "asynchronous", "growth"),
     "--model": _ENGINES,
     "--dtype": _ENGINES,
     "--slots": _ENGINES,

@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -44,7 +44,7 @@ GROUP_SIZE, MAX_NEW_TOKENS, THREADS = 8, 32, 2
 # So small that lengths stay what they are; the arithmetic of an update is the same at any rate.
 LEARNING_RATE = 1e-6
 _QUIET_LIMIT_S = 60.0
-Lengths = Literal["natural", "full", "slow"]
+Name = Literal["natural", "full", "slow"]
 Engine = Literal["torch", "vllm"]
 
 
@@ -52,28 +52,33 @@ Engine = Literal["torch", "vllm"]
 class Load:
     """What both are given, how far an asynchronous system may run ahead (steps), and the least ratio wanted."""
 
-    lengths: Lengths
+    name: Name
     max_staleness: int
     goal: float
     against: Literal["GRPOTrainer", "AsyncGRPOTrainer"] = "GRPOTrainer"
 
-    @property
-    def name(self) -> str:
-        return self.lengths if self.against == "GRPOTrainer" else f"async, {self.lengths}"
-
 
 LOADS = (Load("natural", max_staleness=2, goal=1.2), Load("full", max_staleness=2, goal=1.2),
-         Load("slow", max_staleness=8, goal=5.0), Load("natural", 2, 1.2, "AsyncGRPOTrainer"),
-         Load("full", 2, 1.2, "AsyncGRPOTrainer"), Load("slow", 8, 1.2, "AsyncGRPOTrainer"))  # fmt: skip
+         Load("slow", max_staleness=8, goal=5.0))  # fmt: skip
+ASYNCHRONOUS = tuple(replace(load, goal=1.2, against="AsyncGRPOTrainer") for load in LOADS)
 
 
 def pipeline(bench: Bench) -> Iterator[Row]:
-    """Compare the whole system with TRL's GRPOTrainer and AsyncGRPOTrainer, in completions a second."""
+    """Compare the whole system with TRL's GRPOTrainer, in completions a second."""
     check_trl()
-    for each in LOADS:
-        if bench.load in each.name and (bench.load or each is LOADS[0] or not bench.small):
-            if each.against == "AsyncGRPOTrainer":
-                check_server()
+    yield from _compared(LOADS, bench)
+
+
+def asynchronous(bench: Bench) -> Iterator[Row]:
+    """Compare the whole system with TRL's AsyncGRPOTrainer, in completions a second."""
+    check_trl()
+    check_server()
+    yield from _compared(ASYNCHRONOUS, bench)
+
+
+def _compared(loads: Sequence[Load], bench: Bench) -> Iterator[Row]:
+    for each in loads:
+        if bench.load in each.name and (bench.load or each is loads[0] or not bench.small):
             with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
                 yield compare(each, bench, Path(directory))
 
@@ -81,7 +86,7 @@ def pipeline(bench: Bench) -> Iterator[Row]:
 def compare(load: Load, bench: Bench, directory: Path) -> Row:
     """In turns without one to warm up: a run starts anew, and its first steps are not in the window."""
     prompts = write_prompts(directory / "prompts.jsonl")
-    model = make_endless(MODEL, directory / "endless") if load.lengths == "full" else MODEL
+    model = make_endless(MODEL, directory / "endless") if load.name == "full" else MODEL
     figures = defaultdict[str, list[float]](list)
 
     def side(name: str, steps: Steps, run: Callable[[Path], Recorded]) -> Callable[[], float]:
@@ -101,17 +106,17 @@ def compare(load: Load, bench: Bench, directory: Path) -> Row:
     def ours(engine: Engine) -> Callable[[Path], Recorded]:
         return lambda place: run_ours(our_config(load, model, prompts, place, engine))
 
-    asynchronous, steps = load.against == "AsyncGRPOTrainer", Steps.of_asynchronous(load.max_staleness)
+    is_asynchronous, steps = load.against == "AsyncGRPOTrainer", Steps.of_asynchronous(load.max_staleness)
     sides = {
         "ours": side("ours", steps, ours("torch")),
         "trl": side("trl", steps_of_trl(load), lambda place: run_trl(load, model, prompts, place)),
     }
-    if asynchronous:
+    if is_asynchronous:
         sides["ours_vllm"] = side("ours_vllm", steps, ours("vllm"))
     rates = alternate(sides, bench.num_turns(2), warm_up=0)
     settings = our_config(load, model, prompts, directory)
     found = {name: statistics.median(each) for name, each in figures.items()}
-    if asynchronous:
+    if is_asynchronous:
         found["ours_vllm_over_trl"] = statistics.median(a / b for a, b in zip(rates["ours_vllm"], rates["trl"], strict=True))
     found |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
     return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=found)
@@ -138,8 +143,8 @@ OF_TRL = Steps(first=3, measured=10)
 
 def steps_of_trl(load: Load) -> Steps:
     """AsyncGRPOTrainer scores one group after another: with a slow reward as many steps as ours would take half an hour."""
-    asynchronous = load.against == "AsyncGRPOTrainer" and load.lengths != "slow"
-    return Steps.of_asynchronous(load.max_staleness) if asynchronous else OF_TRL
+    is_long = load.against == "AsyncGRPOTrainer" and load.name != "slow"
+    return Steps.of_asynchronous(load.max_staleness) if is_long else OF_TRL
 
 
 class Recorded(NamedTuple):
@@ -186,7 +191,7 @@ def write_prompts(path: Path) -> Path:
 
 def our_config(load: Load, model: Path, prompts: Path, output_dir: Path, engine: Engine = "torch") -> Config:
     """Everything that is not a default."""
-    judge = "slow_similarity" if load.lengths == "slow" else "similarity"
+    judge = "slow_similarity" if load.name == "slow" else "similarity"
     config = validated(
         {
             "name": "ours",
@@ -234,7 +239,7 @@ def run_trl(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded
         "max_completion_length": MAX_NEW_TOKENS,
         "learning_rate": LEARNING_RATE,
         "threads": THREADS,
-        "slow_reward": load.lengths == "slow",
+        "slow_reward": load.name == "slow",
     }
     if load.against == "GRPOTrainer":
         with trl_process("pipeline", spec) as step:
