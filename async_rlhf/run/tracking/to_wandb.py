@@ -37,3 +37,4 @@ class Service:
 
     def close(self) -> None:
         self._run.finish()
+        wandb.teardown()  # waits for its own process, which a tracker's end would take with it: no `atexit` runs there
