@@ -42,14 +42,15 @@ def split(rewards: Sequence[Function] | Function) -> tuple[list[str], dict[str, 
     """The targets of a configuration, and by name the functions that only this process has. One function is a list of one.
 
     Raises ConfigError for what is no function."""
-    if not callable(rewards) and not (isinstance(rewards, Sequence) and all(map(callable, rewards))):
+    several = [rewards] if callable(rewards) else rewards
+    if not (isinstance(several, Sequence) and all(map(callable, several))):
         raise ConfigError(
             f"rewards: functions were expected, got {rewards!r:.80}; what goes by a name is given as "
             "overrides={'rewards.functions': ['exact', 'judges.py:has_answer']}"
         )
     targets: list[str] = []
     own: dict[str, Function] = {}
-    for number, function in enumerate([rewards] if callable(rewards) else rewards):
+    for number, function in enumerate(several):
         try:
             targets.append(spec_of(function))
         except RewardError:

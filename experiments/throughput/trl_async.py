@@ -29,8 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.vllm_engine.loading import environment
 from async_rlhf.experiments.throughput.harness import MissingError
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE, similarity, slow_similarity
+from async_rlhf.experiments.throughput.trl_side import spare
 
 _START_S = 300.0
 _END_S = 20.0
@@ -51,9 +54,9 @@ def vllm_server(model: str, threads: int, log: Path) -> Iterator[str]:
     """Its URL, as soon as it answers; its processes end with the block. Raises RuntimeError when it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-           "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(threads), "TORCH_COMPILE_DISABLE": "1",
-           "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    # As for the engine of ours that it is compared with; and by its endpoints for development weights are loaded.
+    own = environment(EngineConfig(threads=threads), enforce_eager=True, actor_pid=os.getpid(), given=os.environ)
+    own |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host=127.0.0.1", f"--port={port}", *_SERVER]
     with log.open("w") as file:
         server = subprocess.Popen([sys.executable, *arguments], env=os.environ | own, stdout=file, stderr=file)
@@ -116,22 +119,14 @@ def run(spec: dict[str, Any], connection: Connection) -> None:
         callbacks=[Recorder()],
         weight_transfer=Files(spec["server"], Path(spec["output_dir"]) / "weights"),
         args=async_grpo.AsyncGRPOConfig(
-            output_dir=spec["output_dir"],
+            **spare(spec),
             max_steps=spec["steps"],
-            learning_rate=spec["learning_rate"],
             per_device_train_batch_size=BATCH_SIZE,
             token_budget=0,  # as many completions a step as are named, not as many tokens
             num_generations=spec["group_size"],
             max_completion_length=spec["max_completion_length"],
             max_staleness=spec["max_staleness"],
             vllm_server_base_url=spec["server"],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
         ),
     ).train()
     connection.send({"ends": ends, "tokens": tokens, "attention": attention})

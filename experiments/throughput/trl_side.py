@@ -62,27 +62,29 @@ def _serve(part: str, spec: dict[str, Any], connection: Connection) -> None:
     {"pipeline": _run_pipeline, "learner": _run_learner, "asynchronous": trl_async.run}[part](spec, connection)
 
 
+def spare(spec: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of each of TRL's configurations: nothing that costs time and is not compared."""
+    return {
+        "output_dir": spec["output_dir"],
+        "learning_rate": spec["learning_rate"],
+        "lr_scheduler_type": "constant",
+        "model_init_kwargs": {"dtype": "float32"},
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,  # on by default; it computes the forward pass twice
+        "dataloader_pin_memory": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+
+
 def _spare_config(spec: dict[str, Any], **further: Any) -> Any:
-    """TRL's configuration with nothing that costs time and is not compared; `further` goes to it as it is."""
+    """`GRPOConfig` without a reference model and logs; `further` goes to it as it is."""
     from trl import GRPOConfig
 
-    return GRPOConfig(
-        output_dir=spec["output_dir"],
-        learning_rate=spec["learning_rate"],
-        lr_scheduler_type="constant",
-        beta=0.0,  # no reference model
-        model_init_kwargs={"dtype": "float32"},
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,  # on by default; it computes the forward pass twice
-        dataloader_pin_memory=False,
-        report_to=[],
-        logging_strategy="no",
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=0,
-        **further,
-    )
+    return GRPOConfig(**spare(spec), beta=0.0, logging_strategy="no", **further)
 
 
 def _run_pipeline(spec: dict[str, Any], connection: Connection) -> None:
