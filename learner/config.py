@@ -143,6 +143,9 @@ class LossConfig(Section):
     """`sao`: tokens whose ratio current / behaviour lies outside are masked."""
     teacher_cap: float = Field(default=10.0, gt=0)
     """`forward_kl`: upper truncation of a token's probabilities under teacher and policy over the one it was sampled with."""
+    teacher_top_k: int = Field(default=32, ge=1, le=1024)
+    """`reverse_kl_top_k`: so many tokens of each place, the policy's likeliest, are compared with the teacher; all of a smaller
+    vocabulary."""
 
     @property
     def kl_in_reward(self) -> bool:

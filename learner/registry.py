@@ -37,8 +37,9 @@ class LossSpec(_Spec):
     """What its terms are multiplied by. A loss that has the ratio to the behaviour policy in itself takes masks only."""
     learns_from: Literal["all", "pair", "best", "teacher"] = "all"
     """Members of a group that it is given. `teacher`: all, and what the reference says of each token counts, no advantage."""
-    needs: tuple[Literal["proximal", "behaviour", "reference"], ...] = ("proximal",)
-    """The log-probabilities that it reads beside the current ones."""
+    needs: tuple[Literal["proximal", "behaviour", "reference", "top_k"], ...] = ("proximal",)
+    """The log-probabilities that it reads beside the current ones. `top_k`: of the `loss.teacher_top_k` likeliest tokens under
+    the current policy, under it and a reference that the learner holds."""
     truncates: bool = False
     """Whether its own ratio to the behaviour policy is truncated at `is_cap`."""
 
@@ -56,6 +57,8 @@ class LossSpec(_Spec):
             )
         if self.learns_from == "teacher" and "reference" not in self.needs:
             raise ValueError('learns_from = "teacher": declare "reference" in needs too')
+        if "top_k" in self.needs and "reference" not in self.needs:
+            raise ValueError('needs = ("top_k",): declare "reference" in needs too')
         if self.level == "pair" and self.learns_from != "pair":
             raise ValueError('level = "pair": declare learns_from = "pair" too')
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from async_rlhf.learner.registry import loss_spec
 
 @dataclass(frozen=True)
 class Completion:
-    """Scalars by token; `current` are float64 leaves."""
+    """Scalars by token; `current` are float64 leaves, and so are `likeliest`: of other tokens in its place."""
 
     current: list[Tensor]
     proximal: list[float]
@@ -28,6 +28,8 @@ class Completion:
     staleness: list[int]
     advantage: float
     group: int
+    likeliest: list[list[Tensor]] = field(default_factory=list)
+    taught: list[list[float]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.current)
@@ -148,6 +150,12 @@ def forward_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
     return -(min(teacher, config.teacher_cap) - min(own, config.teacher_cap)) * c.current[t]
 
 
+def reverse_kl_top_k(c: Completion, t: int, config: LossConfig) -> Tensor:
+    rest = 1 - sum(torch.exp(p) for p in c.likeliest[t])
+    compared = sum(torch.exp(p) * (p - q) for p, q in zip(c.likeliest[t], c.taught[t], strict=True))
+    return compared + rest * torch.log(rest / (1 - sum(map(math.exp, c.taught[t]))))
+
+
 def gspo(c: Completion, config: LossConfig) -> Tensor:
     logs = torch.stack([logp - c.between(t, config) for t, logp in enumerate(c.current)])
     return -surrogate(exp(logs.mean()), c.advantage, config)
@@ -171,7 +179,7 @@ def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tenso
 
 OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
     f.__name__: f for f in (decoupled_ppo, ppo_clip, cispo, truncated_is, dppo_tv, dppo_kl, ipo, sapo, vespo, topr, best_of_n)
-} | {f.__name__: f for f in (sao, reverse_kl, forward_kl)}
+} | {f.__name__: f for f in (sao, reverse_kl, forward_kl, reverse_kl_top_k)}
 OF_COMPLETIONS: dict[str, Callable[[Completion, LossConfig], Tensor]] = {f.__name__: f for f in (gspo, proximal_rloo, oapl)}
 OF_PAIRS: dict[str, Callable[[Completion, Completion, LossConfig], Tensor]] = {"online_dpo": online_dpo}
 

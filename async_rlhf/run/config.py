@@ -154,6 +154,13 @@ class Config(Section):
         return bound.num_groups == _ENDLESS
 
     @property
+    def held_reference(self) -> str | None:
+        """The reference that the learner holds, the initial model or a teacher's directory; None where it holds none."""
+        if not self.loss.needs_reference or self.scoring.reference_is_stage:
+            return None
+        return self.scoring.reference.path or self.model
+
+    @property
     def served_engine(self) -> EngineConfig:
         """The engine's settings with `batch_invariant` decided as far as it can be without the model, and vLLM's share of a
         device that is not its own."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.registry import advantage_settings, advantage_spec, advantages, loss_spec
+from async_rlhf.learner.registry import advantage_settings, advantage_spec, advantages, loss_spec, losses
 
 if TYPE_CHECKING:
     from async_rlhf.run.config import Config
@@ -87,8 +87,9 @@ def _without_advantages(advantage: AdvantageConfig, loss: LossConfig) -> Iterato
         yield f"advantage.{name} is set, and loss.kind = {loss.kind!r} learns from a teacher and not from rewards: leave it out"
     if loss.off_policy_delta is not None:
         yield f"loss.off_policy_delta masks where an advantage is below 0, and {loss.kind!r} has none; set it to 'none'"
-    if loss.kind == "reverse_kl" and loss.teacher_cap != LossConfig().teacher_cap:
-        yield f"loss.teacher_cap is for loss.kind = 'forward_kl', and {loss.kind!r} has no use for it: leave it out"
+    for name, kind in (("teacher_cap", "forward_kl"), ("teacher_top_k", "reverse_kl_top_k")):
+        if loss.kind in losses() and loss.kind != kind and getattr(loss, name) != getattr(LossConfig(), name):
+            yield f"loss.{name} is for loss.kind = {kind!r}, and {loss.kind!r} has no use for it: leave it out"
     if loss.kl_in_reward:
         yield f"loss.kl_in = 'reward': rewards do not count in loss.kind = {loss.kind!r}; set loss.kl_in = 'loss'"
 

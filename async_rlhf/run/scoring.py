@@ -195,17 +195,24 @@ def _check(config: Config) -> None:
                 f'scoring.stages.{name}.placement = "learner" is for {REFERENCE!r} only; a reward has "actor" or "process"'
             )
     where = f"scoring.stages.{REFERENCE}"
-    stage = config.scoring.stages.get(REFERENCE, StageConfig())
-    if not config.scoring.reference_is_stage:
+    stage, own = config.scoring.stages.get(REFERENCE, StageConfig()), config.scoring.reference
+    is_stage, reads_top_k = config.scoring.reference_is_stage, "top_k" in loss_spec(config.loss.kind).needs
+    if is_stage and reads_top_k:
+        raise ConfigError(
+            f"loss.kind = {config.loss.kind!r} asks policy and reference about the likeliest tokens of each place, which the "
+            f'learner alone can: set {where}.placement = "learner"'
+        )
+    if not is_stage:
         given = [f"{where}.{name}" for name in stage.given]
-        given += [f"scoring.reference.{name}" for name in config.scoring.reference.model_dump(exclude_defaults=True)]
+        given += [f"scoring.reference.{name}" for name in own.model_dump(exclude={"path"}, exclude_defaults=True)]
+        given += [f"scoring.reference.path = {own.path!r}"] if is_address(own.path) else []
         if given:
-            raise ConfigError(f'{min(given)} is about a stage, and the learner computes this; set {where}.placement = "actor"')
-        return
-    if not config.loss.needs_reference:
+            way = "name one model directory, and leave this out" if reads_top_k else f'set {where}.placement = "actor"'
+            raise ConfigError(f"{min(given)} is about a stage, and the learner computes this; {way}")
+    if (is_stage or own.path) and not config.loss.needs_reference:
         asked = f'{where}.placement = "{stage.placement}"' if stage.placement else "scoring.reference names teachers"
         raise ConfigError(f"{asked}, and nothing asks for a reference; set loss.kl_coef above 0, or leave it out")
-    if stage.stream_tokens:
+    if is_stage and stage.stream_tokens:
         _check_incremental(config, where, stage.stream_tokens)
 
 

@@ -38,9 +38,10 @@ class Gradients:
 
     def __init__(self, config: Config, checkpoint: Path, step: int, loss: LossConfig) -> None:
         self._config, self._step = config, step
-        referred = loss.needs_reference and not config.scoring.reference_is_stage
         model = Path(model_directory(config.model))
-        self._machine = Machine(model, config.learner.model_copy(update=_ALONE), Ranks(), with_reference=referred)
+        held = config.model_copy(update={"loss": loss}).held_reference
+        reference = model if held == config.model else Path(held) if held else None
+        self._machine = Machine(model, config.learner.model_copy(update=_ALONE), Ranks(), reference=reference)
         self._machine.load(checkpoint)
         policy = self._machine.policy
         self.num_parameters = sum(p.numel() for p in policy.parameters() if p.requires_grad)

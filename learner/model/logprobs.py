@@ -4,7 +4,7 @@ The logits of a few tokens at a time are made from the hidden states and used. O
 backward pass finds the probabilities again; of all others it makes them again. With `sampling_masks` (see `SamplingMasks`) the
 distribution is restricted to the tokens that each was chosen among.
 
-Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model.
+Axes: N tokens, C tokens of a chunk, V vocabulary, D width of the model; J tokens in a place, of which the first was chosen.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ _LOG_ZERO = -1e4
 
 
 def token_logprobs(
-    logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None = None
+    logits_NV: Tensor, target: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None = None
 ) -> Tensor:
-    """float32 [N]: log softmax(logits / temperature)[target], the distribution the engine sampled from."""
+    """float32, as [N] or [N, J] as `target`: log softmax(logits / temperature)[target], the distribution the engine sampled
+    from."""
     scaled = _scaled(logits_NV, temperature_N, sampling_masks)
-    return scaled.gather(-1, target_N[:, None]).squeeze(-1) - torch.logsumexp(scaled, dim=-1)
+    found_NJ = scaled.gather(-1, target.view(len(target), -1)) - torch.logsumexp(scaled, dim=-1, keepdim=True)
+    return found_NJ.view_as(target)
+
+
+def token_ids(logits_NV: Tensor, target_N: Tensor, others: int | Tensor) -> Tensor:
+    """int64 [N, J]: the target and, behind it, so many of the likeliest tokens (at most all), or these int64 [N, J - 1]."""
+    if isinstance(others, int):
+        others = logits_NV.topk(min(others, logits_NV.shape[-1])).indices
+    return torch.cat([target_N[:, None], others], dim=1)
 
 
 def token_entropy(logits_NV: Tensor, temperature_N: Tensor, sampling_masks: SamplingMasks | None = None) -> Tensor:
@@ -61,9 +70,10 @@ def chunked_logprobs(
     sampling_masks: SamplingMasks | None = None,
     remembered: int = 0,
     energies: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """float32 ([N], [N], [N] or None): log p[target], entropy in nats and, with `energies`, energy (see `token_energy`) of
-    p = softmax((hidden @ weight.T + bias) / temperature).
+    others: int | Tensor = 0,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(float32 [N, J], [N], [N] or None, int64 [N, J]): log p of tokens, entropy in nats and, with `energies`, energy (see
+    `token_energy`) of p = softmax((hidden @ weight.T + bias) / temperature); and which tokens, as `token_ids` gives them.
 
     The first two carry gradients to hidden, weight and bias. `rows` tokens are treated at a time (see `chunks`); of
     the first `remembered`, in whole chunks, float32 [.., V] is kept for the backward pass. Beside these there are two chunks
@@ -74,8 +84,8 @@ def chunked_logprobs(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     inputs = hidden_ND, weight_VD, bias_V, target_N, temperature_N, sampling_masks, rows, remembered, dtype
     energy_N = torch.empty(len(target_N), dtype=torch.float32, device=device) if energies else None
-    logp_N, entropy_N = _Chunked.apply(*inputs, energy_N)  # type: ignore[no-untyped-call]
-    return logp_N, entropy_N, energy_N
+    logp_NJ, entropy_N, ids_NJ = _Chunked.apply(*inputs, others, energy_N)  # type: ignore[no-untyped-call]
+    return logp_NJ, entropy_N, energy_N, ids_NJ
 
 
 class _Chunked(torch.autograd.Function):
@@ -96,12 +106,15 @@ class _Chunked(torch.autograd.Function):
         rows: int,
         remembered: int,
         dtype: torch.dtype,
+        others: int | Tensor,
         energy_N: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Fills `energy_N`."""
         weight = weight_VD.to(dtype)
-        logp_N = torch.empty(len(target_N), dtype=torch.float32, device=hidden_ND.device)
-        entropy_N = torch.empty_like(logp_N)
+        num_others = min(others, len(weight)) if isinstance(others, int) else others.shape[1]
+        ids_NJ = target_N.new_empty(len(target_N), 1 + num_others)
+        logp_NJ = torch.empty(ids_NJ.shape, dtype=torch.float32, device=hidden_ND.device)
+        entropy_N = torch.empty_like(logp_NJ[:, 0])
         kept = []
         masked = bias_V is not None or sampling_masks is not None
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -110,23 +123,25 @@ class _Chunked(torch.autograd.Function):
                 p_CV = torch.softmax(z_CV, dim=-1)
                 y_CV = z_CV.sub_(z_CV.amax(-1, keepdim=True))
                 highest_C = p_CV.amax(-1).log()
-                logp_N[part] = y_CV.gather(-1, target_N[part, None]).squeeze(-1) + highest_C
+                ids_NJ[part] = token_ids(y_CV, target_N[part], others if isinstance(others, int) else others[part])
+                logp_NJ[part] = y_CV.gather(-1, ids_NJ[part]) + highest_C[:, None]
                 if energy_N is not None:
-                    energy_N[part] = _energy(p_CV, logp_N[part].exp())
+                    energy_N[part] = _energy(p_CV, logp_NJ[part, 0].exp())
                 if masked:
                     y_CV.clamp_(min=torch.finfo(torch.float32).min)  # so that it times its probability is 0
                 entropy_N[part] = _entropy_(y_CV, p_CV, highest_C)
                 if part.stop <= remembered:
                     kept.append(p_CV)
                 del z_CV, y_CV, p_CV  # else they stand beside the next ones
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, ids_NJ, temperature_N, entropy_N, *kept)
         ctx.sampling_masks, ctx.rows, ctx.dtype = sampling_masks, rows, dtype
         ctx.set_materialize_grads(False)
-        return logp_N, entropy_N
+        ctx.mark_non_differentiable(ids_NJ)
+        return logp_NJ, entropy_N, ids_NJ
 
     @staticmethod
-    def backward(ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
-        hidden_ND, weight_VD, bias_V, target_N, temperature_N, entropy_N, *kept = ctx.saved_tensors
+    def backward(ctx: Any, grad_logp_NJ: Tensor | None, grad_entropy_N: Tensor | None, _: None) -> Any:
+        hidden_ND, weight_VD, bias_V, ids_NJ, temperature_N, entropy_N, *kept = ctx.saved_tensors
         rows, dtype = ctx.rows, ctx.dtype
         weight = weight_VD.to(dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -134,15 +149,15 @@ class _Chunked(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for index, (part, cut) in enumerate(_parts(len(target_N), rows, ctx.sampling_masks)):
+            for index, (part, cut) in enumerate(_parts(len(ids_NJ), rows, ctx.sampling_masks)):
                 hidden = hidden_ND[part].to(dtype)
                 dz = _gradient(
                     kept[index]
                     if index < len(kept)
                     else torch.softmax(_scaled_logits(hidden, weight, bias_V, temperature_N[part], cut), dim=-1),
-                    target_N[part],
+                    ids_NJ[part],
                     entropy_N[part],
-                    None if grad_logp_N is None else grad_logp_N[part] / temperature_N[part],
+                    None if grad_logp_NJ is None else grad_logp_NJ[part] / temperature_N[part, None],
                     None if grad_entropy_N is None else grad_entropy_N[part] / temperature_N[part],
                 )
                 if grad_bias is not None:
@@ -157,7 +172,7 @@ class _Chunked(torch.autograd.Function):
                 del dz
         as_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         as_bias = None if grad_bias is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, as_weight, as_bias, None, None, None, None, None, None, None
+        return grad_hidden, as_weight, as_bias, None, None, None, None, None, None, None, None
 
 
 def _parts(count: int, rows: int, sampling_masks: SamplingMasks | None) -> list[tuple[slice, SamplingMasks | None]]:
@@ -189,14 +204,15 @@ def _entropy_(y_CV: Tensor, p_CV: Tensor, highest_C: Tensor) -> Tensor:
 
 
 def _gradient(
-    p_CV: Tensor, target_C: Tensor, entropy_C: Tensor, grad_logp_C: Tensor | None, grad_entropy_C: Tensor | None
+    p_CV: Tensor, ids_CJ: Tensor, entropy_C: Tensor, grad_logp_CJ: Tensor | None, grad_entropy_C: Tensor | None
 ) -> Tensor:
     """float32 [C, V]: gradient of the logits before the temperature; the incoming ones are divided by it already."""
+    whole_C1 = None if grad_logp_CJ is None else grad_logp_CJ.sum(-1, keepdim=True)
     if grad_entropy_C is None:
-        factor = torch.zeros_like(p_CV) if grad_logp_C is None else p_CV * -grad_logp_C[:, None]
+        factor = torch.zeros_like(p_CV) if whole_C1 is None else p_CV * -whole_C1
     else:
         factor = p_CV.log().clamp_(min=_LOG_ZERO).add_(entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
-        factor = (factor if grad_logp_C is None else factor.sub_(grad_logp_C[:, None])).mul_(p_CV)
-    if grad_logp_C is not None:
-        factor.scatter_add_(-1, target_C[:, None], grad_logp_C[:, None])
+        factor = (factor if whole_C1 is None else factor.sub_(whole_C1)).mul_(p_CV)
+    if grad_logp_CJ is not None:
+        factor.scatter_add_(-1, ids_CJ, grad_logp_CJ)
     return factor

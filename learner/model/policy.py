@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batche
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, token_cost, tokens_within
 from async_rlhf.learner.model.blocks import attend_in_blocks, planned
-from async_rlhf.learner.model.logprobs import chunked_logprobs, token_energy, token_entropy, token_logprobs
+from async_rlhf.learner.model.logprobs import chunked_logprobs, token_energy, token_entropy, token_ids, token_logprobs
 from async_rlhf.learner.model.routing import Replay
 from async_rlhf.learner.model.sequence import Share, share_attention
 
@@ -66,6 +66,18 @@ class Critic(nn.Module):
         with torch.autocast(hidden_ND.device.type, enabled=False):
             values: Tensor = self.value(hidden_ND.float()).squeeze(-1)
         return values
+
+
+class Predicted(NamedTuple):
+    """Of each token, with gradients: log-probability, entropy and value, float32 [N]. Its energy, without (see `token_energy`).
+    others: int64 [N, K], other tokens in its place, which `logp_others_NK`, float32 with gradients, is of."""
+
+    logp_N: Tensor
+    entropy_N: Tensor
+    value_N: Tensor | None
+    energy_N: Tensor | None
+    others_NK: Tensor
+    logp_others_NK: Tensor
 
 
 class Policy(nn.Module):
@@ -151,15 +163,15 @@ class Policy(nn.Module):
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().num_embeddings)
 
-    def forward(self, batch: MicroBatch, energies: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """float32 ([N], [N], [N] or None, [N] or None): log-probability, entropy and value of each token, all with gradients;
-        with `energies` its energy (see `token_energy`), without."""
+    def forward(self, batch: MicroBatch, energies: bool = False, others: int | Tensor = 0) -> Predicted:
+        """energies: whether they are asked for. others: so many of the likeliest tokens (at most all), or these."""
         if self._sequence_ranks == 1:
-            return self._forward(batch, self._mask(batch, self._autocast), self._autocast, energies)
+            return self._forward(batch, self._mask(batch, self._autocast), self._autocast, energies, others)
         share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
         masks = self._masks(share.blocks_B4, share.positions_RL, self._autocast)
-        logp_N, entropy_N, value_N, energy_N = self._forward(share.own, masks, self._autocast, energies)
-        return share.joined(logp_N), share.joined(entropy_N), value_N, None if energy_N is None else share.joined(energy_N)
+        own = others if isinstance(others, int) else others[share.index_M]
+        found = self._forward(share.own, masks, self._autocast, energies, own)
+        return Predicted(*(None if each is None else share.joined(each) for each in found))  # type: ignore[arg-type]
 
     def values(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: those of a critic with a trunk of its own, without a pass of the policy."""
@@ -171,7 +183,7 @@ class Policy(nn.Module):
 
     def exactly(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: log-probability of each token, everything computed in float32 and by this rank alone."""
-        return self._forward(batch, self._mask(batch, None), None)[0]
+        return self._forward(batch, self._mask(batch, None), None).logp_N
 
     def _mask(self, batch: MicroBatch, dtype: torch.dtype | None) -> Any:
         """What the model takes as `attention_mask`. Rows of one piece need no mask of ours: padding stands on the right, where
@@ -193,8 +205,8 @@ class Policy(nn.Module):
         return self.attention.masks(bias)
 
     def _forward(
-        self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None, energies: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None, energies: bool = False, others: int | Tensor = 0
+    ) -> Predicted:
         inputs = _inputs(batch, masks)
         replayed = nullcontext() if self._replay is None else self._replay.given(batch.experts_PMk)
         with replayed, torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
@@ -203,17 +215,18 @@ class Policy(nn.Module):
                 head = self.output_layer
                 rows = chunk_tokens(head.weight.shape[0], batch.ids_RL.device.type)
                 remembered = tokens_within(head.weight.shape[0], LOGITS_MIB) if torch.is_grad_enabled() else 0
-                tokens = batch.target_N, batch.temperature_N, rows, batch.sampling_masks, remembered, energies
-                logp_N, entropy_N, energy_N = chunked_logprobs(hidden_ND, head.weight, head.bias, *tokens)
+                tokens = batch.target_N, batch.temperature_N, rows, batch.sampling_masks, remembered, energies, others
+                logp_NJ, entropy_N, energy_N, ids_NJ = chunked_logprobs(hidden_ND, head.weight, head.bias, *tokens)
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)
                 hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
                 logits_NV, masks = out.logits.flatten(0, 1)[batch.source_N], batch.sampling_masks
-                chosen = logits_NV, batch.target_N, batch.temperature_N, masks
-                logp_N, entropy_N = token_logprobs(*chosen), token_entropy(logits_NV, batch.temperature_N, masks)
-                energy_N = token_energy(*chosen).detach() if energies else None
+                ids_NJ = token_ids(logits_NV, batch.target_N, others)
+                logp_NJ = token_logprobs(logits_NV, ids_NJ, batch.temperature_N, masks)
+                entropy_N = token_entropy(logits_NV, batch.temperature_N, masks)
+                energy_N = token_energy(logits_NV, batch.target_N, batch.temperature_N, masks).detach() if energies else None
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
-        return logp_N, entropy_N, value_N, energy_N
+        return Predicted(logp_NJ[:, 0], entropy_N, value_N, energy_N, ids_NJ[:, 1:], logp_NJ[:, 1:])
 
     def probe(self, ids: Tensor) -> Tensor:
         """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""
@@ -307,6 +320,16 @@ def check_policy(policy: Policy) -> None:
         f"{difference:.3g} nats on average (at most {MAX_DIFFERENCE:g}), as of a model that looks ahead or mixes the texts "
         "of a batch. Use a causal language model"
     )
+
+
+def check_together(policy: Policy, other: Policy) -> None:
+    """Check another that reads the same rows; then both have the same `sharing`. Raises ConfigError as `check_policy`."""
+    check_policy(other)
+    order = get_args(Sharing)
+    while policy.sharing != other.sharing:
+        better = min(policy, other, key=lambda each: order.index(each.sharing))
+        better.sharings = better.sharings[better.sharings.index(better.sharing) + 1 :]
+        check_policy(better)
 
 
 def _difference(policy: Policy, group: Group, plain: Tensor) -> float:

@@ -59,8 +59,8 @@ class Share:
         return cls(own, blocks, positions, index, batch.num_tokens)
 
     def joined(self, value_M: Tensor) -> Tensor:
-        """[N]: every token's, from the rank that has it; the gradient goes to the own ones."""
-        value_N = torch.zeros(self.num_tokens, dtype=value_M.dtype, device=value_M.device)
+        """[N] or [N, K]: every token's, from the rank that has it; the gradient goes to the own ones."""
+        value_N = torch.zeros(self.num_tokens, *value_M.shape[1:], dtype=value_M.dtype, device=value_M.device)
         return _Joined.apply(value_N.index_put((self.index_M,), value_M))  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -54,15 +54,6 @@ def probabilities(logits: Tensor) -> Tensor:
     return logprobs(logits).sum(-1).exp()
 
 
-def jacobian(logits: Tensor) -> Tensor:
-    """float64 [N, P]: d log p(token) / d logits, in closed form: onehot - softmax at the token's prefix."""
-    p = torch.softmax(logits, -1)[PREFIXES]
-    full = torch.zeros(Y, T, C, V, dtype=torch.float64)
-    index = PREFIXES[..., None, None].expand(Y, T, 1, V)
-    own = torch.nn.functional.one_hot(COMPLETIONS, V).double() - p
-    return full.scatter(2, index, own[:, :, None]).reshape(Y * T, C * V)
-
-
 def exact_gradient(logits: Tensor, reward: Tensor) -> Tensor:
     """float64 [P]: of the expected reward under the policy itself."""
     leaf = logits.clone().requires_grad_()
@@ -92,10 +83,12 @@ def later(logits: Tensor, reward: Tensor, steps: int) -> Tensor:
 
 
 def inputs_for(
-    current: Tensor, behaviour: Tensor, advantage_Y: Tensor, staleness: int, reference: Tensor | None = None
+    current: Tensor, behaviour: Tensor, advantage_Y: Tensor, staleness: int, reference: Tensor | None = None, top: int = V
 ) -> LossInputs:
-    """Every completion once, as one call of a loss; the proximal policy is the current one, as at the start of a step."""
+    """Every completion once, as one call of a loss; the proximal policy is the current one, as at the start of a step. top: so
+    many of the likeliest tokens of each place, beside a reference."""
     now = logprobs(current).flatten()
+    other_NK = None if reference is None else _likeliest(current, reference, top)
     each = torch.arange(Y)
     return LossInputs(
         logp_current_N=now.clone().requires_grad_(),
@@ -106,16 +99,28 @@ def inputs_for(
         group_S=each,
         staleness_N=torch.full((Y * T,), staleness),
         logp_reference_N=None if reference is None else logprobs(reference).flatten(),
+        logp_current_NK=None if other_NK is None else _likeliest(current, current, top),
+        logp_reference_NK=other_NK,
     )
 
 
 def gradients(inputs: LossInputs, config: LossConfig, logits: Tensor) -> Tensor:
     """float64 [Y, P]: the ascent direction each completion alone gives, in the unit of its sum over tokens."""
-    leaf = inputs.logp_current_N.detach().requires_grad_()
-    objective(replace(inputs, logp_current_N=leaf), config).total.backward()  # type: ignore[no-untyped-call]
-    assert leaf.grad is not None
-    per_token = -leaf.grad[:, None] * jacobian(logits)
-    return per_token.reshape(Y, T, C * V).sum(1)
+    leaf_NV = logits[PREFIXES].reshape(Y * T, V).requires_grad_()
+    logp_NV = torch.log_softmax(leaf_NV, -1)
+    own = {"logp_current_N": logp_NV.gather(1, COMPLETIONS.reshape(-1, 1)).squeeze(1)}
+    if inputs.logp_current_NK is not None:
+        own["logp_current_NK"] = logp_NV.topk(inputs.logp_current_NK.shape[1]).values
+    objective(replace(inputs, **own), config).total.backward()  # type: ignore[no-untyped-call]
+    assert leaf_NV.grad is not None
+    at = torch.arange(Y)[:, None], PREFIXES
+    return torch.zeros(Y, C, V, dtype=torch.float64).index_put_(at, -leaf_NV.grad.reshape(Y, T, V)).reshape(Y, C * V)
+
+
+def _likeliest(current: Tensor, of: Tensor, top: int) -> Tensor:
+    """float64 [N, K]: the log-probabilities under a policy of the tokens that are likeliest under the current one."""
+    ids_CK = current.topk(min(top, V)).indices
+    return torch.log_softmax(of, -1).gather(1, ids_CK)[PREFIXES].reshape(Y * T, -1)
 
 
 def expected(
@@ -125,5 +130,6 @@ def expected(
     other; the advantage is the reward less its mean there."""
     weights = probabilities(behaviour)
     worth = reward - (weights * reward).sum()
-    inputs = inputs_for(current, behaviour, worth, staleness, behaviour if reference is None else reference)
+    of = behaviour if reference is None else reference
+    inputs = inputs_for(current, behaviour, worth, staleness, of, config.teacher_top_k)
     return (weights[:, None] * gradients(inputs, config, current)).sum(0)

@@ -298,6 +298,28 @@ def forward_kl(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Term
     return -weight_N * (w_N.clamp(max=cap) - r_N.clamp(max=cap)) * logp_N, _region((w_N > cap) | (r_N > cap))
 
 
+@loss(corrects="nothing", learns_from="teacher", needs=("reference", "top_k"))
+def reverse_kl_top_k(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -> Terms:
+    """[N]: sum over v in S of p_v log(p_v / q_v) + p_R log(p_R / q_R), with p the current policy, q the teacher, S the
+    `teacher_top_k` likeliest tokens under p, and p_R, q_R what is left to all others.
+
+    KL(p_current | q) of the token's place, over its likeliest tokens and one event for the rest: at most the divergence over
+    the whole vocabulary (data processing), the nearer the larger S, and 0 only where both agree on S. Without the rest a policy
+    would gain by leaving S. No token is a sample here: what behaviour wrote decides where p and q are compared, and no more.
+    """
+    if inputs.logp_current_NK is None or inputs.logp_reference_NK is None:
+        raise ValueError("reverse_kl_top_k needs the log-probabilities of the likeliest tokens under policy and teacher")
+    p_NK, q_NK = inputs.logp_current_NK, inputs.logp_reference_NK
+    rest_N, other_N = _rest(p_NK), _rest(q_NK)
+    divergence_N = (p_NK.exp() * (p_NK - q_NK)).sum(-1) + rest_N * (rest_N / other_N).log()
+    return divergence_N, {"top_k/mass": p_NK.detach().exp().sum()}
+
+
+def _rest(logp_NK: Tensor) -> Tensor:
+    """[N]: the probability of all other tokens; below float32's rounding of a sum near 1 it is not known, and constant."""
+    return (-torch.expm1(logp_NK.logsumexp(-1))).clamp(min=1e-6)
+
+
 def _teacher(inputs: LossInputs) -> Tensor:
     if inputs.logp_reference_N is None:
         raise ValueError("distillation needs log-probabilities under the reference, the teacher")

@@ -45,10 +45,12 @@ VALUE_CLIP = 0.2
 
 @dataclass(frozen=True)
 class LossInputs:
-    """float32 [N] unless noted otherwise; only `logp_current_N` and `entropy_N` carry a gradient.
+    """float32 [N] unless noted otherwise; only what is of the current policy carries a gradient.
 
     logp_current_N, logp_proximal_N, logp_behaviour_N: log-probabilities of the chosen tokens at the sampling temperature,
     now, at the start of the step, and when sampled. logp_reference_N: under the frozen reference (`needs_reference`).
+    logp_current_NK, logp_reference_NK: of the K tokens that are likeliest in a token's place under the current policy, for a
+    loss that declares `top_k`.
     advantage_N. mask_N: what a token's weight is multiplied by, 0 where it is masked, from corrections that look at the whole
     batch; None is all ones.
     sequence_N: int64, ascending from 0 to S - 1. group_S: int64, equal for siblings. staleness_N: int64, in steps.
@@ -64,6 +66,8 @@ class LossInputs:
     staleness_N: Tensor
     mask_N: Tensor | None = None
     logp_reference_N: Tensor | None = None
+    logp_current_NK: Tensor | None = None
+    logp_reference_NK: Tensor | None = None
     entropy_N: Tensor | None = None
 
 

@@ -26,6 +26,14 @@ _CLOSE_SUMS = 1e-5  # they may be float32
 # Of three groups of two completions; where a loss is given the best alone, each second one is left out.
 _LENGTHS = (3, 1, 4, 2, 5, 3)
 _DIRECTION = 0.99
+# What of the inputs a loss reads, by its declaration; `current` without one.
+_READ = {
+    "current": ("logp_current_N", "logp_current_NK"),
+    "proximal": ("logp_proximal_N",),
+    "behaviour": ("logp_behaviour_N",),
+    "reference": ("logp_reference_N", "logp_reference_NK"),
+    "top_k": ("logp_current_NK", "logp_reference_NK"),
+}
 
 
 @dataclass(frozen=True)
@@ -120,12 +128,17 @@ def _inputs(config: LossConfig, scale: float = 0.3) -> LossInputs:
     proximal, behaviour, reference = (
         now + scale * torch.randn(len(now), generator=random, dtype=torch.float64) for _ in range(3)
     )
+    top, top_reference = (
+        torch.log_softmax(scale * torch.randn(len(now), 5, generator=random, dtype=torch.float64), -1)[:, :3] for _ in range(2)
+    )
     worth = torch.tensor([1.0 if n % 2 == 0 else -0.7 for n in kept], dtype=torch.float64)
     return LossInputs(
         logp_current_N=now.clone().requires_grad_(),
         logp_proximal_N=proximal,
         logp_behaviour_N=behaviour,
         logp_reference_N=reference,
+        logp_current_NK=top.requires_grad_(),
+        logp_reference_NK=top_reference,
         advantage_N=worth[sequence_N],
         sequence_N=sequence_N,
         group_S=torch.tensor([n // 2 for n in kept]),
@@ -135,15 +148,16 @@ def _inputs(config: LossConfig, scale: float = 0.3) -> LossInputs:
 
 
 def _gradient(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """The sum, and its gradient [N]."""
+    """The sum, and its gradient [N, 1 + K]."""
     total, gradient_N, _ = _differentiated(inputs, config)
     return total, gradient_N
 
 
 def _differentiated(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-    """The sum, its gradient [N], and the sums over tokens."""
-    leaf = inputs.logp_current_N.detach().requires_grad_()
-    found = objective(replace(inputs, logp_current_N=leaf), config)
+    """The sum, its gradient [N, 1 + K], and the sums over tokens."""
+    assert inputs.logp_current_NK is not None
+    leaf = torch.cat([inputs.logp_current_N[:, None], inputs.logp_current_NK], 1).detach().requires_grad_()
+    found = objective(replace(inputs, logp_current_N=leaf[:, 0], logp_current_NK=leaf[:, 1:]), config)
     found.total.backward()  # type: ignore[no-untyped-call]
     return found.total.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, found.sums
 
@@ -188,11 +202,9 @@ def _finite(config: LossConfig) -> tuple[bool, str]:
 def _not_hidden(config: LossConfig) -> tuple[bool, str]:
     inputs, spec = _inputs(config), loss_spec(config.kind)
     for name in ("current", *spec.needs, *(("behaviour",) if spec.takes_ratios else ())):
-        corrupt = getattr(inputs, f"logp_{name}_N").detach().clone()
-        corrupt[inputs.advantage_N.argmin()] = torch.nan
-        total, gradient = _gradient(replace(inputs, **{f"logp_{name}_N": corrupt}), config)
+        total, gradient = _gradient(_corrupted(inputs, name, inputs.advantage_N.argmin()), config)
         if torch.isfinite(total) and torch.isfinite(gradient).all():
-            return False, f"the sum is finite where logp_{name}_N is not: the step would not be refused"
+            return False, f"the sum is finite where {_READ[name][0]} is not: the step would not be refused"
     return True, ""
 
 
@@ -200,13 +212,19 @@ def _declared_only(config: LossConfig) -> tuple[bool, str]:
     inputs, needs = _inputs(config), loss_spec(config.kind).needs
     function, weight_N = load_loss(config.kind), torch.ones_like(inputs.advantage_N)
     terms, _ = function(inputs, weight_N, config)
-    for name in ("proximal", "behaviour", "reference"):
-        if name not in needs:
-            hidden = torch.full_like(weight_N, torch.nan)
-            found, _ = function(replace(inputs, **{f"logp_{name}_N": hidden}), weight_N, config)
-            if not torch.equal(found, terms):
-                return False, f"logp_{name}_N is read: declare needs = {(*needs, name)!r}"
+    for name in _READ.keys() - {"current", *needs}:
+        found, _ = function(_corrupted(inputs, name, slice(None)), weight_N, config)
+        if not torch.equal(found, terms):
+            return False, f"{_READ[name][0]} is read: declare needs = {(*needs, name)!r}"
     return True, ""
+
+
+def _corrupted(inputs: LossInputs, name: str, where: Tensor | slice) -> LossInputs:
+    """With no numbers there, in all that a loss reads by this name."""
+    found = {field: getattr(inputs, field).detach().clone() for field in _READ[name]}
+    for each in found.values():
+        each[where] = torch.nan
+    return replace(inputs, **found)
 
 
 def _masks(config: LossConfig) -> tuple[bool | None, str]:

@@ -30,6 +30,7 @@ from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.batch.packing import Packing, Update, partition
 from async_rlhf.learner.batch.rows import Row, check_row
 from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.model.policy import Predicted
 from async_rlhf.learner.objective.estimation import PolicyEvaluation
 from async_rlhf.learner.objective.objective import Counts, LossInputs, denominator, objective, value_loss
 from async_rlhf.learner.registry import loss_spec
@@ -51,6 +52,7 @@ class Controller:
         self._adding = ranks if config.ranks_per_row == 1 else Ranks()
         spec = loss_spec(loss.kind)
         self._ratios = spec.takes_ratios and not loss.allow_uncorrected
+        self._others = loss.teacher_top_k if "top_k" in spec.needs else 0
         self._packing = Packing(
             config.micro_batch_tokens,
             machine.policy.sharing,
@@ -163,9 +165,9 @@ class Controller:
         own: dict[str, Tensor] = {}
         with torch.no_grad():
             for batch in self._placed(updates[0].batches):
-                proximal_N, _, value_N, energy_N = self.machine.predict(batch, energies)
-                reference_N = self._reference(batch)
-                named = {"logp_proximal": proximal_N, "logp_reference": reference_N, "value": value_N, "energy": energy_N}
+                seen = self.machine.predict(batch, energies)
+                named = {"logp_proximal": seen.logp_N, "value": seen.value_N, "energy": seen.energy_N}
+                named["logp_reference"], _ = self._reference(batch)
                 owner_N = batch.member_N.cpu()
                 for name, each in ((name, each.float().cpu()) for name, each in named.items() if each is not None):
                     own |= {f"{member} {name}": each[owner_N == member] for member in set(owner_N.tolist())}
@@ -221,24 +223,24 @@ class Controller:
             return {}
         once = {update.number: update.batches for update in updates[1:]}
         with torch.no_grad():
-            return {n: [self.machine.predict(batch)[0] for batch in self._placed(batches)] for n, batches in once.items()}
+            return {n: [self.machine.predict(batch).logp_N for batch in self._placed(batches)] for n, batches in once.items()}
 
     def _accumulate(self, update: Update, proximal: Sequence[Tensor] | None, step: int, sums: StepSums) -> float:
         """The gradient of an update, left in the machine; its loss comes back, over all ranks."""
         self.machine.begin()
         loss = 0.0
         for index, batch in enumerate(self._placed(update.batches)):
-            logp_N, entropy_N, value_N, _ = self.machine.predict(batch)
+            seen = self.machine.predict(batch, others=self._others)
             if batch.num_tokens:
-                inputs = self._inputs(batch, logp_N, entropy_N, None if proximal is None else proximal[index], step)
+                inputs = self._inputs(batch, seen, None if proximal is None else proximal[index], step)
                 outputs = objective(inputs, self._loss)
-                total = self._critic(batch, value_N, update, sums)
+                total = self._critic(batch, seen.value_N, update, sums)
                 if step >= self._learner.critic.warmup_steps:  # before, only the critic learns
                     total = total + outputs.total / denominator(self._loss, update.counts)
                 sums.add(batch, inputs, outputs)
             else:  # takes part in what ranks do together, and adds nothing
-                self._reference(batch)
-                total = logp_N.sum() + entropy_N.sum() + (0.0 if value_N is None else value_N.sum())
+                self._reference(batch, seen.others_NK)
+                total = seen.logp_N.sum() + seen.entropy_N.sum() + (0.0 if seen.value_N is None else seen.value_N.sum())
             loss += float(total.detach())
             self.machine.backward(total, last=index == len(update.batches) - 1)
         return self._adding.total(loss)
@@ -247,26 +249,31 @@ class Controller:
         """One after the other, with all its tensors, on the machine's device."""
         return (batch.to(self.machine.device) for batch in batches)
 
-    def _inputs(self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, known_N: Tensor | None, step: int) -> LossInputs:
+    def _inputs(self, batch: MicroBatch, seen: Predicted, known_N: Tensor | None, step: int) -> LossInputs:
         known_N = batch.logp_proximal_N if batch.logp_proximal_N is not None else known_N
+        reference_N, reference_NK = self._reference(batch, seen.others_NK)
         return LossInputs(
-            logp_current_N=logp_N,
-            logp_proximal_N=logp_N.detach() if known_N is None else known_N,
+            logp_current_N=seen.logp_N,
+            logp_proximal_N=seen.logp_N.detach() if known_N is None else known_N,
             logp_behaviour_N=batch.logp_behaviour_N,
             advantage_N=batch.advantage_N,
             sequence_N=batch.sequence_N,
             group_S=batch.group_S,
             staleness_N=step - batch.version_N,
             mask_N=batch.mask_N,
-            logp_reference_N=self._reference(batch),
-            entropy_N=entropy_N,
+            logp_reference_N=reference_N,
+            logp_current_NK=seen.logp_others_NK if self._others else None,
+            logp_reference_NK=reference_NK if self._others else None,
+            entropy_N=seen.entropy_N,
         )
 
-    def _reference(self, batch: MicroBatch) -> Tensor | None:
+    def _reference(self, batch: MicroBatch, others: int | Tensor = 0) -> tuple[Tensor | None, Tensor | None]:
+        """[N], and [N, K] of other tokens; None where there is none."""
         if batch.logp_reference_N is not None:
-            return batch.logp_reference_N
+            return batch.logp_reference_N, None
         with torch.no_grad():
-            return self.machine.reference(batch)
+            found = self.machine.reference(batch, others)
+        return (None, None) if found is None else (found.logp_N, found.logp_others_NK)
 
     def _critic(self, batch: MicroBatch, value_N: Tensor | None, update: Update, sums: StepSums) -> Tensor:
         """The critic's part of the loss, per token of the update; 0 without one."""
@@ -284,13 +291,15 @@ def make_backend(
     publish_dtype: str = "float32",
     ranks: Ranks | None = None,
     reference_recorded: bool = False,
+    teacher: Path | None = None,
 ) -> Controller:
     """This rank's part of the learner. publish_dtype: what the engines serve. reference_recorded: rollouts carry their
-    log-probabilities under the reference, so it is not loaded here. Raises ConfigError as `Machine`."""
+    log-probabilities under the reference, so it is not loaded here. teacher: the reference's directory, where it is not the
+    initial model. Raises ConfigError as `Machine`."""
     # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
     os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
     kind = Machine
     if config.backend == "deepspeed":
         from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
-    with_reference = loss.needs_reference and not reference_recorded
-    return Controller(kind(model_dir, config, ranks or Ranks(), publish_dtype, with_reference), loss)
+    reference = (teacher or model_dir) if loss.needs_reference and not reference_recorded else None
+    return Controller(kind(model_dir, config, ranks or Ranks(), publish_dtype, reference), loss)

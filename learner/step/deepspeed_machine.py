@@ -36,7 +36,7 @@ from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.config import LearnerConfig, check_division
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model
-from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.model.policy import Policy, Predicted
 from async_rlhf.learner.step.ranks import Ranks, buckets, communication
 from async_rlhf.learner.step.torch_machine import Machine, raw, set_learning_rate
 
@@ -66,10 +66,15 @@ class DeepSpeedMachine(Machine):
     collective = True
 
     def __init__(
-        self, model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
+        self,
+        model_dir: Path,
+        config: LearnerConfig,
+        ranks: Ranks,
+        publish_dtype: str = "float32",
+        reference: Path | None = None,
     ) -> None:
         self._zero = deepspeed_settings(config)
-        super().__init__(model_dir, config, ranks, publish_dtype, with_reference)
+        super().__init__(model_dir, config, ranks, publish_dtype, reference)
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in self._learned().items()}
         whole = {name: p.shape for name, p in self.policy.named_parameters()}
         # the output layer's weight is used outside its own forward pass
@@ -94,11 +99,11 @@ class DeepSpeedMachine(Machine):
         self._aliases = _aliases(model)
         return model
 
-    def _load_reference(self, device: torch.device | None = None) -> nn.Module:
+    def _load_reference(self, directory: Path, device: torch.device | None = None) -> nn.Module:
         """At ZeRO-3 shared out over all ranks, also where they share the policy's layers too."""
         if self.config.zero_stage < 3:
-            return super()._load_reference(device)
-        reference = super()._load_reference(torch.device("cpu"))
+            return super()._load_reference(directory, device)
+        reference = super()._load_reference(directory, torch.device("cpu"))
         deepspeed.zero.register_external_parameter(reference, cast(Policy, reference).output_layer.weight)
         engine, *_ = deepspeed.initialize(model=reference, config=reference_settings(self.config), dist_init_required=False)
         groups._release_process_group_references()
@@ -106,13 +111,13 @@ class DeepSpeedMachine(Machine):
 
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
-    def reference(self, batch: MicroBatch) -> Tensor | None:
+    def reference(self, batch: MicroBatch, others: int | Tensor = 0) -> Predicted | None:
         with self.ranks.named("a forward pass of the reference"):
-            return super().reference(batch)
+            return super().reference(batch, others)
 
-    def predict(self, batch: MicroBatch, energies: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def predict(self, batch: MicroBatch, energies: bool = False, others: int = 0) -> Predicted:
         with self.ranks.named("a forward pass"):
-            return self._engine(batch, energies)  # type: ignore[no-any-return]
+            return self._engine(batch, energies, others)  # type: ignore[no-any-return]
 
     def begin(self) -> None:
         self._optimizer.zero_grad()

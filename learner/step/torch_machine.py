@@ -30,7 +30,7 @@ from async_rlhf.learner.checkpoint.writer import Lent, begin_copy
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
 from async_rlhf.learner.model.files import load_model, saved_weights, write_model
-from async_rlhf.learner.model.policy import Policy, check_policy
+from async_rlhf.learner.model.policy import Policy, Predicted, check_policy, check_together
 from async_rlhf.learner.step.ranks import Ranks, buckets, take_device
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
@@ -46,17 +46,25 @@ _BETAS = (0.9, 0.95)
 
 
 class Machine:
-    """`policy` learns. publish_dtype: what the engines serve. with_reference: a frozen reference is held here.
+    """`policy` learns. publish_dtype: what the engines serve. reference: the directory of a frozen reference that is held here,
+    the initial model's or a teacher's.
 
-    Raises ConfigError when `model_dir` holds no causal language model or the device is not there.
+    Raises ConfigError when a directory holds no causal language model, when the two read rows in no common way, or the device
+    is not there.
     """
 
     collective = False
 
     def __init__(
-        self, model_dir: Path, config: LearnerConfig, ranks: Ranks, publish_dtype: str = "float32", with_reference: bool = False
+        self,
+        model_dir: Path,
+        config: LearnerConfig,
+        ranks: Ranks,
+        publish_dtype: str = "float32",
+        reference: Path | None = None,
     ) -> None:
-        self.config, self.with_reference, self._model_dir, self.ranks = config, with_reference, model_dir, ranks
+        self.config, self._model_dir, self.ranks = config, model_dir, ranks
+        self.with_reference = reference is not None
         torch.set_num_threads(config.threads)
         self.publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         self.device = take_device(config.device, ranks.rank)
@@ -66,7 +74,7 @@ class Machine:
             lora.add_adapters(model, self._lora)
         self.policy = Policy(model, config, with_critic=True)
         check_policy(self.policy)
-        self._reference: Callable[[MicroBatch], Any] | None = self._load_reference() if with_reference else None
+        self._reference: Callable[..., Predicted] | None = self._load_reference(reference) if reference else None
         critic = {} if self.policy.critic is None else dict(self.policy.critic.named_parameters())
         self._optimizer: Any = make_adamw(dict(model.named_parameters()), critic, config, self.device)
         self._readers: list[Callable[[], object]] = []  # of the weights as they are
@@ -77,25 +85,27 @@ class Machine:
     def _load_model(self) -> nn.Module:
         return load_model(self._model_dir, self.device)
 
-    def _load_reference(self, device: torch.device | None = None) -> nn.Module:
-        """The model that training began with, frozen."""
+    def _load_reference(self, directory: Path, device: torch.device | None = None) -> nn.Module:
+        """Frozen."""
         kind = self.config.reference_dtype
-        model = load_model(self._model_dir, device or self.device, getattr(torch, kind)).requires_grad_(False)
+        model = load_model(directory, device or self.device, getattr(torch, kind)).requires_grad_(False)
         computed = self.config.dtype if kind == "float32" else kind
         reference = Policy(model, self.config.model_copy(update={"dtype": computed}))
+        if directory != self._model_dir:
+            check_together(self.policy, reference)
         reference.sharing = self.policy.sharing
         return reference
 
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
-    def reference(self, batch: MicroBatch) -> Tensor | None:
-        """[N]: log-probabilities under the frozen reference, or None without one."""
+    def reference(self, batch: MicroBatch, others: int | Tensor = 0) -> Predicted | None:
+        """Of the frozen reference, or None without one: see `Policy.forward`."""
         # Its experts are its own: replayed are those that sampled, in passes of the policy.
-        return None if self._reference is None else self._reference(replace(batch, experts_PMk=None))[0]
+        return None if self._reference is None else self._reference(replace(batch, experts_PMk=None), others=others)
 
-    def predict(self, batch: MicroBatch, energies: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def predict(self, batch: MicroBatch, energies: bool = False, others: int = 0) -> Predicted:
         """See `Policy.forward`."""
-        return self.policy(batch, energies)  # type: ignore[no-any-return]
+        return self.policy(batch, energies, others)  # type: ignore[no-any-return]
 
     def values(self, batch: MicroBatch) -> Tensor:
         """[N]: see `Policy.values`; with gradients where they are on."""

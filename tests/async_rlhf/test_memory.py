@@ -118,12 +118,12 @@ def test_the_estimate_of_a_learner_is_what_policy_loss_and_optimizer_take(
     found = []
     for layers in (2, 4):
         total, shape = measured(qwen3_4b(layers, tied), learner, monkeypatch)
-        estimate = sum(memory.learner(learner, shape, GENERATION, reference=False).values())
+        estimate = sum(memory.learner(learner, shape, GENERATION, reference=0).values())
         assert estimate == pytest.approx(total, rel=0.15), layers
         found.append((total, shape.parameters))
     (two, p2), (four, p4) = found
     whole = Shape.of(qwen3_4b(LAYERS, tied).to_dict(), p2 + (LAYERS - 2) // 2 * (p4 - p2))
-    estimate = sum(memory.learner(learner, whole, GENERATION, reference=False).values())
+    estimate = sum(memory.learner(learner, whole, GENERATION, reference=0).values())
     assert estimate == pytest.approx(two + (LAYERS - 2) // 2 * (four - two), rel=0.15)
 
 
@@ -132,7 +132,7 @@ def test_zero_shares_out_what_its_stage_says() -> None:
     reduced = 4 * 100_000_000
 
     def parts(**settings: Any) -> dict[str, int]:
-        return dict(memory.learner(LearnerConfig(backend="deepspeed", **settings), shape, GENERATION, reference=False))
+        return dict(memory.learner(LearnerConfig(backend="deepspeed", **settings), shape, GENERATION, reference=0))
 
     for stage, (weights, gradients) in {1: (16, 16), 2: (16, 4), 3: (4, 4)}.items():
         found = parts(ranks=4, zero_stage=stage)
@@ -148,8 +148,8 @@ def test_zero_shares_out_what_its_stage_says() -> None:
         ("bfloat16", {"backend": "torch", "zero_stage": 3}, 8e9),
     ]:
         learner = LearnerConfig(reference_dtype=reference_dtype, **settings)  # type: ignore[arg-type]
-        assert memory.learner(learner, shape, GENERATION, reference=True)["reference"] == size
-    plain = memory.learner(LearnerConfig(lora={"rank": 16}), shape, GENERATION, reference=True)  # type: ignore[arg-type]
+        assert memory.learner(learner, shape, GENERATION, reference=shape.parameters)["reference"] == size
+    plain = memory.learner(LearnerConfig(lora={"rank": 16}), shape, GENERATION, reference=shape.parameters)  # type: ignore[arg-type]
     assert plain["optimizer"] < 0.01 * 8 * 4e9 and plain["reference"] == 16e9
 
 

@@ -133,11 +133,13 @@ def make_backend(
     publish_dtype: str = "float32",
     *,
     reference_recorded: bool = False,
+    teacher: Path | None = None,
     **settings: Any,
 ) -> Controller:
     """A lone rank; settings: of `[learner]`."""
     learner = LearnerConfig(**{"learning_rate": 1e-3, **settings})
-    return controller.make_backend(path, learner, loss or LossConfig(), publish_dtype, reference_recorded=reference_recorded)
+    held = {"reference_recorded": reference_recorded, "teacher": teacher}
+    return controller.make_backend(path, learner, loss or LossConfig(), publish_dtype, **held)
 
 
 def save(backend: Controller, directory: Path) -> Path:

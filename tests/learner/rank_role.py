@@ -31,7 +31,9 @@ SETTINGS = {"learning_rate": 1e-3, "max_grad_norm": 1e6, "micro_batch_tokens": 4
 def make(job: dict[str, Any], ranks: Ranks | None) -> Controller:
     config = LearnerConfig(**SETTINGS | job.get("settings", {}))
     loss = LossConfig(kl_coef=0.1) if job.get("reference") else LossConfig()
-    return make_backend(Path(job["model"]), config, loss, ranks=ranks)
+    teacher = Path(job["teacher"]) if "teacher" in job else None
+    loss = loss if teacher is None else LossConfig(kind="reverse_kl_top_k", teacher_top_k=5)
+    return make_backend(Path(job["model"]), config, loss, ranks=ranks, teacher=teacher)
 
 
 def control(backend: Any, job: dict[str, Any], out: Path) -> None:

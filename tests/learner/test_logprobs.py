@@ -25,7 +25,7 @@ from async_rlhf.learner.batch.micro_batch import SamplingMasks
 from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LossConfig, chunk_tokens
-from async_rlhf.learner.model.logprobs import chunked_logprobs, token_energy, token_entropy, token_logprobs
+from async_rlhf.learner.model.logprobs import chunked_logprobs, token_energy, token_entropy, token_ids, token_logprobs
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.objective import LossInputs, objective
 from tests.learner.making import TINY_SPELLER, make_backend, make_group
@@ -40,11 +40,12 @@ TEMPERATURE_N = torch.tensor([1.0, 0.3, 2.0, 1.0, 0.7, 10.0, 1.5])
     remembered=st.sampled_from([0, 3, 7]),
     biased=st.booleans(),
     restricted=st.booleans(),
+    others=st.sampled_from([0, 2, 20]),
 )
 def test_whole_and_in_chunks_they_and_their_gradients_are_those_of_the_tempered_distribution_of_each_token(
-    seed: int, rows: int, remembered: int, biased: bool, restricted: bool
+    seed: int, rows: int, remembered: int, biased: bool, restricted: bool, others: int
 ) -> None:
-    """Also of one that is renormalised over part of the vocabulary."""
+    """Also of one that is renormalised over part of the vocabulary; and of other tokens in its place, the likeliest."""
     random = torch.Generator().manual_seed(seed)
     shapes = ((7, 5), (11, 5), (11,))[: 2 + biased]
     exact = [(2 * torch.randn(*shape, generator=random, dtype=torch.float64)).requires_grad_() for shape in shapes]
@@ -58,21 +59,28 @@ def test_whole_and_in_chunks_they_and_their_gradients_are_those_of_the_tempered_
     if restricted:
         logits = logits.masked_fill(~kept & cut_off[:, None], -1e30)
     distribution = Categorical(logits=logits / TEMPERATURE_N[:, None])
-    wanted = [distribution.log_prob(TARGET_N), distribution.entropy()]  # type: ignore[no-untyped-call]
+    others = 0 if restricted else others
+    ids_NJ = torch.cat([TARGET_N[:, None], logits.topk(min(others, 11)).indices], 1)
+    wanted = [distribution.logits.gather(1, ids_NJ), distribution.entropy()]  # type: ignore[no-untyped-call]
     hidden, weight, bias = [*given_, None][:3]
     assert hidden is not None and weight is not None
     whole_NV = hidden @ weight.T + (0 if bias is None else bias)
-    whole = [token_logprobs(whole_NV, TARGET_N, TEMPERATURE_N, masks), token_entropy(whole_NV, TEMPERATURE_N, masks)]
-    chunked = chunked_logprobs(hidden, weight, bias, TARGET_N, TEMPERATURE_N, rows, masks, remembered=remembered)
+    assert torch.equal(ids_NJ, token_ids(whole_NV, TARGET_N, others))
+    whole = [token_logprobs(whole_NV, ids_NJ, TEMPERATURE_N, masks), token_entropy(whole_NV, TEMPERATURE_N, masks)]
+    tokens = TARGET_N, TEMPERATURE_N, rows, masks, remembered, False
+    chunked = chunked_logprobs(hidden, weight, bias, *tokens, others)
+    assert torch.equal(ids_NJ, chunked[3])
+    torch.testing.assert_close(chunked_logprobs(hidden, weight, bias, *tokens, ids_NJ[:, 1:])[0], chunked[0], rtol=0, atol=0)
     assert chunked[2] is None
     energy = chunked_logprobs(hidden, weight, bias, TARGET_N, TEMPERATURE_N, rows, masks, energies=True)[2]
     p, one = distribution.probs.detach(), torch.nn.functional.one_hot(TARGET_N, 11)
     for each in (energy, token_energy(whole_NV.detach(), TARGET_N, TEMPERATURE_N, masks)):
         torch.testing.assert_close(each, (one - p).square().sum(-1).float(), rtol=1e-4, atol=1e-5)
-    factors = torch.randn(2, 7, generator=random)
+    factors = torch.randn(7, ids_NJ.shape[1] + 1, generator=random)
 
     def with_gradients(pair: Sequence[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        gradients = torch.autograd.grad((torch.stack(list(pair)) * factors).sum(), leaves, retain_graph=True)
+        both = torch.cat([pair[0], pair[1][:, None]], 1)
+        gradients = torch.autograd.grad((both * factors).sum(), leaves, retain_graph=True)
         return [each.detach().float() for each in (*pair, *gradients)]
 
     for found in (whole, chunked[:2]):
@@ -86,7 +94,8 @@ def test_logits_of_any_size_give_finite_numbers_and_gradients() -> None:
     for row, logp, entropy in zip(logits, [-2e4, 0.0, -0.6931472], [0.0, 0.0, 0.6931472], strict=True):
         hidden = torch.zeros(1, 2, requires_grad=True)
         tokens = torch.tensor([1]), torch.ones(1)
-        found = chunked_logprobs(hidden, torch.ones(3, 2), row, *tokens, 1)[:2]
+        logps, entropies, *_ = chunked_logprobs(hidden, torch.ones(3, 2), row, *tokens, 1)
+        found = logps[:, 0], entropies
         (found[0] + found[1]).sum().backward()  # type: ignore[no-untyped-call]
         whole = token_logprobs(row[None], *tokens), token_entropy(row[None], tokens[1])
         assert torch.cat(found).tolist() == torch.cat(whole).tolist() == pytest.approx([logp, entropy])
@@ -101,6 +110,7 @@ def test_from_half_precision_they_are_float32_and_so_is_the_gradient_of_the_laye
     layer = weight.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logp, *_ = chunked_logprobs(hidden, layer, None, TARGET_N, TEMPERATURE_N, 2)
+    logp = logp[:, 0]
     logp.sum().backward()  # type: ignore[no-untyped-call]
     whole = hidden @ weight.T
     assert logp.dtype == token_logprobs(whole.bfloat16(), TARGET_N, TEMPERATURE_N).dtype == torch.float32

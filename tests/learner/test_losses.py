@@ -79,8 +79,17 @@ def completions(seed: int, *, spread: float = 0.4) -> list[Completion]:
             current = [torch.tensor(p + draw.gauss(0, spread / 2), dtype=torch.float64, requires_grad=True) for p in proximal]
             reference = [b + draw.gauss(0, spread) for b in behaviour]
             staleness = [draw.randint(0, 4) for _ in range(length)]
-            found.append(Completion(current, proximal, behaviour, reference, staleness, draw.gauss(0, 1), group))
+            likeliest, taught = [[three(draw, spread) for _ in range(length)] for _ in range(2)]
+            leaves = [[torch.tensor(logp, dtype=torch.float64, requires_grad=True) for logp in each] for each in likeliest]
+            advantage = draw.gauss(0, 1)
+            found.append(Completion(current, proximal, behaviour, reference, staleness, advantage, group, leaves, taught))
     return found
+
+
+def three(draw: random.Random, spread: float) -> list[float]:
+    """Log-probabilities of three tokens of four."""
+    logits = [draw.gauss(0, spread) for _ in range(4)]
+    return [logit - math.log(sum(map(math.exp, logits))) for logit in logits[:3]]
 
 
 def inputs_of(batch: list[Completion]) -> LossInputs:
@@ -90,12 +99,18 @@ def inputs_of(batch: list[Completion]) -> LossInputs:
         values = [value for c in batch for value in getattr(c, name)]
         return torch.tensor([float(v.detach() if isinstance(v, Tensor) else v) for v in values], dtype=dtype)
 
-    lengths = torch.tensor([len(c) for c in batch])
+    def of_others(name: str) -> Tensor | None:
+        values = [[v.item() if isinstance(v, Tensor) else v for v in others] for c in batch for others in getattr(c, name)]
+        return torch.tensor(values, dtype=torch.float64) if values else None
+
+    lengths, others = torch.tensor([len(c) for c in batch]), of_others("likeliest")
     return LossInputs(
         logp_current_N=flat("current").requires_grad_(),
         logp_proximal_N=flat("proximal"),
         logp_behaviour_N=flat("behaviour"),
         logp_reference_N=flat("reference"),
+        logp_current_NK=None if others is None else others.requires_grad_(),
+        logp_reference_NK=of_others("taught"),
         advantage_N=torch.tensor([c.advantage for c in batch], dtype=torch.float64).repeat_interleave(lengths),
         sequence_N=torch.arange(len(batch)).repeat_interleave(lengths),
         group_S=torch.tensor([c.group for c in batch]),
@@ -108,8 +123,9 @@ def value_and_gradient(batch: list[Completion], config: LossConfig) -> tuple[flo
     counts = Counts(sum(map(len, batch)), len(batch), len({c.group for c in batch}))
     loss = objective(inputs, config).total / denominator(config, counts)
     loss.backward()  # type: ignore[no-untyped-call]
-    assert inputs.logp_current_N.grad is not None
-    return float(loss.detach()), inputs.logp_current_N.grad
+    leaf = inputs.logp_current_NK if "top_k" in loss_spec(config.kind).needs else inputs.logp_current_N
+    assert leaf is not None and leaf.grad is not None
+    return float(loss.detach()), leaf.grad
 
 
 @pytest.mark.parametrize(
@@ -134,8 +150,11 @@ def test_value_and_gradient_are_the_twins(kind: str, correction: str) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         value, gradient = value_and_gradient(batch, config)
         assert value == pytest.approx(float(loss.detach()), rel=1e-9, abs=1e-12)
-        expected = torch.stack([torch.zeros(()) if logp.grad is None else logp.grad for c in batch for logp in c.current])
-        torch.testing.assert_close(gradient, expected.double(), rtol=1e-8, atol=1e-10)
+        leaves = [[logp] if gradient.dim() == 1 else c.likeliest[t] for c in batch for t, logp in enumerate(c.current)]
+        expected = torch.tensor(
+            [[0.0 if leaf.grad is None else float(leaf.grad) for leaf in each] for each in leaves], dtype=torch.float64
+        )
+        torch.testing.assert_close(gradient.reshape(len(leaves), -1), expected, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.rest
@@ -219,12 +238,6 @@ def test_on_data_of_its_own_the_expected_gradient_is_that_of_the_expected_reward
     torch.testing.assert_close(found, enumerable.exact_gradient(behaviour, reward))
 
 
-def test_the_jacobian_in_closed_form_is_that_of_autograd() -> None:
-    logits = enumerable.initial()
-    columns = torch.autograd.functional.jacobian(lambda x: enumerable.logprobs(x).flatten(), logits)  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(enumerable.jacobian(logits), columns.reshape(enumerable.Y * enumerable.T, -1))
-
-
 @pytest.mark.parametrize("kind", ["decoupled_ppo", "ppo_clip", "gspo", "proximal_rloo"])
 def test_outside_the_clip_region_nothing_pulls_further(kind: str) -> None:
     rows = [
@@ -268,10 +281,13 @@ def test_whatever_the_log_probabilities_loss_and_gradient_are_finite(
     inputs = LossInputs(
         current.requires_grad_(), proximal, behaviour, advantage[sequence], sequence, torch.tensor([0, 0]),
         torch.arange(len(drawn)), logp_reference_N=reference,
+        logp_current_NK=torch.stack([current, proximal], 1).clamp(max=0).detach().requires_grad_(),
+        logp_reference_NK=torch.stack([behaviour, reference], 1).clamp(max=0),
     )  # fmt: skip
     total = objective(inputs, config).total
     total.backward()  # type: ignore[no-untyped-call]
-    assert math.isfinite(float(total.detach())) and bool(torch.isfinite(current.grad).all())  # type: ignore[arg-type]
+    found = [each.grad for each in (current, inputs.logp_current_NK) if each is not None and each.grad is not None]
+    assert found and math.isfinite(float(total.detach())) and all(bool(torch.isfinite(each).all()) for each in found)
 
 
 def test_an_entropy_bonus_pulls_towards_entropy_and_needs_it() -> None:

@@ -55,7 +55,7 @@ def test_whatever_the_siblings_are_the_expected_gradient_is_exact_and_beside_man
     reward, logits = enumerable.rewards(), enumerable.initial()
     probability, jacobian = (
         enumerable.probabilities(logits),
-        enumerable.jacobian(logits).reshape(enumerable.Y, enumerable.T, -1),
+        torch.autograd.functional.jacobian(enumerable.logprobs, logits).flatten(2),  # type: ignore[no-untyped-call]
     )
     p = torch.softmax(logits, -1)[enumerable.PREFIXES]
     one = torch.nn.functional.one_hot(enumerable.COMPLETIONS, enumerable.V)

@@ -51,6 +51,7 @@ FURTHER = {
     "zero-2", "zero-2-on", "zero-1-on", "torch-from-one", "zero-1-poisoned", "zero-2-poisoned", "lora-zero-1", "lora-zero-2",
     "lora-on", "sequence-zero-2", "tensor-qwen3", "tensor-llama-tied", "tensor-poisoned", "tensor-from-zero",
     "zero-from-tensor", "updates-zero-3", "updates-tensor", "reference-bfloat16",
+    "taught-sequence", "taught-tensor",
 }  # fmt: skip
 
 
@@ -100,6 +101,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "updates": {"steps": 2, "updates": 2, "reference": True},
         "lora": {"steps": 2, "settings": LORA},
         "lora-three": {"steps": 3, "settings": LORA},
+        "taught": {"steps": 2, "teacher": str(directory / "llama-tied-model")},
         **{name: {"steps": 2, "settings": CLIPPED, "model": str(directory / f"{name}-model")} for name in SPLIT},
     }.items():
         control(make(job | own, None), job | own, directory / name)
@@ -118,6 +120,10 @@ def jobs(alone: Path, directory: Path) -> dict[str, dict[str, Any]]:
         "updates-zero-3": {"updates": 2, "reference": True, "settings": zero_3},
         "updates-tensor": {"updates": 2, "reference": True, "settings": zero_3 | TENSOR},
         "reference-bfloat16": {"steps": 1, "reference": True, "settings": zero_3 | {"reference_dtype": "bfloat16"}},
+        **{
+            f"taught-{name}": {"settings": zero_3 | shared, "teacher": str(alone / "llama-tied-model")}
+            for name, shared in (("sequence", SEQUENCE), ("tensor", TENSOR))
+        },
         **{name: {"settings": own, "dry_run": True} for name, own in ZERO.items()},
         "zero-3-on": loaded | {"settings": zero_3, "load": str(directory / "zero-1")},
         "zero-2-on": loaded | {"settings": ZERO["zero-2"], "load": str(alone / "two")},
@@ -234,6 +240,15 @@ def test_another_learning_rate_reaches_every_rank_with_the_step_it_is_for(alone:
 def test_two_ranks_make_the_updates_of_one_with_a_reference(alone: Path, together: Path, name: str) -> None:
     assert_same_state(together / name, alone / "updates", WEIGHTS if name == "updates" else ODD)
     assert_same_reference(together / name, alone / "updates", 1e-5)
+
+
+@each("taught-sequence", "taught-tensor")
+def test_two_ranks_learn_from_a_teacher_that_they_share_what_one_learns(alone: Path, together: Path, name: str) -> None:
+    """At the likeliest tokens of each place, which ranks that share a row find for their own positions."""
+    assert_same_state(together / name, alone / "taught", ODD)
+    ours, theirs = (report(each)["metrics"][-1] for each in (together / name, alone / "taught"))
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4) and ours["top_k/mass"] == pytest.approx(theirs["top_k/mass"])
+    assert 0 < ours["top_k/mass"] < 1 and ours["kl/reference"] == pytest.approx(theirs["kl/reference"], rel=1e-4)
 
 
 @pytest.mark.rest

@@ -91,8 +91,8 @@ class Shape:
         return (self.parameters - self.output * (1 if self.tied else 2)) // self.layers
 
 
-def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *, reference: bool) -> Parts:
-    """Of one rank. reference: a frozen copy of the model is held beside the one that learns."""
+def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *, reference: int) -> Parts:
+    """Of one rank. reference: parameters of a frozen model beside the one that learns."""
     deepspeed, ranks = config.backend == "deepspeed", config.ranks // config.tensor_parallel
     learning = _adapters(config, shape) if config.lora.rank else shape.parameters
     held = _BYTES[config.dtype] if deepspeed else 4
@@ -108,14 +108,13 @@ def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *
     parts = {name: size // config.tensor_parallel for name, size in parts.items()}
     tokens = _tokens(config, generation) // config.sequence_parallel
     parts["activations"] = _passing(config, shape, generation, tokens)
-    chunk = FLOAT32_BYTES * shape.vocabulary * chunk_tokens(shape.vocabulary, config.device)
-    parts["logits"] = LOGITS_MIB * _MIB + 4 * chunk
+    parts["logits"] = LOGITS_MIB * _MIB + 4 * FLOAT32_BYTES * shape.vocabulary * chunk_tokens(shape.vocabulary, config.device)
     if config.critic.kind == "model":
         trunk = shape.parameters - (0 if shape.tied else shape.output)
         parts["critic"] = 16 * trunk // share(1) + shape.layers * _layer(config, shape, tokens)
     if reference:
         sharing = config.ranks if share(3) > 1 else 1  # also the ranks of a tensor-parallel group
-        parts["reference"] = _BYTES[config.reference_dtype] * shape.parameters // sharing
+        parts["reference"] = _BYTES[config.reference_dtype] * reference // sharing
     return parts
 
 
@@ -267,8 +266,7 @@ def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name:
 def _parts(config: Config, shape: Shape, role: str, host: Host, devices: Sequence[int]) -> Iterator[tuple[Parts, int | None]]:
     """What a process of this role, which has these devices, holds on each; on None in its host's memory."""
     if role == "learner":
-        reference = config.loss.needs_reference and not config.scoring.reference_is_stage
-        parts = learner(config.learner, shape, config.generation, reference=reference)
+        parts = learner(config.learner, shape, config.generation, reference=_held(config))
         yield from ((parts, device) for device in (devices if config.learner.device != "cpu" else (None,)))
     if role in _ENGINES:
         parts = _engine(config, config.served_engine, shape, _engine_limit(config, host))
@@ -277,6 +275,10 @@ def _parts(config: Config, shape: Shape, role: str, host: Host, devices: Sequenc
         judges = name != REFERENCE if role == "evaluation" else config.scoring.in_process(name) == (role == "scorer")
         if judges:
             yield from ((_judge(config, name), each) for each in (devices[:1] if device != "cpu" else (None,)))
+
+
+def _held(config: Config) -> int:
+    return parameters(Path(config.held_reference)) if config.held_reference else 0
 
 
 def _engine(config: Config, served: EngineConfig, shape: Shape, most: int | None) -> Parts:
@@ -347,8 +349,7 @@ def _check_host(host: Host, held: Sequence[Load]) -> None:
 
 def _nearest_learner(config: Config, shape: Shape, left: int) -> str:
     """The first change, from small to large, after which the learner fits."""
-    own, generation = config.learner, config.generation
-    longest = generation.max_prompt_length + generation.longest_completion
+    own, longest = config.learner, config.generation.max_prompt_length + config.generation.longest_completion
     shorter = {"gradient_checkpointing": True, "micro_batch_tokens": min(own.micro_batch_tokens, longest)}
     tried: list[dict[str, Any]] = [{"gradient_checkpointing": True}, shorter]
     tried += [
@@ -356,9 +357,8 @@ def _nearest_learner(config: Config, shape: Shape, left: int) -> str:
         for ranks in (2, 4, 8, 16, 32, 64)
         if own.ranks <= ranks <= config.groups_per_batch // own.updates_per_step
     ]
-    reference = config.loss.needs_reference and not config.scoring.reference_is_stage
     for change in tried:
-        parts = learner(own.model_copy(update=change), shape, generation, reference=reference)
+        parts = learner(own.model_copy(update=change), shape, config.generation, reference=_held(config))
         if sum(parts.values()) <= left:
             settings = ", ".join(f"learner.{name} = {json.dumps(value)}" for name, value in change.items())
             return f"nearest that fits: {settings} ({written(sum(parts.values()))})"

@@ -85,6 +85,12 @@ def _check_teacher(config: Config, directory: Path, where: str) -> None:
             f"{where} = {str(directory)!r} has other tokens than model = {config.model!r}, and a teacher is asked about the "
             "policy's: choose one of its family, with the same tokenizer.json"
         )
+    sizes = [int(_described(each).get("vocab_size") or 0) if each.is_dir() else 0 for each in (policy, directory)]
+    if "top_k" in loss_spec(config.loss.kind).needs and sizes[0] > sizes[1]:
+        raise ConfigError(
+            f"{where} = {str(directory)!r} has an output for {sizes[1]} tokens and model = {config.model!r} for {sizes[0]}, "
+            f"which loss.kind = {config.loss.kind!r} compares; choose a teacher with as many"
+        )
     generation, limit = config.generation, max_length(_described(directory))
     ours = max_length(_described(policy)) if policy.is_dir() else None  # a file is converted when the run starts
     longest = min(filter(None, (generation.max_prompt_length + generation.longest_completion, ours)))

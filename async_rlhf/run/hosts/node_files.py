@@ -3,7 +3,7 @@
     actor           its keys where it reaches the hub itself, the rows, the files of rewards, the model, teachers
     scorer          the files of rewards, the model, teachers
     relay           its keys
-    learner rank    the model, the file of a loss, DeepSpeed's settings; a checkpoint comes from rank 0
+    learner rank    the model, a teacher, the file of a loss, DeepSpeed's settings; a checkpoint comes from rank 0
 
 Pure but for reading the names of files: `launch.connection` sends what the host does not have.
 """
@@ -48,6 +48,7 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
         changed["model"] = contents.there(config.model, "model")
     if node.role == "learner_rank":
         changed["loss"] = config.loss.model_copy(update={"kind": contents.code(config.loss.kind, "loss")})
+        changed["scoring"] = contents.scoring() if config.held_reference else config.scoring
         if (own := config.learner.deepspeed_config) is not None:
             settings = {"deepspeed_config": contents.there(own, "deepspeed")}
             changed["learner"] = config.learner.model_copy(update=settings)

@@ -122,4 +122,5 @@ def _make_backend(config: Config, ranks: Ranks) -> Controller:
         publish_dtype=config.engine.dtype,
         ranks=ranks,
         reference_recorded=config.scoring.reference_is_stage,
+        teacher=Path(config.scoring.reference.path) if config.scoring.reference.path else None,
     )

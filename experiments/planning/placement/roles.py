@@ -192,7 +192,7 @@ class Roles:
     def _as_checked(self, choice: Choice) -> Choice:
         """With the memory that `check` counts for this learner, its critic's too."""
         parts = memory.learner(
-            LearnerConfig.model_validate(self.learner_settings(choice.layout)), self.shape, self.settings, reference=False
+            LearnerConfig.model_validate(self.learner_settings(choice.layout)), self.shape, self.settings, reference=0
         )
         kept = sum(size for name, size in parts.items() if name in ("weights", "gradients", "optimizer", "critic"))
         return replace(choice, kept_bytes=kept, working_bytes=sum(parts.values()) - kept)
