@@ -18,7 +18,7 @@ def is_address(path: str) -> bool:
 
 
 class ReferenceConfig(Section):
-    """The frozen reference, where it is a stage of the actors; the learner's own is the initial model, as the learner is."""
+    """The frozen reference, where it is a stage of the actors; of one in the learner `path` alone counts."""
 
     path: str = ""
     """A teacher, in place of the initial model: a model directory, or the URL of a server that gives log-probabilities of

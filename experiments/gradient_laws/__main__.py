@@ -67,6 +67,8 @@ DISTILLED: Sequence[Case] = (
     Case("reverse KL, not truncated", LossConfig(kind="reverse_kl", is_cap=_OPEN)),
     Case("forward KL, truncated at 10", LossConfig(kind="forward_kl")),
     Case("forward KL, truncated at 2", LossConfig(kind="forward_kl", teacher_cap=2.0)),
+    Case("reverse KL, all 5 tokens", LossConfig(kind="reverse_kl_top_k")),
+    Case("reverse KL, likeliest 2 tokens", LossConfig(kind="reverse_kl_top_k", teacher_top_k=2)),
 )
 
 
@@ -111,7 +113,9 @@ def distilled(case: Case, current: Tensor, behaviour: Tensor, teacher: Tensor) -
     """Bias against the exact descent of the divergence from the teacher, behind the prefixes that the policy writes and behind
     those of the data; and the spread of one completion, in units of the former."""
     weights = policy.probabilities(behaviour)
-    inputs = policy.inputs_for(current, behaviour, torch.zeros(policy.Y, dtype=torch.float64), 0, teacher)
+    inputs = policy.inputs_for(
+        current, behaviour, torch.zeros(policy.Y, dtype=torch.float64), 0, teacher, case.config.teacher_top_k
+    )
     found = policy.gradients(inputs, case.config, current)
     mean = (weights[:, None] * found).sum(0)
     own, old = (policy.towards(current, teacher, by, forward=case.config.kind == "forward_kl") for by in (current, behaviour))

@@ -316,7 +316,7 @@ def reverse_kl_top_k(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -
 
 
 def _rest(logp_NK: Tensor) -> Tensor:
-    """[N]: the probability of all other tokens; below float32's rounding of a sum near 1 it is not known, and constant."""
+    """[N]: the probability of all other tokens, at least 1e-6: below that it is lost in float32's rounding of a sum near 1."""
     return (-torch.expm1(logp_NK.logsumexp(-1))).clamp(min=1e-6)
 
 

@@ -21,6 +21,8 @@ from tests.conftest import QUICK
 
 SPELLER = QUICK.parent / "models" / "tiny-speller"
 ALONE = {"loss.kind": "reverse_kl", "scoring.reference.path": "tiny-speller"}
+HELD = {**ALONE, "scoring.stages.reference.placement": "learner"}
+LIKELIEST = {**HELD, "loss.kind": "reverse_kl_top_k"}
 SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1:1/v1"}
 
 
@@ -35,7 +37,14 @@ SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1
         ({**ALONE, "loss.kl_coef": 0.1, "loss.kl_in": "reward"}, "rewards do not count.*set loss.kl_in = 'loss'"),
         ({**ALONE, "loss.off_policy_delta": 0.1}, "masks where an advantage is below 0, and 'reverse_kl' has none"),
         ({**ALONE, "loss.is_cap": "none"}, "without an importance weight"),
-        ({**ALONE, "scoring.stages.reference.placement": "learner"}, "scoring.reference.path is about a stage"),
+        ({**HELD, "scoring.reference.dtype": "bfloat16"}, r"scoring.reference.dtype is about a stage.*placement = \"actor\""),
+        ({**HELD, "loss.kind": "decoupled_ppo"}, "and nothing asks for a reference"),
+        ({**ALONE, "loss.kind": "reverse_kl_top_k"}, r"which the learner alone can: set .*placement = \"learner\""),
+        ({**SERVED, "loss.kind": "reverse_kl_top_k"}, r"which the learner alone can: set .*placement = \"learner\""),
+        ({**LIKELIEST, "scoring.reference.path": "http://127.0.0.1:1/v1"}, "path = 'http.* name one model directory"),
+        ({**LIKELIEST, "scoring.reference.by_source": {"code": "tiny-speller"}}, "by_source is about .* one model directory"),
+        ({**LIKELIEST, "loss.teacher_cap": 2.0}, "teacher_cap is for loss.kind = 'forward_kl', and 'reverse_kl_top_k' has no"),
+        ({**ALONE, "loss.teacher_top_k": 2}, "teacher_top_k is for loss.kind = 'reverse_kl_top_k', and 'reverse_kl' has no"),
         ({**ALONE, "scoring.reference.by_source": {"code": "tiny-speller"}}, "'code', which is the source of no row"),
         ({**ALONE, "scoring.reference.path": "tiny-judge"}, "LlamaForSequenceClassification, which does not write text"),
         ({**ALONE, "loss.teacher_cap": 2.0}, "teacher_cap is for loss.kind = 'forward_kl', and 'reverse_kl' has no use for it"),
@@ -77,10 +86,25 @@ def test_a_teacher_that_cannot_read_what_is_generated_is_refused_and_one_with_mo
         preflight(load(QUICK, given))
 
 
+def test_a_teacher_must_have_an_output_for_each_token_that_is_compared(tmp_path: Path) -> None:
+    other = shutil.copytree(SPELLER, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    with pytest.raises(ConfigError, match=r"has an output for 99 tokens and model = .*other' for 100, which loss.kind = "):
+        preflight(load(QUICK, {**LIKELIEST, "model": str(other)}))
+
+
 @pytest.mark.parametrize("given", [{}, ALONE], ids=["no teacher", "a teacher"])
 def test_a_model_that_is_a_file_is_compared_with_nothing_before_it_is_converted(given: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     check_teachers(load(QUICK, given).model_copy(update={"model": str(tmp_path / "model.gguf")}))
+
+
+def test_a_teacher_in_the_learner_is_asked_about_the_likeliest_tokens(small: Callable[..., Any]) -> None:
+    given = {**LIKELIEST, "loss.teacher_top_k": 4, "rewards.functions": [], "queue.max_staleness": 2, "max_steps": 2}
+    first, second = train(small(**given), quiet=True).metrics
+    assert first["loss"] == pytest.approx(0.0, abs=1e-5) and first["kl/reference"] == pytest.approx(0.0, abs=0.05)
+    assert all(step["applied"] and 0 < step["top_k/mass"] <= 1 for step in (first, second))
 
 
 def test_without_any_reward_groups_of_one_are_learned_from(small: Callable[..., Any]) -> None:

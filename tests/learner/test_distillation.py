@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from making import GROUPS, ROWS, make_backend, make_group, make_model
 from pydantic import ValidationError
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from async_rlhf.experiments.doctor import families
 from async_rlhf.experiments.gradient_laws.__main__ import DISTILLED, Case, distilled, markdown_of_distillation
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.objective import enumerable
 from async_rlhf.learner.objective.estimation import estimate_advantages, select_members
-from async_rlhf.learner.objective.objective import objective
-from async_rlhf.learner.registry import LossSpec, loss_spec, losses
+from async_rlhf.learner.objective.objective import LossInputs, objective
+from async_rlhf.learner.registry import LossSpec, load_loss, loss_spec, losses
 from tests.conftest import REPOSITORY
 
 BEHAVIOUR, REWARD = enumerable.initial(), enumerable.rewards()
@@ -58,6 +64,45 @@ def test_without_a_weight_old_data_lead_the_reverse_divergence_elsewhere_and_the
 def test_a_policy_that_is_the_teacher_stays_whatever_sampled(kind: str) -> None:
     inputs = enumerable.inputs_for(TEACHER, BEHAVIOUR, torch.ones(enumerable.Y, dtype=torch.float64), 9, TEACHER)
     assert float(enumerable.gradients(inputs, LossConfig(kind=kind, is_cap=1.5, teacher_cap=1.5), TEACHER).abs().max()) < 1e-15
+
+
+@given(st.integers(0, 10**6), st.floats(0.1, 1.5))
+def test_of_more_tokens_the_divergence_grows_to_that_of_the_whole_vocabulary(seed: int, spread: float) -> None:
+    logits, teacher = (spread * torch.randn(2, 1, 9, generator=torch.Generator().manual_seed(seed))).double()
+    p, q = torch.log_softmax(logits, -1), torch.log_softmax(teacher, -1)
+    whole = float((p.exp() * (p - q)).sum())
+    order = p.argsort(descending=True)
+    found = [divergence(p.gather(1, order[:, :k]), q.gather(1, order[:, :k])) for k in range(1, 10)]
+    assert all(fewer > -1e-5 and fewer < more + 1e-5 for fewer, more in pairwise(found))
+    assert found[-2:] == pytest.approx([whole, whole], abs=1e-4), "with one token left, the rest is that token"
+
+
+def divergence(p: Tensor, q: Tensor) -> float:
+    """Of one place, with these log-probabilities of its likeliest tokens."""
+    one = torch.zeros(1, dtype=torch.int64)
+    inputs = LossInputs(*[torch.zeros(1)] * 4, one, one, one, logp_current_NK=p, logp_reference_NK=q)
+    return float(load_loss("reverse_kl_top_k")(inputs, torch.ones(1), LossConfig())[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mpt"])
+def test_whatever_its_family_a_teacher_in_the_learner_gives_the_divergence_of_plain_passes(
+    family: str, model_dir: Path, tmp_path: Path
+) -> None:
+    """Of all tokens; its rows are shared as both models can."""
+    families.model(family).save_pretrained(tmp_path)
+    own = make_backend(model_dir, LossConfig(kind="reverse_kl_top_k", teacher_top_k=1024), teacher=tmp_path)
+    assert own.machine.policy.packs == (family != "mpt")
+    found = own.step([ROWS], 0).metrics
+    plain = [AutoModelForCausalLM.from_pretrained(each) for each in (model_dir, tmp_path)]
+    exact = []
+    for prompt, rollout in ((group.prompt_ids, rollout) for group in GROUPS for rollout in group.rollouts):
+        ids = torch.from_numpy(np.concatenate([prompt, rollout.completion_ids[:-1]])).long()[None]
+        logits_PV, logits_QV = (model(ids).logits[0, len(prompt) - 1 :].detach() for model in plain)
+        p, q = torch.log_softmax(logits_PV, -1), torch.log_softmax(logits_QV, -1)
+        exact += (p.exp() * (p - q[:, : p.shape[1]])).sum(-1).tolist()
+    assert found["loss"] == pytest.approx(sum(exact) / len(exact), rel=1e-3) and found["top_k/mass"] == pytest.approx(
+        1, abs=1e-5
+    )
 
 
 def test_beside_a_reward_the_divergence_of_the_second_estimator_is_the_reverse_loss() -> None:
