@@ -303,9 +303,10 @@ def reverse_kl_top_k(inputs: LossInputs, weight_N: Tensor, config: LossConfig) -
     """[N]: sum over v in S of p_v log(p_v / q_v) + p_R log(p_R / q_R), with p the current policy, q the teacher, S the
     `teacher_top_k` likeliest tokens under p, and p_R, q_R what is left to all others.
 
-    KL(p_current | q) of the token's place, over its likeliest tokens and one event for the rest: at most the divergence over
-    the whole vocabulary (data processing), the nearer the larger S, and 0 only where both agree on S. Without the rest a policy
-    would gain by leaving S. No token is a sample here: what behaviour wrote decides where p and q are compared, and no more.
+    KL(p_current | q) of the token's place, over its likeliest tokens and one event for the rest, as in TRL's SDPO: at most the
+    divergence over the whole vocabulary (data processing), the nearer the larger S, and 0 only where both agree on S. Without
+    the rest a policy would gain by leaving S. No token is a sample here: what behaviour wrote decides where p and q are
+    compared, and no more.
     """
     if inputs.logp_current_NK is None or inputs.logp_reference_NK is None:
         raise ValueError("reverse_kl_top_k needs the log-probabilities of the likeliest tokens under policy and teacher")

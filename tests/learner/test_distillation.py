@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from async_rlhf.experiments.doctor import families
 from async_rlhf.experiments.gradient_laws.__main__ import DISTILLED, Case, distilled, markdown_of_distillation
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
+from async_rlhf.learner.model.logprobs import token_ids
 from async_rlhf.learner.objective import enumerable
 from async_rlhf.learner.objective.estimation import estimate_advantages, select_members
 from async_rlhf.learner.objective.objective import LossInputs, objective
@@ -72,16 +74,33 @@ def test_of_more_tokens_the_divergence_grows_to_that_of_the_whole_vocabulary(see
     p, q = torch.log_softmax(logits, -1), torch.log_softmax(teacher, -1)
     whole = float((p.exp() * (p - q)).sum())
     order = p.argsort(descending=True)
-    found = [divergence(p.gather(1, order[:, :k]), q.gather(1, order[:, :k])) for k in range(1, 10)]
+    found = [float(divergence(p.gather(1, order[:, :k]), q.gather(1, order[:, :k]))) for k in range(1, 10)]
     assert all(fewer > -1e-5 and fewer < more + 1e-5 for fewer, more in pairwise(found))
     assert found[-2:] == pytest.approx([whole, whole], abs=1e-4), "with one token left, the rest is that token"
 
 
-def divergence(p: Tensor, q: Tensor) -> float:
-    """Of one place, with these log-probabilities of its likeliest tokens."""
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """Summed over places, with these log-probabilities of their likeliest tokens."""
     one = torch.zeros(1, dtype=torch.int64)
     inputs = LossInputs(*[torch.zeros(1)] * 4, one, one, one, logp_current_NK=p, logp_reference_NK=q)
-    return float(load_loss("reverse_kl_top_k")(inputs, torch.ones(1), LossConfig())[0])
+    terms: Tensor = load_loss("reverse_kl_top_k")(inputs, torch.ones(1), LossConfig())[0]
+    return terms.sum()
+
+
+@pytest.mark.rest
+def test_value_and_gradient_over_the_likeliest_tokens_are_those_of_trl() -> None:
+    with warnings.catch_warnings(action="ignore"):  # of versions of vLLM, which is not used here
+        trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
+    own, teacher = (2 * torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(0))).double()
+    theirs = own.clone().requires_grad_()
+    settings = {"distillation_topk": 5, "distillation_alpha": 1.0, "distillation_add_tail": True}
+    wanted = trl.compute_topk_self_distillation_loss(theirs, teacher, **settings).sum()
+    wanted.backward()
+    ids = token_ids(own.requires_grad_(), torch.zeros(7, dtype=torch.int64), 5)[:, 1:]
+    found = divergence(*(torch.log_softmax(each, -1).gather(1, ids) for each in (own, teacher)))
+    found.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mpt"])
