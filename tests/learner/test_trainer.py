@@ -84,6 +84,7 @@ def test_the_documentation_names_every_metric_of_a_step_and_no_other(live: Live)
     for name, settings in {
         "plain": {},
         "pairs": {"loss": LossConfig(kind="online_dpo")},
+        "likeliest": {"loss": LossConfig(kind="reverse_kl_top_k")},
         "critic": {"advantage": advantage("gae"), "critic": {"kind": "head"}},
     }.items():
         recorded |= live(make_batches(1), name=name, **settings).ran().metrics()[0].keys()
