@@ -17,7 +17,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.doctor import kit
 from async_rlhf.experiments.doctor.command import Fact, doctor, facts
-from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.model.policy import Policy, Predicted
 
 PARTS = ["model families", "16-bit engine", "CUDA graphs", "learner", "run with two ranks"]
 
@@ -59,9 +59,9 @@ def test_a_wrong_number_fails_its_check_and_the_others_go_on(monkeypatch: pytest
     lines: list[str] = []
     right = Policy.forward
 
-    def wrong(policy: Policy, *given: Any) -> Any:
-        logp_N, *others = right(policy, *given)
-        return (logp_N * 1.1 if policy._autocast else logp_N), *others
+    def wrong(policy: Policy, *given: Any) -> Predicted:
+        found = right(policy, *given)
+        return found._replace(logp_N=found.logp_N * 1.1) if policy._autocast else found
 
     monkeypatch.setattr(Policy, "forward", wrong)
     assert not doctor("cpu", ["learner", "CUDA graphs"], False, None, as_json=False, echo=lines.append)
