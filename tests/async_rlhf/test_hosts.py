@@ -258,6 +258,16 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     run.retire()
 
 
+def test_a_rank_on_another_host_is_given_the_teacher_that_it_holds(config: Config, tmp_path: Path) -> None:
+    node = rank_node(1, "h:1", tmp_path / "log")
+    for placement, has_teacher in (("learner", True), ("actor", False)):
+        changed = {"scoring.reference.by_source": {}, "scoring.stages.reference.placement": placement}
+        given = pack(override(config, changed), node, "/there")
+        assert any(name.startswith("teachers/0/") for name in given.files) == has_teacher
+        path = tomllib.loads(given.inline["config.toml"].decode())["scoring"]["reference"]["path"]
+        assert (path == "/there/teachers/0") == has_teacher
+
+
 def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config: Config, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import far\nfrom async_rlhf import loss\n\n@loss()\ndef plain(inputs, weight_N, config):\n    ...\n"
