@@ -42,6 +42,7 @@ _RUN = """\
 #!/usr/bin/env bash
 # Install beside the torch that is here, check and measure the device, write report.md and report.json: under nine minutes.
 #   run.sh [OUTPUT [OPTIONS OF doctor]]     DEVICE=cuda PYTHON=python3 SITE=/tmp/async-rlhf-site
+# COMPARE=natural: then completions a second beside TRL's AsyncGRPOTrainer, where vllm and trl are installed too.
 set -euo pipefail
 kit=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3} site=${SITE:-/tmp/async-rlhf-site} device=${DEVICE:-cuda}
@@ -54,7 +55,8 @@ done
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 mkdir -p "${1:-.}"
 cd "${1:-.}"
-exec "$python" -m async_rlhf doctor --device "$device" --speeds --report "$PWD" "${@:2}"
+"$python" -m async_rlhf doctor --device "$device" --speeds --report "$PWD" "${@:2}"
+[[ -z ${COMPARE:-} ]] || "$python" -m async_rlhf.experiments.throughput asynchronous --device "$device" --load "$COMPARE"
 """
 
 

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from async_rlhf.experiments.throughput.harness import ROOT, Bench, DType, MissingError, Part, Row, Watch, await_quiet
+from async_rlhf.experiments.throughput.harness import ROOT, Bench, Device, DType, MissingError, Part, Row, Watch, await_quiet
 from async_rlhf.launch.forked import adopt_orphans
 
 # By name, in the order in which they run: the module here that has a function of this name.
@@ -46,6 +46,7 @@ _TAKEN_BY = {
     "--model": _ENGINES,
     "--dtype": _ENGINES,
     "--slots": _ENGINES,
+    "--device": ("asynchronous",),
 }
 _PACKAGES = ("torch", "transformers", "pyzmq", "vllm", "trl")
 
@@ -62,6 +63,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="Of engines: a directory or GGUF file, instead of a tiny model.")] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of engines: type of weights and activations; float32.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Of engines: sequences decoded together.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Of asynchronous: cuda, one GPU for all; cpu.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Results file, instead of runs/bench/DATE.json, which several parts have.")
     ] = None,
@@ -69,12 +71,13 @@ def main(
     """Measure ratios side by side: engine, queue, learner, pipeline, weights and agents, each beside what it replaces."""
     if unknown := set(parts or ()) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    given = {"--turns": turns, "--load": load, "--model": model, "--dtype": dtype, "--slots": slots}
+    given = {"--turns": turns, "--load": load, "--model": model, "--dtype": dtype, "--slots": slots, "--device": device}
     for name, takers in _TAKEN_BY.items():
         if given[name] and not set(parts or PARTS) & set(takers):
             raise typer.BadParameter(f"{name} is an option of {', '.join(takers)}")
     if parts and len(parts) == 1 and output is None:
-        measure_here(parts[0], load_part(parts[0]), Bench(turns, small, load, model, dtype or "float32", slots), as_json)
+        bench = Bench(turns, small, load, model, dtype or "float32", slots, device or "cpu")
+        measure_here(parts[0], load_part(parts[0]), bench, as_json)
         return
     run, outcomes = describe_run(small), dict[str, Outcome]()
     path = output or ROOT / "runs" / "bench" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json"

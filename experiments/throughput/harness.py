@@ -33,6 +33,7 @@ _SHORTEST_S = 1.0
 _RAW_LIMIT_S = 300.0
 SPAWN = multiprocessing.get_context("spawn")
 DType = Literal["float32", "bfloat16"]
+Device = Literal["cpu", "cuda"]
 Part = Callable[["Bench"], Iterator["Row"]]
 
 
@@ -43,7 +44,8 @@ class MissingError(Exception):
 @dataclass(frozen=True)
 class Bench:
     """Options. turns: None for as many as the part takes by itself. small: that it works, not how fast. load: what the names of
-    loads have in them. model, dtype, slots: of engines; None for the tiny one, and for as many as suit the model."""
+    loads have in them. model, dtype, slots: of engines; None for the tiny one, and for as many as suit the model. device: of
+    both sides of `asynchronous`."""
 
     turns: int | None = None
     small: bool = False
@@ -51,6 +53,7 @@ class Bench:
     model: Path | None = None
     dtype: DType = "float32"
     slots: int | None = None
+    device: Device = "cpu"
 
     def size(self, usual: T, small: T) -> T:
         """A load's size."""

@@ -8,7 +8,8 @@ all (GRPOTrainer: 2 in its one process; AsyncGRPOTrainer: 1, and 1 in its vLLM s
 - full:    the same weights with an end token that is never sampled, so that every completion has 32 tokens.
 - slow:    natural, with an asynchronous reward that sleeps log-normally (mean 0.25 s, cut at 3 s).
 
-Against AsyncGRPOTrainer both have the same bound on staleness, and ours runs twice: with its own engine and with vLLM.
+Against AsyncGRPOTrainer both have the same bound on staleness, and ours runs twice: with its own engine and with vLLM. On a
+GPU (`--device cuda`) all processes of a side share it.
 A rate is completions trained on per second of wall time between the ends of two steps in the middle of a run, where
 nothing starts and nothing runs out.
 """
@@ -30,7 +31,7 @@ from typing import Literal, NamedTuple
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.api import train as run
-from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alternate, await_quiet
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, Device, Row, alternate, await_quiet
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.trl_async import check_server, vllm_server
 from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
@@ -104,12 +105,12 @@ def compare(load: Load, bench: Bench, directory: Path) -> Row:
         return one
 
     def ours(engine: Engine) -> Callable[[Path], Recorded]:
-        return lambda place: run_ours(our_config(load, model, prompts, place, engine))
+        return lambda place: run_ours(our_config(load, model, prompts, place, engine, bench.device))
 
     is_asynchronous, steps = load.against == "AsyncGRPOTrainer", Steps.of_asynchronous(load.max_staleness)
     sides = {
         "ours": side("ours", steps, ours("torch")),
-        "trl": side("trl", steps_of_trl(load), lambda place: run_trl(load, model, prompts, place)),
+        "trl": side("trl", steps_of_trl(load), lambda place: run_trl(load, model, prompts, place, bench.device)),
     }
     if is_asynchronous:
         sides["ours_vllm"] = side("ours_vllm", steps, ours("vllm"))
@@ -189,7 +190,9 @@ def write_prompts(path: Path) -> Path:
     return path
 
 
-def our_config(load: Load, model: Path, prompts: Path, output_dir: Path, engine: Engine = "torch") -> Config:
+def our_config(
+    load: Load, model: Path, prompts: Path, output_dir: Path, engine: Engine = "torch", device: Device = "cpu"
+) -> Config:
     """Everything that is not a default."""
     judge = "slow_similarity" if load.name == "slow" else "similarity"
     config = validated(
@@ -200,11 +203,12 @@ def our_config(load: Load, model: Path, prompts: Path, output_dir: Path, engine:
             "max_steps": sum(Steps.of_asynchronous(load.max_staleness)),
             "data": {"source": str(prompts), "held_out": 0},
             "generation": {"group_size": GROUP_SIZE, "max_completion_length": MAX_NEW_TOKENS},
-            "engine": {"kind": engine, "slots": BATCH_SIZE, "threads": 1},
+            "engine": {"kind": engine, "device": device, "slots": BATCH_SIZE, "threads": 1},
             "rewards": {"functions": [f"async_rlhf.experiments.throughput.judges:{judge}"]},
             "scoring": {"max_concurrency": 1024},
             "queue": {"max_staleness": load.max_staleness},
-            "learner": {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "threads": 1},
+            "learner": {"device": device, "batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "threads": 1},
+            "placement": {"colocate": device == "cuda"},
             "checkpoint": {"save_every": 1_000_000},  # TRL saves nothing; ours saves after its last step
             "evaluation": {"at_start": False, "at_end": False},
         }
@@ -227,7 +231,7 @@ def run_ours(config: Config) -> Recorded:
     return Recorded(ends, tokens)
 
 
-def run_trl(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded:
+def run_trl(load: Load, model: Path, prompts: Path, directory: Path, device: Device = "cpu") -> Recorded:
     """One run of TRL's in a process of its own; the asynchronous one beside a vLLM server of its own."""
     spec = {
         "model": str(model),
@@ -239,13 +243,14 @@ def run_trl(load: Load, model: Path, prompts: Path, directory: Path) -> Recorded
         "max_completion_length": MAX_NEW_TOKENS,
         "learning_rate": LEARNING_RATE,
         "threads": THREADS,
+        "device": device,
         "slow_reward": load.name == "slow",
     }
     if load.against == "GRPOTrainer":
         with trl_process("pipeline", spec) as step:
             return Recorded(**step())
     half = THREADS // 2
-    with vllm_server(str(model), half, directory / "server.log") as server:
+    with vllm_server(str(model), half, device, directory / "server.log") as server:
         spec |= {"server": server, "threads": half, "max_staleness": load.max_staleness}
         with trl_process("asynchronous", spec) as step:
             return Recorded(**step())

@@ -1,8 +1,8 @@
-"""TRL's asynchronous trainer where there is no GPU: its own rollouts from a vLLM server, queue, packing, loss and optimizer.
+"""TRL's asynchronous trainer where there are no two GPUs: its own rollouts from a vLLM server, queue, packing, loss, optimizer.
 
-Three of its parts need CUDA. Each is replaced here, as narrowly as it can be:
+Three of its parts need CUDA, two GPUs, or the Hub. Each is replaced here, as narrowly as it can be:
 
-    weights      go to the server by NCCL; here by a file, through TRL's own `weight_transfer`
+    weights      go by NCCL to a server on another GPU; here by a file, through TRL's own `weight_transfer`
     attention    of its packed rows is a FlashAttention 3 kernel from the Hub; here torch's, over the same segments
     peak FLOPs   of the GPU are looked up, for a metric; here they are unknown
 """
@@ -31,15 +31,16 @@ from torch import Tensor
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.vllm_engine.loading import environment
-from async_rlhf.experiments.throughput.harness import MissingError
+from async_rlhf.experiments.throughput.harness import Device, MissingError
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE, similarity, slow_similarity
 from async_rlhf.experiments.throughput.trl_side import spare
 
 _START_S = 300.0
 _END_S = 20.0
-# Of the CPU build. TRL's requests have seeds, which on a CPU must not meet a prompt that is computed in parts.
-_SERVER = ("--dtype=float32", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-seqs=256",
-           "--kv-cache-memory-bytes=1073741824", "--disable-log-stats", "--uvicorn-log-level=warning")  # fmt: skip
+# TRL's requests have seeds, which on a CPU must not meet a prompt that is computed in parts.
+_SERVER = ("--dtype=float32", "--max-num-seqs=256", "--disable-log-stats", "--uvicorn-log-level=warning")
+_ON = {"cpu": ("--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes=1073741824"),
+       "cuda": ("--gpu-memory-utilization=0.5",)}  # fmt: skip
 _OF_SERVER = ("vllm", "watchfiles", "jmespath", "model_hosting_container_standards", "prometheus_fastapi_instrumentator")
 
 
@@ -50,14 +51,16 @@ def check_server() -> None:
 
 
 @contextmanager
-def vllm_server(model: str, threads: int, log: Path) -> Iterator[str]:
+def vllm_server(model: str, threads: int, device: Device, log: Path) -> Iterator[str]:
     """Its URL, as soon as it answers; its processes end with the block. Raises RuntimeError when it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     # As for the engine of ours that it is compared with; and by its endpoints for development weights are loaded.
-    own = environment(EngineConfig(threads=threads), enforce_eager=True, actor_pid=os.getpid(), given=os.environ)
+    config = EngineConfig(threads=threads, device=device)
+    own = environment(config, enforce_eager=device == "cpu", actor_pid=os.getpid(), given=os.environ)
     own |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
-    arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host=127.0.0.1", f"--port={port}", *_SERVER]
+    arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host=127.0.0.1", f"--port={port}"]
+    arguments += [*_SERVER, *_ON[device]]
     with log.open("w") as file:
         server = subprocess.Popen([sys.executable, *arguments], env=os.environ | own, stdout=file, stderr=file)
     try:
@@ -194,8 +197,9 @@ class PathAttention:
             self._of = starts_k
             self._queries, self._real = _padded(starts_q, longest_q)
             self._keys, _ = _padded(starts_k, longest_k)
-            last = torch.arange(longest_q) + (starts_k.diff() - starts_q.diff()).long()[:, None]
-            self._mask = (torch.arange(longest_k) <= last[:, :, None])[:, None]
+            places = [torch.arange(longest, device=starts_k.device) for longest in (longest_q, longest_k)]
+            last = places[0] + (starts_k.diff() - starts_q.diff()).long()[:, None]
+            self._mask = (places[1] <= last[:, :, None])[:, None]
         out = F.scaled_dot_product_attention(
             query[self._queries].transpose(1, 2),
             key[self._keys].transpose(1, 2),
@@ -211,5 +215,5 @@ class PathAttention:
 
 def _padded(starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """int64 [S, longest]: the places of each segment, filled up with its last; bool [S, longest]: which are real."""
-    lengths, places = starts.diff().long()[:, None], torch.arange(longest)
+    lengths, places = starts.diff().long()[:, None], torch.arange(longest, device=starts.device)
     return starts[:-1].long()[:, None] + torch.minimum(places, lengths - 1), places < lengths

@@ -70,7 +70,7 @@ def spare(spec: dict[str, Any]) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         "model_init_kwargs": {"dtype": "float32"},
         "bf16": False,
-        "use_cpu": True,
+        "use_cpu": spec.get("device", "cpu") == "cpu",
         "gradient_checkpointing": False,  # on by default; it computes the forward pass twice
         "dataloader_pin_memory": False,
         "report_to": [],

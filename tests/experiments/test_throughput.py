@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,8 +178,9 @@ def test_every_load_is_a_configuration_that_can_run_on_prompts_with_their_answer
     path = write_prompts(tmp_path / "prompts.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == pipeline.PROMPTS.size and all(row["prompt"].endswith(row["answer"][::-1]) for row in rows)
-    for load in LOADS:
-        config = our_config(load, MODEL, path, tmp_path)
+    for load, engine, device in product(LOADS, ("torch", "vllm"), ("cpu", "cuda")):
+        config = our_config(load, MODEL, path, tmp_path, engine, device)
+        assert config.placement.colocates == (config.learner.device == "cuda") == (device == "cuda")
         (spec,) = resolve(config.rewards.functions, tmp_path, {"answer"})
         assert spec.kind == ("async" if load.name == "slow" else "sync")
         assert config.groups_per_batch * config.generation.group_size == 128
