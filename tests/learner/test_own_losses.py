@@ -32,6 +32,7 @@ GIVES = {
     "summed": "-(weight_N * score).sum()",
     "turned": "weight_N * score",
     "reading": "-weight_N * (inputs.logp_current_N - inputs.logp_behaviour_N).clamp(-20, 20).exp() * inputs.advantage_N",
+    "peeking": "-weight_N * score + 0 * inputs.logp_current_NK.sum(-1)",
     "raising": "inputs.no_such_field",
     "infinite": "inputs.logp_current_N / 0",
 }
@@ -44,7 +45,7 @@ BROKEN = {
     "hiding": "a log-probability that is no number is not hidden",
     "summed": "one term for each token",
     "turned": "the exact direction on data of its own",
-    "reading": "reads only the log-probabilities it declares",
+    **dict.fromkeys(("reading", "peeking"), "reads only the log-probabilities it declares"),
 }
 # Declarations; of the first two that Python itself refuses when the file is run.
 DECLARED = {
