@@ -70,14 +70,15 @@ class Critic(nn.Module):
 
 class Predicted(NamedTuple):
     """Of each token, with gradients: log-probability, entropy and value, float32 [N]. Its energy, without (see `token_energy`).
-    others: int64 [N, K], other tokens in its place, which `logp_others_NK`, float32 with gradients, is of."""
+    others: int64 [N, K], other tokens in its place, which `logp_others_NK`, float32 with gradients, is of. None: what there is
+    not, or was not asked for."""
 
     logp_N: Tensor
     entropy_N: Tensor
     value_N: Tensor | None
     energy_N: Tensor | None
-    others_NK: Tensor
-    logp_others_NK: Tensor
+    others_NK: Tensor | None
+    logp_others_NK: Tensor | None
 
 
 class Policy(nn.Module):
@@ -226,7 +227,8 @@ class Policy(nn.Module):
                 entropy_N = token_entropy(logits_NV, batch.temperature_N, masks)
                 energy_N = token_energy(logits_NV, batch.target_N, batch.temperature_N, masks).detach() if energies else None
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
-        return Predicted(logp_NJ[:, 0], entropy_N, value_N, energy_N, ids_NJ[:, 1:], logp_NJ[:, 1:])
+        of_others = (ids_NJ[:, 1:], logp_NJ[:, 1:]) if ids_NJ.shape[1] > 1 else (None, None)
+        return Predicted(logp_NJ[:, 0], entropy_N, value_N, energy_N, *of_others)
 
     def probe(self, ids: Tensor) -> Tensor:
         """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""

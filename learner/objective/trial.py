@@ -212,7 +212,7 @@ def _declared_only(config: LossConfig) -> tuple[bool, str]:
     inputs, needs = _inputs(config), loss_spec(config.kind).needs
     function, weight_N = load_loss(config.kind), torch.ones_like(inputs.advantage_N)
     terms, _ = function(inputs, weight_N, config)
-    for name in _READ.keys() - {"current", *needs}:
+    for name in (name for name in _READ if name not in ("current", *needs)):
         found, _ = function(_corrupted(inputs, name, slice(None)), weight_N, config)
         if not torch.equal(found, terms):
             return False, f"{_READ[name][0]} is read: declare needs = {(*needs, name)!r}"

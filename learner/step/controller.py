@@ -262,17 +262,17 @@ class Controller:
             staleness_N=step - batch.version_N,
             mask_N=batch.mask_N,
             logp_reference_N=reference_N,
-            logp_current_NK=seen.logp_others_NK if self._others else None,
-            logp_reference_NK=reference_NK if self._others else None,
+            logp_current_NK=seen.logp_others_NK,
+            logp_reference_NK=reference_NK,
             entropy_N=seen.entropy_N,
         )
 
-    def _reference(self, batch: MicroBatch, others: int | Tensor = 0) -> tuple[Tensor | None, Tensor | None]:
+    def _reference(self, batch: MicroBatch, others: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """[N], and [N, K] of other tokens; None where there is none."""
         if batch.logp_reference_N is not None:
             return batch.logp_reference_N, None
         with torch.no_grad():
-            found = self.machine.reference(batch, others)
+            found = self.machine.reference(batch, 0 if others is None else others)
         return (None, None) if found is None else (found.logp_N, found.logp_others_NK)
 
     def _critic(self, batch: MicroBatch, value_N: Tensor | None, update: Update, sums: StepSums) -> Tensor:
