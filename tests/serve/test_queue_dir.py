@@ -203,6 +203,16 @@ def test_an_entry_that_cannot_be_read_holds_up_no_other(queue: QueueDir, queued:
         assert "its state cannot be read: " in queue.find("damaged").reason
 
 
+def test_a_run_whose_lock_is_no_file_fails_and_holds_up_no_other(queue: QueueDir, queued: Queued) -> None:
+    running, waiting = queued("running", "running"), queued("waiting")
+    locks = (queue.runs / running.name / "lock", queue.folder(waiting) / "lock")
+    for lock in locks:
+        lock.mkdir(parents=True)
+    Daemon(queue, say=print).look()
+    assert states(queue) == {"running": "failed", "waiting": "failed"}
+    assert [entry.reason for entry in queue.entries()] == [f"{lock} is no regular file" for lock in locks]
+
+
 def test_an_entry_of_a_newer_format_is_set_aside_and_left_as_it_is_and_the_others_run(queue: QueueDir, queued: Queued) -> None:
     state = queue.folder(queued("newer")) / "state.json"
     queued("good")
