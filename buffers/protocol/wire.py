@@ -219,8 +219,11 @@ class Register(message.Message):
 
 
 class Registered(message.Message):
+    """begun: groups of lower numbers may have been made by weights of an earlier life of the learner."""
+
     fence: Count
     incarnation: str
+    begun: Count
 
 
 class Take(_OfLearner):
