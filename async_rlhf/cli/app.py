@@ -130,8 +130,8 @@ def load_config(config: Path, overrides: list[str] | None) -> Any:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """An error on purpose, a file that cannot be used or a full disk is one message and its exit code; anything else is a defect
-    and shows where."""
+    """An error on purpose, a file that cannot be used or a full disk is one message and its exit code; anything else is a
+    defect and shows where."""
     try:
         # Rewards named by import path are found from where the command is run, after everything that is installed.
         sys.path.append(str(Path.cwd()))

@@ -150,8 +150,8 @@ class QueueDir:
         return RunDir(self.runs / entry.name)
 
     def is_alive(self, entry: Entry) -> bool:
-        """Whether a process of the run lives, or one that is about to begin it. Raises OSError, and DamagedError for a lock that
-        is no file."""
+        """Whether a process of the run lives, or one that is about to begin it. Raises OSError, and DamagedError for a lock
+        that is no file."""
         return is_held(self.folder(entry) / "lock") or is_held(self.run(entry).lock_file)
 
     def ended(self, entry: Entry) -> Ended | None:
