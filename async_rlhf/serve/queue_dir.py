@@ -42,9 +42,13 @@ _DONE = {"cancel": "cancelled", "stop": "stopped", "resume": "resumed"}
 
 
 class QueueDir:
-    """See the module docstring. Methods raise ConfigError for what cannot be done, also with the entry of another version."""
+    """See the module docstring. All raises ConfigError for what cannot be done, also with the entry of another version."""
 
     def __init__(self, path: Path) -> None:
+        if (path / "manifest.json").exists():  # a run has a `lock` and a `queue` too
+            raise ConfigError(
+                f"{str(path)!r} is a run directory: a queue of runs needs one of its own, for example {path}-queue"
+            )
         self.path = path.absolute()
         self.runs = self.path / "runs"
         self._lock, self._queue = self.path / "lock", self.path / "queue"

@@ -145,6 +145,15 @@ def test_a_name_or_a_directory_that_is_not_there_is_named(queue: QueueDir, queue
     assert code == 3 and "holds no queue of runs; async-rlhf queue submit" in output
 
 
+def test_the_directory_of_a_run_is_no_queue(small: Any) -> None:
+    run = RunDir.create(small())
+    before = sorted(run.path.rglob("*"))
+    for words in (["list"], ["serve"], ["stop", "name"]):
+        code, output = invoke("queue", words[0], run.path, *words[1:])
+        assert code == 3 and "is a run directory: a queue of runs needs one of its own" in output, output
+    assert sorted(run.path.rglob("*")) == before
+
+
 def test_a_second_daemon_is_refused_and_names_the_first(queue: QueueDir) -> None:
     lock = queue.take()
     code, output = invoke("queue", "serve", queue.path)
