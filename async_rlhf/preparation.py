@@ -151,7 +151,7 @@ def _check_steps(config: Config, from_step: int | None) -> None:
     with suppress(DamagedError):
         newest_line = line_of_step(metrics)
     made.append(0 if newest_line is None else newest_line["step"])
-    done = from_step if from_step is not None else max(made)
+    done = max(made) if from_step is None else min(from_step, max(made))
     back = "" if from_step is not None else ", or go back with --from-step"
     if config.max_steps is not None and config.max_steps < done:
         raise ConfigError(

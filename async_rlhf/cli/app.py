@@ -130,13 +130,17 @@ def load_config(config: Path, overrides: list[str] | None) -> Any:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """An error on purpose is one message and its exit code; anything else is a defect and shows where."""
+    """An error on purpose, a file that cannot be used or a full disk is one message and its exit code; anything else is a
+    defect and shows where."""
     try:
         # Rewards named by import path are found from where the command is run, after everything that is installed.
         sys.path.append(str(Path.cwd()))
         yield
-    except AsyncRLHFError as error:
+    except (AsyncRLHFError, OSError) as error:
+        from async_rlhf.buffers.files import FULL
         from async_rlhf.launch.exit_codes import exit_code
 
+        if isinstance(error, OSError) and error.filename is None and error.errno not in FULL:
+            raise
         say(f"error: {error}", err=True)
         raise typer.Exit(exit_code(error)) from error

@@ -149,6 +149,8 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
     if found["last"]:
         lines.append(f"last step: {_sentence(found['last'], line)}")
+        if failed := found["last"].get("checkpoint/failed"):
+            lines.append(f"checkpoints that could not be written: {failed}; see {run.log('learner')}")
     lines += _changes(found["changes"], run)
     lines += [f"cannot be read: {problem}" for problem in found["problems"]]
     return lines + _evaluations(found["evaluations"])

@@ -139,11 +139,10 @@ def _content(path: Path) -> bytes:
 
 def _open(path: Path, flags: int) -> int:
     """A regular file, or DamagedError; never waits for the other end of a pipe."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise DamagedError(f"{path} is no regular file")
-    return descriptor
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise DamagedError(f"{path} is no regular file")
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def _try(descriptor: int, kind: int) -> bool:

@@ -23,6 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -126,8 +127,11 @@ class Daemon:
     def _seen(self, entry: Entry) -> Seen:
         child = self._children.get(entry.number)
         code = None if child is None else child.poll()
-        if (child is not None and code is None) or self._queue.is_alive(entry):
-            return Seen(alive=True)
+        try:
+            if (child is not None and code is None) or self._queue.is_alive(entry):
+                return Seen(alive=True)
+        except DamagedError as error:  # it ends this run alone
+            return Seen(alive=False, ended=Ended(failed=str(error)))
         ended = self._queue.ended(entry)
         if ended is None and code is not None and code > 0:  # it was refused before it had begun
             ended = Ended(failed=_failure_message(self._queue.folder(entry) / "log") or ending(code, ""))
@@ -153,19 +157,19 @@ class Daemon:
         run, folder = self._queue.run(entry), self._queue.folder(entry)
         command = [sys.executable, "-m", "async_rlhf", "train", str(folder / "config.toml")]
         command += ["--set", f"output_dir={self._queue.runs}"]  # wherever the queue has been moved to
-        lock = RunLock.take(folder / "lock")
         try:
-            if run.exists:
-                RunDir.existing(run.path).forget_end()
-                command.append("--resume")
-            with (folder / "log").open("ab") as log:
+            with ExitStack() as stack:
+                lock = RunLock.take(folder / "lock")
+                stack.callback(lock.release)  # the process that was started holds it
+                if run.exists:
+                    RunDir.existing(run.path).forget_end()
+                    command.append("--resume")
+                log = stack.enter_context((folder / "log").open("ab"))
                 self._queue.keep(replace(entry, steps=self._queue.steps(entry)))
                 self._children[entry.number] = _begun(command, entry.cwd or str(self._queue.path), log, lock)
         except (FormatError, DamagedError, _CannotBegin) as error:
             entry = replace(entry, state="failed", reason=str(error))
             self._queue.keep(entry)
-        finally:
-            lock.release()  # the process that was started holds it
         return entry
 
 

@@ -42,9 +42,13 @@ _DONE = {"cancel": "cancelled", "stop": "stopped", "resume": "resumed"}
 
 
 class QueueDir:
-    """See the module docstring. Methods raise ConfigError for what cannot be done, also with the entry of another version."""
+    """See the module docstring. All raises ConfigError for what cannot be done, also with the entry of another version."""
 
     def __init__(self, path: Path) -> None:
+        if (path / "manifest.json").exists():  # a run has a `lock` and a `queue` too
+            raise ConfigError(
+                f"{str(path)!r} is a run directory: a queue of runs needs one of its own, for example {path}-queue"
+            )
         self.path = path.absolute()
         self.runs = self.path / "runs"
         self._lock, self._queue = self.path / "lock", self.path / "queue"
@@ -150,8 +154,9 @@ class QueueDir:
         return RunDir(self.runs / entry.name)
 
     def is_alive(self, entry: Entry) -> bool:
-        """Whether a process of the run lives, or one that is about to begin it."""
-        return is_held(self.folder(entry) / "lock") or self.run(entry).is_alive()
+        """Whether a process of the run lives, or one that is about to begin it. Raises OSError, and DamagedError for a lock
+        that is no file."""
+        return is_held(self.folder(entry) / "lock") or is_held(self.run(entry).lock_file)
 
     def ended(self, entry: Entry) -> Ended | None:
         """How a run whose processes are gone ended, as it has recorded; None for one that was killed."""

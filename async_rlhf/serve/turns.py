@@ -116,7 +116,7 @@ def _settled(entry: Entry, seen: Seen, closing: bool) -> Entry:
     if ended is not None and ended.finished:
         return replace(entry, state="finished", reason="")
     if entry.state == "stopping":
-        return replace(entry, state="stopped", reason="")
+        return replace(entry, state="stopped", reason="" if ended is None else ended.failed)
     if entry.state == "pausing" and (ended is None or not ended.failed):
         return replace(entry, state="waiting", reason="the daemon ended", losses=0)
     if ended is None:

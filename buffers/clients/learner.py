@@ -136,8 +136,8 @@ class LearnerClient:
         self._life = secrets.token_hex(8)
         self.fence = 0
 
-    def register(self, step: int, committed: int) -> None:
-        """(Re)start at `step`; a new fence holds from now on. committed: as `commit` takes it.
+    def register(self, step: int, committed: int) -> int:
+        """(Re)start at `step`; a new fence holds from now on. committed: as `commit` takes it. Returns `Registered.begun`.
 
         What became of a set on its way is of no interest any more: all that follows has another fence.
         """
@@ -147,6 +147,7 @@ class LearnerClient:
         answer, _ = self._connection.ask(register, timeout_s=self._timeout_s)
         assert isinstance(answer, wire.Registered)
         self.fence = answer.fence
+        return answer.begun
 
     def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
         """Batch `step`, a group of it to be tried first, or the reason why none will come. Waits while it is coming.

@@ -226,7 +226,7 @@ class LearnerSession:
         fence = admission.fence + 1
         deletable = admission.register(fence, register.step, register.committed, register.learner)
         self._journal.state(admission.remember(), deletable)
-        answer = wire.Registered(fence=fence, incarnation=self._incarnation)
+        answer = wire.Registered(fence=fence, incarnation=self._incarnation, begun=admission.order.next)
         self._registration, self._parked, self._newest_request = (identity, request, answer), None, request
         self._weight_server.forget()
         self._outbox.hold(identity, answer, request)

@@ -207,10 +207,9 @@ class Stop(message.Message):
 
 
 class Register(message.Message):
-    """A learner (re)starts with `step` steps done; its fence is in the answer. committed: as `Commit.step`.
-
-    learner: the name of this life of it. fence: the one it was given last, 0 when it never was.
-    """
+    """A learner (re)starts with `step` steps done. committed: as `Commit.step`. learner: the name of this life of it. fence:
+    the one it was given last, 0 when it never was. The answer has its fence, and `begun`: groups of lower numbers may have been
+    made by weights of an earlier life."""
 
     step: Count
     committed: Count
@@ -221,6 +220,7 @@ class Register(message.Message):
 class Registered(message.Message):
     fence: Count
     incarnation: str
+    begun: Count
 
 
 class Take(_OfLearner):

@@ -96,6 +96,8 @@ def end(directory: Path) -> None:
 def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise ConfigError(f"spool {str(directory)!r} is no directory; a run makes its own when it starts, or make it yourself")
+    if (directory / "manifest.json").exists():
+        raise ConfigError(f"{str(directory)!r} is a run directory, no spool: a run reads the one that its data.source names")
 
 
 def check_open(directory: Path, files: Disk = DISK) -> None:

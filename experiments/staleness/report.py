@@ -67,7 +67,7 @@ def row(result: CellResult) -> dict[str, Any]:
 def render(archive: Archive, picture: str | None, trade_offs: str | None = None) -> str:
     """The page. `picture` and `trade_offs` are files beside it."""
     sweep, results, missing = archive.sweep, archive.results, archive.missing
-    first = results[0]
+    first, seeds = results[0], [len(cells) for cells in by_setting(results).values()]
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}."
     named = "; ".join([*missing[:_MOST_NAMED], *(["..."] if len(missing) > _MOST_NAMED else [])])
@@ -79,7 +79,7 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
         f"Sweep `{sweep.name}`: {sweep.grid}. Seeds: {', '.join(map(str, sweep.seeds))}.{base}{budget} "
         f"Settings {first.fingerprint}; {', '.join(first.code)}.{left}",
         "## Result",
-        _legend(len(sweep.seeds)),
+        _legend(max(seeds), min(seeds)),
         table(results),
         _start(results),
         *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
@@ -92,7 +92,7 @@ def render(archive: Archive, picture: str | None, trade_offs: str | None = None)
         "## Checks",
         listed(checks(results)),
         "## What may be concluded, and what not",
-        conclusions(results, len(sweep.seeds)),
+        conclusions(results, max(seeds)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -154,11 +154,12 @@ def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
     return "\n".join([*lines, never])
 
 
-def _legend(num_seeds: int) -> str:
+def _legend(num_seeds: int, fewest: int) -> str:
     if num_seeds < MIN_SEEDS:
         spread = f"mean (lowest to highest seed); with {_seeds(num_seeds)} no interval is trustworthy"
     else:
         spread = f"mean ± half-width of the 95 % t interval over {_seeds(num_seeds)}, and of differences the 95 % interval"
+        spread += f"; of fewer than {MIN_SEEDS} seeds (lowest to highest)" if fewest < MIN_SEEDS else ""
     return (
         f"Cells show the {spread}. Staleness is in learner steps, over trained tokens; ESS is the effective sample size of the "
         "importance weights as a share of the tokens; length is that of the held-out completions, in tokens; the largest ratio "

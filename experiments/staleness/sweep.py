@@ -117,6 +117,7 @@ def run_sweep(
     wanted = _wanted(sweep, cells, only)
     all_jobs = [_job(sweep, cell, f"{number}/{len(cells)}", ray is None) for number, cell in enumerate(cells, 1)]
     states = {job.head: job.state() for job in all_jobs}
+    place = _cells(ray, jobs, all_jobs)
     mine = [job for job in all_jobs if job.cell in wanted]
     for job in mine:
         if dry_run:
@@ -129,7 +130,7 @@ def run_sweep(
     sets = (f"{key}={masked(key.strip(), value, Config)}" for key, _, value in (text.partition("=") for text in overrides))
     command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in sets for word in ("--set", text))])
     again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
-    with _cells(ray, jobs, all_jobs) as where:
+    with place as where:
         keep_sweep(sweep, command, where.at_once)
         ended, signals = _run_all(where, [job for job in mine if states[job.head] != "finished"], states, say)
     left = [head for head, state in states.items() if state != "finished" and ended.get(head) is None]

@@ -163,6 +163,8 @@ def _write(directory: Path, write: Callable[[Path], None], state: dict[str, Any]
     files = {str(path.relative_to(directory)): _digest(path) for path in sorted(directory.rglob("*")) if path.is_file()}
     (directory / _STATE).write_text(json.dumps({**state, "files": files}, indent=1) + "\n")
     for path in [*directory.rglob("*"), directory]:
+        if path.is_file():  # safetensors gives its files to this user alone, whatever the umask
+            path.chmod(directory.stat().st_mode & 0o666)
         DISK.sync_path(path)
 
 

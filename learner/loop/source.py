@@ -43,8 +43,9 @@ class ArchiveSource:
         read()
         return WeightUpload(lambda: None)
 
-    def register(self, *args: object, **named: object) -> None:
+    def register(self, *args: object, **named: object) -> int:
         """Nothing that it is informed of matters to it."""
+        return 0
 
     finish = tried = trained = commit = register
 
@@ -80,6 +81,8 @@ class SourceSession:
         self._publication: WeightUpload | None = None
         self.published = step
         """The newest version that was published, or is being."""
+        self.begun = 0
+        """Groups of lower numbers may be of weights that are not this learner's, whatever their version."""
         self.waited_s = self.broadcast_s = 0.0
         """Of the last `take`; and for which a publication in this step kept the learner: the beginning of its own, and what was
         left of the one before."""
@@ -139,7 +142,7 @@ class SourceSession:
             self._source.register(step, self._committed)
 
     def _register(self, step: int) -> None:
-        self._source.register(step, self._committed)
+        self.begun = self._source.register(step, self._committed)
         self._recording.begin(step)  # nothing is cut off before the hub has taken this learner
         if self._max_steps is None or step < self._max_steps:
             self._publish(step, whole=True)

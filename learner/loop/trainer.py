@@ -173,7 +173,8 @@ class Trainer:
             estimates, constant = self._estimate(groups, rewards)
             self._safeguards.count_constant(groups, masked, constant=constant)
             report = self._update(groups, estimates)
-            self._safeguards.check_mismatch(report)
+            if all(group.number >= self._session.begun for group in groups):
+                self._safeguards.check_mismatch(report)
         self._staleness.adjust(report.metrics, step)
         self._session.trained(step, groups)
         self.step = step + 1

@@ -151,6 +151,10 @@ def test_usage_errors_have_their_own_code(tmp_path: Path) -> None:
     assert code == 3 and "is no run directory" in output
 
 
+def test_what_the_operating_system_refuses_of_a_file_is_one_message_that_names_it() -> None:
+    assert invoke("status", "a" * 300) == (1, f"error: [Errno 36] File name too long: '{'a' * 300}/config.toml'\n")
+
+
 def test_every_preset_loads_and_is_complete_or_says_what_fetches_its_model(tmp_path: Path) -> None:
     import tomllib
 

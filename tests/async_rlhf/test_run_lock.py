@@ -139,8 +139,9 @@ def test_only_who_holds_the_lock_is_signalled(path: Path, hold: Callable[..., su
         bystander.wait(30)
 
 
-def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
-    os.mkfifo(path)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("other")])
+def test_what_is_no_file_in_its_place_is_refused_at_once(path: Path, make: Callable[[Path], None]) -> None:
+    make(path)
     for look in (is_held, RunLock.take):
         with pytest.raises(DamagedError, match="is no regular file"):
             look(path)

@@ -99,6 +99,11 @@ def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(run: RunDir) ->
     assert read(run)["restarts"] == {"hub": 1}
 
 
+def test_checkpoints_that_could_not_be_written_are_counted(run: RunDir) -> None:
+    run.metrics.write_text(json.dumps({"step": 1, "checkpoint/failed": 3}) + "\n")
+    assert f"checkpoints that could not be written: 3; see {run.log('learner')}" in lines(run, read(run))
+
+
 def test_of_many_evaluations_and_changes_those_that_count_are_shown(run: RunDir) -> None:
     made = {"label": "step", "accuracy": 0.0, "num_prompts": 8, "failed": 0}
     rewards = [0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6]

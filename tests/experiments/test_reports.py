@@ -129,11 +129,13 @@ def test_seconds_are_compared_only_where_no_cell_ever_shared_the_machine(sweep: 
 
 
 def test_cells_without_a_result_are_named(sweep: Path) -> None:
-    for name in ("b1_2", "b0_1"):
-        (sweep / "cells" / f"{name}.json").unlink()
+    (sweep / "cells" / "b1_2.json").unlink()
+    assert "over 3 seeds, and of differences the 95 % interval; of fewer than 3 seeds (lowest to highest)." in page_of(sweep)
+    (sweep / "cells" / "b0_1.json").unlink()
     lacking = "queue.max_staleness = 0, seed = 1; queue.max_staleness = 1, seed = 2"
     page = page_of(sweep)
     assert f"**2 of 6 cells have no result: {lacking}.**" in page and "| queue.max_staleness = 1 | 2 |" in page
+    assert page.count("with 2 seeds no interval is trustworthy") == 1
 
 
 def test_a_run_is_reported_with_its_numbers_curves_and_ages(run: RunDir) -> None:

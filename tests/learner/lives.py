@@ -48,6 +48,7 @@ class ScriptedHub:
         self.calls: list[tuple[str, int]] = []
         self.targets: list[int | None] = []
         self.step = self.committed = -1
+        self.begun = 0
         self.known = False
         self.published: int | None = None
         self.weights: dict[int, WeightSet] = {}
@@ -55,12 +56,13 @@ class ScriptedHub:
         self.suspects: Sequence[Group] = ()
         self.passed: list[int] = []
 
-    def register(self, step: int, committed: int) -> None:
+    def register(self, step: int, committed: int) -> int:
         self._taking.set()
         self._publication = WeightUpload(lambda: None)
         self.calls.append(("register", step))
         assert committed <= step and committed >= self.committed
         self.step, self.committed, self.published, self.known = step, committed, None, True
+        return self.begun
 
     def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
         self._called("take", step)

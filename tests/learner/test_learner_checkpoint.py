@@ -167,6 +167,11 @@ def test_every_file_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path
     assert {"weights", "optimizer", "state.json", "model"} < {each.name for each in before} and tmp_path in after
 
 
+def test_who_may_read_a_checkpoint_is_for_the_umask_to_say(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, keep_last=1).save(1, lambda made: (made / "weights").touch(0o600), {})
+    assert (path / "weights").stat().st_mode == (path / "state.json").stat().st_mode
+
+
 def test_the_newest_are_kept_and_every_so_many_for_good_and_counted_as_numbers(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "numbers", (5, 999_999, 1_000_000), keep_last=2)  # the last sorts before the second as text
     assert steps_of(checkpoints) == [999_999, 1_000_000] and content(checkpoints) == (1_000_000, "1000000")

@@ -135,14 +135,17 @@ def test_failed_scores_up_to_the_limit_are_left_out(live: Live, failed: int, siz
 
 
 def test_an_engine_that_samples_from_another_policy_than_the_learner_s_ends_the_run(live: Live) -> None:
-    def run(name: str, version: int, limit: float, cache_version: int | None = None) -> str:
-        """Of tokens that are meant to be the learner's own: of the present version, and behind no older keys."""
+    def run(name: str, version: int, limit: float, cache_version: int | None = None, begun: int = 0) -> str:
+        """Of tokens that are meant to be the learner's own: of the present version of this life, and behind no older keys."""
         groups = [make_group(n, [12] * 6, version=version, rewards=[0.0, 1.0] * 3) for n in (0, 1)]
         spans = (Span(0, 2), Span(version, 10, cache_version=cache_version))
         batch = [with_members(group, range(6), spans=spans) for group in groups] if cache_version is not None else groups
-        return live([[], batch], name=name, max_steps=2, mismatch_limit=limit).trainer.run()
+        life = live([[], batch], name=name, max_steps=2, mismatch_limit=limit)
+        life.hub.begun = begun
+        return life.trainer.run()
 
     assert run("raised", 1, 100.0) == run("of older weights", 0, 0.01) == run("behind older keys", 1, 0.01, 0) == "finished"
+    assert run("of an earlier life", 1, 0.01, begun=2) == "finished"
     with pytest.raises(
         MismatchError, match=r"differ by \d.* nats on average .* the limit is 0\.01.*raise engine\.mismatch_limit"
     ):

@@ -145,6 +145,15 @@ def test_a_name_or_a_directory_that_is_not_there_is_named(queue: QueueDir, queue
     assert code == 3 and "holds no queue of runs; async-rlhf queue submit" in output
 
 
+def test_the_directory_of_a_run_is_no_queue(small: Any) -> None:
+    run = RunDir.create(small())
+    before = sorted(run.path.rglob("*"))
+    for words in (["list"], ["serve"], ["stop", "name"]):
+        code, output = invoke("queue", words[0], run.path, *words[1:])
+        assert code == 3 and "is a run directory: a queue of runs needs one of its own" in output, output
+    assert sorted(run.path.rglob("*")) == before
+
+
 def test_a_second_daemon_is_refused_and_names_the_first(queue: QueueDir) -> None:
     lock = queue.take()
     code, output = invoke("queue", "serve", queue.path)
@@ -201,6 +210,16 @@ def test_an_entry_that_cannot_be_read_holds_up_no_other(queue: QueueDir, queued:
         state.unlink() if harm is None else state.write_text(harm)
         assert states(queue) == {"damaged": "failed", "good": "waiting"}
         assert "its state cannot be read: " in queue.find("damaged").reason
+
+
+def test_a_run_whose_lock_is_no_file_fails_and_holds_up_no_other(queue: QueueDir, queued: Queued) -> None:
+    running, waiting = queued("running", "running"), queued("waiting")
+    locks = (queue.runs / running.name / "lock", queue.folder(waiting) / "lock")
+    for lock in locks:
+        lock.mkdir(parents=True)
+    Daemon(queue, say=print).look()
+    assert states(queue) == {"running": "failed", "waiting": "failed"}
+    assert [entry.reason for entry in queue.entries()] == [f"{lock} is no regular file" for lock in locks]
 
 
 def test_an_entry_of_a_newer_format_is_set_aside_and_left_as_it_is_and_the_others_run(queue: QueueDir, queued: Queued) -> None:

@@ -112,6 +112,7 @@ def after(entry: Entry, seen: Seen, *, closing: bool = False) -> Entry:
         ("stopping", FINISHED, "finished"),
         ("stopping", DRAINED, "stopped"),
         ("stopping", None, "stopped"),
+        ("stopping", BROKEN, "stopped"),
         ("pausing", FINISHED, "finished"),
         ("pausing", BROKEN, "failed"),
     ],
@@ -120,7 +121,7 @@ def test_a_run_that_has_ended_is_started_again_only_where_it_was_interrupted(
     state: State, ended: Ended | None, then: State
 ) -> None:
     found = after(Entry(1, "run", state), Seen(False, ended))
-    assert found.state == then and (found.reason == "it broke") == (then == "failed")
+    assert found.state == then and (found.reason == "it broke") == (ended == BROKEN)
 
 
 @pytest.mark.parametrize(("state", "ended"), [("running", None), ("pausing", None), ("pausing", DRAINED)])

@@ -159,7 +159,13 @@ def test_a_corrupted_chunk_is_refused_and_the_old_version_stays_served(make_hub:
 
 def test_a_registration_that_was_sent_twice_is_one(make_hub: MakeHub) -> None:
     hub = make_hub()
-    assert hub.register() == hub.register() == [wire.Registered(fence=1, incarnation="x")]
+    assert hub.register() == hub.register() == [wire.Registered(fence=1, incarnation="x", begun=0)]
+
+
+def test_a_learner_that_registers_is_given_the_number_of_groups_that_were_begun_before(make_hub: MakeHub) -> None:
+    hub = make_hub(Bound(1, 1, 8))
+    hub.begin()
+    assert hub.register(learner="m", who=b"m") == [wire.Registered(fence=2, incarnation="x", begun=2)]
 
 
 @pytest.mark.parametrize("goes_on", ["take", "publish", "commit"])

@@ -83,6 +83,11 @@ def test_of_lines_that_cannot_be_rows_or_are_too_many_none_comes_in(lines: list[
 def test_nothing_comes_in_behind_the_end_or_where_there_is_no_spool(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no directory; a run makes its own when it starts"):
         put(tmp_path / "none", [b"{}"])
+    (run := tmp_path / "run").mkdir()
+    (run / "manifest.json").touch()
+    for closes in (False, True):
+        with pytest.raises(ConfigError, match="is a run directory, no spool"):
+            end(run) if closes else put(run, [b"{}"])
     end(tmp_path)
     end(tmp_path)
     with pytest.raises(ConfigError, match=f"has ended: it holds a file {END}"):
