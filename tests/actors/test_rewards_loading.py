@@ -62,6 +62,22 @@ def test_a_setting_that_the_decorator_does_not_have_is_refused_with_the_one_that
         reward(weigth=0.5)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"weight": "x"}, {"retries": None}, {"batch_size": 2.5}, {"timeout_s": "5"}, {"batch_wait_s": -1}, {"stop_when": 5}],
+    ids=str,
+)
+def test_a_setting_that_the_decorator_cannot_take_is_refused_by_name(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"@reward\({next(iter(setting))}=.*\): it must be "):
+        reward(**setting)(lambda completion: 1.0)
+
+
+@pytest.mark.parametrize("given", [5, "judge", print])
+def test_the_decorator_is_for_functions_of_ones_own(given: Any) -> None:
+    with pytest.raises(ConfigError, match="@reward: a function of your own was expected, got "):
+        reward(given)
+
+
 def test_a_file_is_loaded_once_not_as_main_and_may_import_its_neighbours(file: Callable[..., Path], tmp_path: Path) -> None:
     file("WEIGHT = 0.5", "neighbour_of_judge.py")
     file(
