@@ -112,15 +112,18 @@ def test_reasoning_gym_scores_with_the_tasks_own_rule(task: str) -> None:
         ("so \\boxed{1042}", "1000 + 42 = <<1000+42=1042>>1042\n#### 1,042", 1.0),
         ("so \\boxed{1000}", "1000 + 42 = <<1000+42=1042>>1042\n#### 1,042", 0.0),
         ("no idea", "4", 0.0),
+        ("$1/2$", 0.5, 1.0),
     ],
 )
-def test_math_verify_compares_mathematics_not_text(completion: str, answer: str, score: float) -> None:
+def test_math_verify_compares_mathematics_not_text(completion: str, answer: Any, score: float) -> None:
     assert math_verify(completion, answer) == score
 
 
 def test_math_verify_refuses_an_answer_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="column 'answer' holds no mathematical expression"):
         math_verify("4", "")
+    with pytest.raises(TypeError, match="answer is None; text or a number"):
+        math_verify("4", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
