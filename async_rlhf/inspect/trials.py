@@ -7,6 +7,7 @@ columns of its prompt) or from a run directory's samples.
 
 from __future__ import annotations
 
+import re
 import statistics
 import threading
 import time
@@ -130,15 +131,23 @@ def try_rewards(
 
 
 def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
-    """Call every reward on a made-up completion, as a run does, for a prompt of each source, of text and of messages.
+    """Call every reward on a made-up completion, as a run does, for a prompt of each source, of text and of messages, and with
+    null in a column that they may ask for.
 
     deep: those too that load a model. Returns what came of it. Raises RewardError for one that fails, unless any share of
     failed scores is allowed.
     """
     specs = reward_specs(config)
     found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
-    kinds = {(source_of(row.columns), isinstance(row.prompt, str)): row for row in reversed(list(rows))}
-    members = [_made_up(row, played_by(config, source_of(row.columns)) is not None) for row in kinds.values()]
+    asked = {field for spec in specs for field in spec.fields or ()}
+    open_ended = any(spec.fields is None for spec in specs)
+    kinds: dict[Any, Row] = {}
+    for row in rows:
+        nulls = [column for column, value in row.columns.items() if value is None and (open_ended or column in asked)]
+        for kind in (isinstance(row.prompt, str), *nulls):
+            kinds.setdefault((source_of(row.columns), kind), row)
+    several = {id(row): row for row in kinds.values()}.values()
+    members = [_made_up(row, played_by(config, source_of(row.columns)) is not None) for row in several]
     for scope, size in (("completion", 1), ("group", config.generation.group_size)) if members else ():
         chosen = [spec for spec in specs if spec.scope == scope and (deep or not spec.holds_model)]
         bell = threading.Event()
@@ -281,7 +290,7 @@ def _trial(name: str, scores: Sequence[Score], calls: Sequence[Interval]) -> Rew
         name=name,
         num_scored=len(values),
         num_not_applicable=sum(score.state == "not_applicable" for score in scores),
-        failures=dict(Counter(score.failure for score in scores if score.failure is not None).most_common()),
+        failures=failures(scores),
         mean=statistics.fmean(values) if values else None,
         std=statistics.pstdev(values) if values else None,
         lowest=min(values, default=None),
@@ -292,6 +301,12 @@ def _trial(name: str, scores: Sequence[Score], calls: Sequence[Interval]) -> Rew
         },
         seconds=quantiles([call.ended - call.began for call in calls]),
     )
+
+
+def failures(scores: Iterable[Score]) -> dict[str, int]:
+    """How often for which reason, the address of an object aside."""
+    reasons = (score.failure for score in scores if score.failure is not None)
+    return dict(Counter(re.sub(r"(?<= at )0x[0-9A-Fa-f]+", "0x...", reason) for reason in reasons).most_common())
 
 
 def _histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:

@@ -17,6 +17,7 @@ from async_rlhf import Score, try_rewards
 from async_rlhf.actors.rewards.builtins.text import exact
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.cli.commands import app
+from async_rlhf.inspect.trials import failures
 from tests.conftest import QUICK
 
 JUDGES = """
@@ -62,6 +63,11 @@ def test_a_trial_counts_values_and_failures_and_draws_a_histogram(folder: Path) 
     code, output = invoke("judges.py:quality", "--data", "data.jsonl")
     assert "quality: 3 scored, 1 not applicable, 1 failed" in output and "failed 1 times: ValueError: no" in output
     assert code == 6 and invoke("judges.py:quality", "--data", "data.jsonl", "--limit", "3")[0] == 0
+
+
+def test_failures_that_differ_in_an_address_are_counted_together() -> None:
+    scores = [Score(failure=f"bad {each}") for each in (object(), object(), 7)]
+    assert failures([*scores, Score(1.0)]) == {"bad <object object at 0x...>": 2, "bad 7": 1}
 
 
 def test_a_trial_says_that_a_function_lacks_its_return(folder: Path) -> None:
@@ -151,6 +157,7 @@ from async_rlhf import reward
 def conv(completions, answer): return [float(len(c[0]["content"]) + len(a)) for c, a in zip(completions, answer)]
 def text(completions): return [float(len(c.split())) for c in completions]
 def none(completion): return None
+def noted(completion, note): return len(note)
 @reward(scope="group")
 def share(completions): return [1 / len(completions)] * len(completions)
 """
@@ -159,7 +166,9 @@ def share(completions): return [1 / len(completions)] * len(completions)
 def checked(folder: Path, *functions: str, **changed: Any) -> tuple[int, str]:
     model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", folder / "model", dirs_exist_ok=True)
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": "4"} for n in range(8)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"say {n}"}], "answer": "4", "note": None if n == 5 else ""} for n in range(8)
+    ]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "called.py").write_text(CALLED)
     names = ", ".join(f'"called.py:{name}"' for name in functions)
@@ -183,3 +192,5 @@ def test_check_does_not_call_good_what_would_end_the_run_by_a_reward_that_fails(
     assert "reward 'text' fails on a made-up completion" in output and "'list' object has no attribute 'split'" in output
     code, output = checked(folder, "text", **{"rewards.max_failed_ratio": 1.0})
     assert code == 0 and "no attribute 'split'" in output, output
+    code, output = checked(folder, "noted")
+    assert code == 6 and "'say 5'" in output and "'NoneType' has no len()" in output, output
