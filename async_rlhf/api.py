@@ -368,7 +368,7 @@ def _importable(section: str, key: str, function: Callable[..., Any]) -> str:
     """The name by which another process imports it. Raises ConfigError."""
     if not callable(function):
         raise ConfigError(
-            f"{section}: a function was expected, got {function!r:.80}; what goes by a name is given as overrides={{'{key}': ...}}"
+            f"{section}: a function was expected, got {function!r:.80}; a name is given as overrides={{'{key}': ...}}"
         )
     try:
         return spec_of(function)

@@ -26,16 +26,14 @@ def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
 
 
 def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
-    """As `from_pretrained`, a model. Raises ConfigError too where its files lack a tensor, which would begin with random
-    numbers, or have one of another shape."""
+    """As `from_pretrained`, a model. Raises ConfigError too where its files lack a tensor, or have one of another shape: else
+    random numbers would stand there."""
     model, found = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    if wrong := sorted(found["missing_keys"]):
+    if wrong := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
         raise ConfigError(
-            f"tensor {wrong[0]!r} is not in its files ({len(wrong)} such tensors); copy it again from where it came"
+            f"no tensor {wrong[0]!r} of the shape that config.json asks for is in its files ({len(wrong)} such tensors); "
+            "copy it again from where it came"
         )
-    if mismatched := found["mismatched_keys"]:
-        name, own, asked = min(mismatched)
-        raise ConfigError(f"tensor {name!r} has the shape {tuple(own)}, and config.json asks for {tuple(asked)}")
     return model
 
 

@@ -95,6 +95,7 @@ def told_by_check(path: Path, kind: str, **own: Any) -> str:
 SCALING = {"rope_type": "longrope", "original_max_position_embeddings": 32}
 REFUSED = {
     **dict.fromkeys(("gpt_neo", "mamba", "rwkv"), ({}, "Set engine.kind = 'vllm', or use one of afmoe,")),
+    "llama": ({"quantization_config": {"quant_method": "awq"}}, "is packed by awq, which cannot be trained"),
     "phi3": (
         {"rope_parameters": SCALING},
         "beyond 32 tokens the positions of this model depend on how long the other texts of a batch are",
@@ -120,14 +121,14 @@ def test_episodes_of_a_hybrid_model_are_refused_before_the_run_by_the_same_messa
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("change", "says"), [("lacks", "is not in its files"), ("cuts", r"has the shape \(1,\), and")])
-def test_a_model_of_which_files_lack_a_part_is_not_begun_with_random_numbers(change: str, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_model_of_which_files_lack_a_part_is_not_begun_with_random_numbers(is_cut: bool, tmp_path: Path) -> None:
     model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     norm = tensors.pop("model.norm.weight")
-    save_file(tensors if change == "lacks" else {**tensors, "model.norm.weight": norm[:1]}, model / "model.safetensors")
+    save_file({**tensors, **({"model.norm.weight": norm[:1]} if is_cut else {})}, model / "model.safetensors")
     for load_it in (lambda: load_model(model, torch.device("cpu")), lambda: load_engine(str(model), EngineConfig())):
-        with pytest.raises(ConfigError, match=f"tensor 'model.norm.weight' {says}"):
+        with pytest.raises(ConfigError, match=r"no tensor 'model.norm.weight' of the shape .* \(1 such tensors\)"):
             load_it()
 
 
