@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reasoning_gym as gym
 
-from async_rlhf.actors.rewards import Answer, Signature, failed
+from async_rlhf.actors.rewards import Answer, Signature, failed, reward
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.rewards.builtins.mathematics import math_verify
 from async_rlhf.actors.rewards.builtins.text import exact, length, overlong, regex
@@ -61,6 +61,17 @@ def test_trl_functions_may_be_async_say_not_applicable_and_default_what_only_trl
 
     assert ask(trl) == Answer(None)
     assert Signature.of(trl).fields == ("completion", "log_metric", "trainer_state", "prompt", "completion_messages")
+
+
+def test_a_column_of_the_data_takes_no_completions_place() -> None:
+    def trl(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(completions == [COMPLETION["completion"]] and answer == [COMPLETION["answer"]])]
+
+    @reward(scope="group")
+    def group(completions: list[str], finish_reasons: list[str]) -> list[float]:
+        return trl(completions, [COMPLETION["answer"]])
+
+    assert ask(trl, completions=["gold"], prompts="p") == Answer(1.0) == ask(group, completions=["gold"], finish_reasons="f")
 
 
 def test_a_failure_names_its_exception_is_short_and_carries_the_traceback() -> None:
