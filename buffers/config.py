@@ -6,16 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SecretStr,
-    SerializationInfo,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, ValidationInfo, field_validator
+from pydantic.types import SecretStr
 
 from async_rlhf.buffers.errors import ConfigError
 

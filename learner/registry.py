@@ -123,15 +123,14 @@ class _Kind(Generic[SpecT]):
         _, call = self._declaration(kind)
         try:
             declared = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            return _declared(decorator, self._spec, declared)
+        except ConfigError as error:
+            raise ConfigError(f"{decorator}.kind = {kind!r}: {error}") from error
         except ValueError as error:
             raise ConfigError(
                 f"{decorator}.kind = {kind!r}: the arguments of @{decorator}(...) must be written out (strings, True, tuples "
                 "of strings): they are read without running the file"
             ) from error
-        try:
-            return _declared(decorator, self._spec, declared)
-        except ConfigError as error:
-            raise ConfigError(f"{decorator}.kind = {kind!r}: {error}") from error
 
     def _settings(self, kind: str) -> tuple[str, ...]:
         """The keyword-only parameters of a function. Raises ConfigError as `spec` does."""

@@ -34,11 +34,9 @@ def read_file(source: str) -> Iterator[Located]:
     """The rows of a file, by its suffix, or of a directory. Raises ConfigError for what cannot be read, or a package that is
     missing."""
     path = Path(source)
-    if path.suffix.lower() in _PACKED:
-        raise ConfigError(f"data.source {source!r} is packed; unpack it, and name what was in it")
     if not path.is_dir() and path.suffix.lower() not in _READERS:
         raise ConfigError(
-            f"data.source {source!r} is of no known kind; give {', '.join(_READERS)}, a directory saved by datasets, "
+            f"data.source {source!r} is of no known kind; give {', '.join(_READERS)} (unpacked), a directory of datasets, "
             "reasoning_gym:<task>, or spool:DIR for prompts that come while the run goes on, also over HTTP (spool listen)"
         )
     try:
@@ -159,5 +157,4 @@ def _dataset(path: Path) -> Iterator[Located]:
     return plain((f"{path}, row {number}", row) for number, row in enumerate(found.to_list(), 1))
 
 
-_PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}

@@ -30,7 +30,7 @@ from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
-from async_rlhf.run.config import Config
+from async_rlhf.run.config import Config, section
 from async_rlhf.run.scoring import played_by, reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")
@@ -104,8 +104,8 @@ def try_rewards(
     """
     several = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
     names = [reward if isinstance(reward, str) else spec_of(reward) for reward in several]
-    config = RewardsConfig.model_validate({**settings, "functions": names})
-    running = ScoringConfig.model_validate(scoring or {})
+    config: RewardsConfig = section("rewards", {**settings, "functions": names})
+    running: ScoringConfig = section("scoring", scoring or {})
     groups = _groups(_objects(data), limit)
     members = [member for group in groups for member in group]
     columns = set.intersection(*map(set, members))
@@ -139,11 +139,11 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
     """
     specs = reward_specs(config)
     found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
-    asked = {field for spec in specs for field in spec.fields or ()}
-    open_ended = any(spec.fields is None for spec in specs)
+    asked = {name for spec in specs for name in spec.fields or ()}
+    takes_all = any(spec.fields is None for spec in specs)
     kinds: dict[Any, Row] = {}
     for row in rows:
-        nulls = [column for column, value in row.columns.items() if value is None and (open_ended or column in asked)]
+        nulls = [name for name, value in row.columns.items() if value is None and (takes_all or name in asked)]
         for kind in (isinstance(row.prompt, str), *nulls):
             kinds.setdefault((source_of(row.columns), kind), row)
     several = {id(row): row for row in kinds.values()}.values()
@@ -252,6 +252,10 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
             continue
         several = shared.pop("completions")
         lists = {name: shared.pop(name) for name in _OF_MEMBERS if isinstance(shared.get(name), list)}
+        if not isinstance(several, list) or any(len(each) != len(several) for each in lists.values()):
+            raise ConfigError(
+                f"object {number + 1} of the data: 'completions' is a list, and so long are {', '.join(_OF_MEMBERS)}"
+            )
         own = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
         groups.append([{**shared, **own[i], "completion": completion} for i, completion in enumerate(several)])
     if not any(groups):

@@ -48,6 +48,8 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def test_one_reward_is_a_list_of_one(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'rewards\.weigths': did you mean 'rewards\.weights'"):
+        try_rewards(exact, [], weigths={})
     for one in (exact, "exact"):
         assert [each.name for each in try_rewards(one, [{"completion": "4", "answer": "4"}]).rewards] == ["exact"]
 
@@ -95,7 +97,13 @@ def test_what_cannot_be_tried_is_refused_with_the_way_out(folder: Path, argument
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "holds no completion"), ('{"answer": "4"}\n', "object 1 of the data has no 'completion'"), ("{", "cannot be read")],
+    [
+        ("", "holds no completion"),
+        ('{"completions": "ab"}', "'completions' is a list, and so long are"),
+        ('{"completions": ["a", "b"], "sampled": [[true]]}', "'completions' is a list, and so long are"),
+        ('{"answer": "4"}\n', "object 1 of the data has no 'completion'"),
+        ("{", "cannot be read"),
+    ],
 )
 def test_data_without_completions_is_refused(folder: Path, content: str, message: str) -> None:
     (folder / "data.jsonl").write_text(content)
