@@ -34,10 +34,13 @@ def file(tmp_path: Path) -> Callable[[str], Path]:
 # Names to functions.
 
 
-def test_built_ins_modules_and_files_resolve_and_load(file: Callable[[str], Path], tmp_path: Path) -> None:
+def test_built_ins_modules_and_files_resolve_and_load(
+    file: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     file("async def judge(completion, answer): return 1.0")
     target = "async_rlhf.actors.rewards.builtins.gym:reasoning_gym"
-    specs = resolve(["exact", target, "./judge.py:judge"], tmp_path, {"answer", "entry"})
+    specs = resolve(["exact", target, "~/judge.py:judge"], tmp_path / "elsewhere", {"answer", "entry"})
     assert specs == (
         RewardSpec("exact", "exact", "sync", ("completion", "answer")),
         RewardSpec("reasoning_gym", target, "sync", ("completion", "entry")),
