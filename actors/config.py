@@ -299,7 +299,7 @@ class StageConfig(Section):
     """Tokens in any 60 seconds, of one actor."""
     batch_size: int | None = Field(default=None, ge=1)
     """Completions given at once to a reward that takes lists."""
-    workers: int | None = Field(default=None, ge=0)
+    workers: int | None = Field(default=None, ge=0, le=1024)
     """Processes of its own for a synchronous reward."""
     stream_tokens: int | None = Field(default=None, ge=0)
     """Score incrementally every so many tokens, where the reward can (`reward_model`); 0: at the end."""
@@ -318,7 +318,7 @@ class ScoringConfig(Section):
     model once; limits of one actor then hold for the machine."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take; past it the worker is killed and the score is failed."""
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=1024)
     """Worker processes of each actor for synchronous rewards."""
     worker_memory_mb: int | None = Field(default=4096, ge=256)
     """Most MB of each of them, of each program it starts, and of the process of asynchronous rewards; beyond it the score is

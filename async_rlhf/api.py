@@ -366,6 +366,10 @@ def in_python(message: str) -> str:
 
 def _importable(section: str, key: str, function: Callable[..., Any]) -> str:
     """The name by which another process imports it. Raises ConfigError."""
+    if not callable(function):
+        raise ConfigError(
+            f"{section}: a function was expected, got {function!r:.80}; a name is given as overrides={{'{key}': ...}}"
+        )
     try:
         return spec_of(function)
     except RewardError as error:

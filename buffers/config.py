@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SerializationInfo, ValidationInfo, field_validator
+from pydantic.types import SecretStr
 
 from async_rlhf.buffers.errors import ConfigError
 
@@ -28,32 +28,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _read(cls, values: Any) -> Any:
-        """TOML has no null: the word "none" stands for it where a setting may be left open. One text is a list of one."""
-        if not isinstance(values, dict):
-            return values
-        open_ones, lists = _open(cls), _lists(cls)
-        read = dict(values)
-        for key, value in read.items():
-            if value == "none" and key in open_ones:
-                read[key] = None
-            elif isinstance(value, str) and key in lists:
-                read[key] = (value,)
-        return read
-
-
-@cache
-def _open(section: type[Section]) -> frozenset[str]:
-    """The settings that may be left open."""
-    return frozenset(name for name, field in section.model_fields.items() if type(None) in get_args(field.annotation))
-
-
-@cache
-def _lists(section: type[Section]) -> frozenset[str]:
-    """The settings that are lists of texts."""
-    return frozenset(name for name, field in section.model_fields.items() if field.annotation == tuple[str, ...])
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        """TOML has no null: the word "none" stands for it where a setting may be left open. One text is a list of one. A truth
+        value is no number."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if value == "none" and type(None) in get_args(kind):
+            return None
+        if isinstance(value, bool) and not {bool, Any}.intersection((kind, *get_args(kind))):
+            raise ValueError("it takes no true or false")
+        return (value,) if isinstance(value, str) and kind == tuple[str, ...] else value
 
 
 def check_installed(package: str, key: str, value: object, extra: str, other: str) -> None:

@@ -25,6 +25,18 @@ def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
         return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
 
 
+def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
+    """As `from_pretrained`, a model. Raises ConfigError too where its files lack a tensor, or have one of another shape: else
+    random numbers would stand there."""
+    model, found = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    if wrong := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+        raise ConfigError(
+            f"no tensor {wrong[0]!r} of the shape that config.json asks for is in its files ({len(wrong)} such tensors); "
+            "copy it again from where it came"
+        )
+    return model
+
+
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """By name, from a safetensors file's header. Raises OSError and SafetensorError, also where its bytes do not fill it."""
     with safe_open(path, framework="numpy") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Complex, Real
 from typing import Any, Literal
 
 from async_rlhf.buffers.errors import RecordError
@@ -48,8 +49,8 @@ class Score:
 
 
 def _is_score(value: Any) -> bool:
-    """Whether it is a number within the limit, of whatever package: what is not finite is not."""
+    """Whether it is a real number within the limit, of whatever package: what is not finite is not."""
     try:
-        return bool(abs(value) <= MAX_SCORE)
+        return bool(-MAX_SCORE <= value <= MAX_SCORE) and (isinstance(value, Real) or not isinstance(value, Complex))
     except (TypeError, ValueError, RuntimeError):
         return False

@@ -79,20 +79,30 @@ class AdvantageSpec(_Spec):
         return self.level == "tokens"
 
 
-def loss(**declared: Any) -> Callable[[Function], Function]:
+def loss(*bare: Any, **declared: Any) -> Callable[[Function], Function]:
     """Declare a loss by fields of `LossSpec`: a function `(inputs: LossInputs, weight_N, config: LossConfig)` that returns
     terms (of tokens, completions or pairs) and sums over tokens to record."""
-    LossSpec(**declared)
+    _declared("loss", LossSpec, declared, *bare)
     return lambda function: function
 
 
-def advantage(**declared: Any) -> Callable[[Function], Function]:
+def advantage(*bare: Any, **declared: Any) -> Callable[[Function], Function]:
     """Declare an estimator by fields of `AdvantageSpec`. Its keyword-only parameters are settings of `[advantage]`."""
-    AdvantageSpec(**declared)
+    _declared("advantage", AdvantageSpec, declared, *bare)
     return lambda function: function
 
 
 SpecT = TypeVar("SpecT", bound=LossSpec | AdvantageSpec)
+
+
+def _declared(decorator: str, spec: type[SpecT], declared: Mapping[str, Any], *bare: Any) -> SpecT:
+    if bare:
+        raise ConfigError(f"@{decorator} takes no function: write @{decorator}(), with its parentheses")
+    try:
+        return spec(**declared)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"@{decorator} {'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from error
 
 
 class _Kind(Generic[SpecT]):
@@ -115,13 +125,10 @@ class _Kind(Generic[SpecT]):
         decorator = self._decorator
         _, call = self._declaration(kind)
         try:
-            return self._spec(**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(
-                f"{decorator}.kind = {kind!r}: @{decorator} {where} = {first['input']!r}: {first['msg']}"
-            ) from error
+            declared = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            return _declared(decorator, self._spec, declared)
+        except ConfigError as error:
+            raise ConfigError(f"{decorator}.kind = {kind!r}: {error}") from error
         except ValueError as error:
             raise ConfigError(
                 f"{decorator}.kind = {kind!r}: the arguments of @{decorator}(...) must be written out (strings, True, tuples "

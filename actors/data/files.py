@@ -36,7 +36,7 @@ def read_file(source: str) -> Iterator[Located]:
     path = Path(source)
     if not path.is_dir() and path.suffix.lower() not in _READERS:
         raise ConfigError(
-            f"data.source {source!r} is of no known kind; give {', '.join(_READERS)}, a directory saved by datasets, "
+            f"data.source {source!r} is of no known kind; give {', '.join(_READERS)} (unpacked), a directory of datasets, "
             "reasoning_gym:<task>, or spool:DIR for prompts that come while the run goes on, also over HTTP (spool listen)"
         )
     try:

@@ -27,7 +27,7 @@ class SourceEnvironment(Section):
     """Seconds one step of the environment may take. `"none"`: that of `@environment`."""
     episode_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds a whole episode may take, the model's time included. `"none"`: that of `@environment`."""
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=1024)
     """Processes of each actor that run episodes."""
     max_concurrency: int = Field(default=64, ge=1)
     """Steps at once in each of them; of a plain `def`, its threads. The others wait."""

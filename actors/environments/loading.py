@@ -52,7 +52,7 @@ used."""
 _AGENT, _PAST_PROXIES = "agents.adapter:from_function", "agents.endpoint:go_past_proxies"
 _FORM = (
     "an environment is a generator: it yields the prompt, and gets what the model wrote back ('text = yield question'); "
-    "an agent has a parameter llm, and returns its reward"
+    "an agent has a parameter llm, and returns its reward; one of another system is named with its form (trl:file.py:Name)"
 )
 
 
@@ -222,7 +222,7 @@ def _named(named: str) -> Callable[..., Any]:
 
 
 def _ours(target: str, function: EnvironmentFunction, options: Mapping[str, Any]) -> Adapted:
-    if not callable(function):
+    if inspect.isclass(function) or not callable(function):
         raise ConfigError(f"environment {target!r} is {type(function).__name__}, no function; {_FORM}")
     try:
         signature = Signature.of(function)

@@ -7,13 +7,12 @@ resolve             ->  EnvironmentSpec   what travels to the processes that run
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from async_rlhf.actors.rewards.settings import GIVEN, declared, declares
+from async_rlhf.actors.rewards.settings import GIVEN, declared, declares, is_number
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 
@@ -113,11 +112,11 @@ class EnvironmentSettings:
     def __post_init__(self) -> None:
         if type(self.max_turns) is not int or self.max_turns < 1:
             raise ConfigError(f"@environment(max_turns={self.max_turns!r}): it must be a whole number of 1 or more")
-        if self.at_limit is not None and not math.isfinite(self.at_limit):
+        if self.at_limit is not None and not is_number(self.at_limit):
             raise ConfigError(f"@environment(at_limit={self.at_limit!r}): it must be a finite number, or None")
         for name in ("timeout_s", "episode_timeout_s"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
+            if value is not getattr(EnvironmentSettings, name) and not is_number(value, above=0):
                 raise ConfigError(f"@environment({name}={value!r}): it must be above 0")
 
 

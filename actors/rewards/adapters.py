@@ -128,7 +128,7 @@ def _adapter(
 
 
 def _truth(fields: Mapping[str, Any]) -> Any:
-    found = next((fields[name] for name in _TRUTH if name in fields), None)
+    found = next((fields[name] for name in _TRUTH if fields.get(name) is not None), None)
     # verl's own data sets nest it.
     return found["ground_truth"] if isinstance(found, Mapping) and "ground_truth" in found else found
 

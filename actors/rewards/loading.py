@@ -203,7 +203,7 @@ def absolute(target: str, base_dir: Path, forms: Collection[str] = ADAPTERS) -> 
     place, _, name = rest.rpartition(":")
     if not place.endswith(".py") and scheme != "harbor":
         return target
-    return f"{own_name}{equals}{scheme}{':' * bool(scheme)}{(base_dir / place).resolve()}:{name}"
+    return f"{own_name}{equals}{scheme}{':' * bool(scheme)}{(base_dir / Path(place).expanduser()).resolve()}:{name}"
 
 
 def load(spec: RewardSpec) -> RewardFunction:

@@ -47,6 +47,8 @@ def declares(declaration: Callable[Parameters, Any]) -> Callable[[Callable[..., 
                     raise ConfigError(f"@{named.__name__}({name}=...): there is no such setting; {did_you_mean(name, known)}")
 
             def mark(marked: Decorated) -> Decorated:
+                if not callable(marked) or not hasattr(marked, "__dict__"):
+                    raise ConfigError(f"@{named.__name__}: a function of your own was expected, got {marked!r:.80}")
                 setattr(marked, SETTINGS, make(**settings))
                 setattr(marked, GIVEN, settings)
                 return marked
@@ -64,8 +66,16 @@ def declared(function: Callable[..., Any], declaration: type[Declared]) -> Decla
     return found if isinstance(found, declaration) else declaration()
 
 
+def is_number(value: Any, above: float = -math.inf) -> bool:
+    """Whether it is a finite one above that."""
+    return isinstance(value, int | float) and above < value < math.inf
+
+
 RewardFunction = Callable[..., Any]
 Scope = Literal["completion", "group"]
+# The lowest of the settings that count.
+_COUNTS = {"retries": 0, "workers": 0, "stream_tokens": 0, "batch_size": 1, "max_concurrency": 1}
+_COUNTS |= {"requests_per_minute": 1, "tokens_per_minute": 1}
 
 
 class TransientError(RewardError):
@@ -131,17 +141,18 @@ class RewardSettings:
     stream_tokens: int = 0
 
     def __post_init__(self) -> None:
-        positive = ("timeout_s", "max_concurrency", "requests_per_minute", "tokens_per_minute", "batch_size")
-        for name in positive:
+        for name, least in _COUNTS.items():
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"@reward({name}={value!r}): it must be above 0")
-        for name in ("retries", "batch_wait_s", "workers", "stream_tokens"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"@reward({name}={getattr(self, name)!r}): it must be 0 or more")
-        if not math.isfinite(self.weight):
+            if value is not getattr(RewardSettings, name) and not (isinstance(value, int) and value >= least):
+                raise ConfigError(f"@reward({name}={value!r}): it must be a whole number of {least} or more")
+        if not is_number(self.weight):
             raise ConfigError(f"@reward(weight={self.weight!r}): it must be a finite number")
-        if isinstance(self.stop_when, str) or not all(self.stop_when):
+        if self.timeout_s is not None and not is_number(self.timeout_s, above=0):
+            raise ConfigError(f"@reward(timeout_s={self.timeout_s!r}): it must be above 0")
+        if not is_number(self.batch_wait_s) or self.batch_wait_s < 0:
+            raise ConfigError(f"@reward(batch_wait_s={self.batch_wait_s!r}): it must be 0 or more")
+        texts = self.stop_when if isinstance(self.stop_when, list | tuple) else [None]
+        if not all(isinstance(text, str) and text for text in texts):
             raise ConfigError(f"@reward(stop_when={self.stop_when!r}): it must be a tuple of texts, none of them empty")
         if self.scope not in ("completion", "group"):
             raise ConfigError(f"@reward(scope={self.scope!r}): choose 'completion' or 'group'")

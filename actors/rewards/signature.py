@@ -120,6 +120,7 @@ class Signature:
         return {
             own.get(name, name): value if shared and name not in own else [member.get(name) for member in members]
             for name, value in members[0].items()
+            if name not in self._renamed.keys() - self._renamed.values()  # a column called as a list of ours is
         }
 
 

@@ -6,7 +6,7 @@ precision of the arithmetic: padding stands on the right, and the head reads the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from async_rlhf.actors.prompts import token_ids
 from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.model_directory import from_pretrained
+from async_rlhf.buffers.model_directory import from_pretrained, load_whole
 from async_rlhf.buffers.record import Float32Array, SamplingMask
 
 # B completions of a batch, T tokens, C model width.
@@ -29,8 +29,8 @@ class RewardModel:
     def __init__(self, path: Path, *, label: int = 0, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> None:
         torch.set_num_threads(threads)
         self._label, self.device = label, torch.device(device)
-        self._tokenizer = _loaded(AutoTokenizer, path, "reward model")
-        model = _loaded(AutoModelForSequenceClassification, path, "reward model", dtype=getattr(torch, dtype))
+        self._tokenizer = _loaded(from_pretrained, AutoTokenizer, path, "reward model")
+        model = _loaded(load_whole, AutoModelForSequenceClassification, path, "reward model", dtype=getattr(torch, dtype))
         self._model = model.to(self.device).eval()
         self.dtype: torch.dtype = model.dtype
         if self._tokenizer.pad_token_id is None:
@@ -99,7 +99,7 @@ class ReferenceModel:
     def __init__(self, path: Path, *, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> None:
         torch.set_num_threads(threads)
         self.device = torch.device(device)
-        model = _loaded(AutoModelForCausalLM, path, "the reference", dtype=getattr(torch, dtype))
+        model = _loaded(load_whole, AutoModelForCausalLM, path, "the reference", dtype=getattr(torch, dtype))
         self._model = model.to(self.device).eval()
         self.dtype: torch.dtype = model.dtype
         self._head = model.get_output_embeddings()
@@ -171,9 +171,9 @@ def _restricted(logits_RV: torch.Tensor, sizes_R: torch.Tensor, ids_K: torch.Ten
     return restricted_RV
 
 
-def _loaded(kind: Any, path: Path, what: str, **options: Any) -> Any:
+def _loaded(load: Callable[..., Any], kind: Any, path: Path, what: str, **options: Any) -> Any:
     """Raises RewardError."""
     try:
-        return from_pretrained(kind, path, **options)
+        return load(kind, path, **options)
     except (OSError, ValueError) as error:
         raise RewardError(f"{what} {str(path)!r} cannot be loaded: {error}") from error

@@ -28,7 +28,7 @@ from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.actors.torch_engine.weights import Base
 from async_rlhf.buffers.attention import cache_argument, max_length
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.model_directory import from_pretrained
+from async_rlhf.buffers.model_directory import from_pretrained, load_whole
 
 
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> TorchEngine:
@@ -142,7 +142,7 @@ def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
     # cuDNN makes a plan for each new shape of attention (60 ms on an H200), and here the shape changes from pass to pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
     dtype = getattr(torch, config.dtype)
-    model = read_model(model_dir, lambda directory: from_pretrained(AutoModelForCausalLM, directory, dtype=dtype))
+    model = read_model(model_dir, lambda directory: load_whole(AutoModelForCausalLM, directory, dtype=dtype))
     attention_of(model.config)
     return model.to(config.device).eval()
 

@@ -61,7 +61,9 @@ def check(
     called = call_once(loaded, [*prepared.rows[0], *prepared.rows[1]], deep=deep)
     for line in (*_plan_of(config, loaded, prepared), *places(loaded), *prepared.remarks, *called):
         say(line)
-    if deep:
+    if not deep:
+        say("the model's weights are not looked at: --deep loads them, and computes with them")
+    else:
         from async_rlhf.learner.model.gguf import model_directory
         from async_rlhf.run.checks.model import deep_check
 

@@ -25,7 +25,7 @@ from async_rlhf.actors.environments.yields import End
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.score import Score
-from async_rlhf.inspect.trials import in_words, quantiles
+from async_rlhf.inspect.trials import failures, in_words, quantiles
 from async_rlhf.run.config import Config, load
 from async_rlhf.run.scoring import common_columns, environment_specs
 
@@ -244,5 +244,5 @@ def summary(trials: Sequence[Trial]) -> list[str]:
         found.append(f"score: mean {statistics.fmean(values):.3f}, lowest {min(values):g}, highest {max(values):g}")
     if steps:
         found.append(f"seconds a step: {in_words(quantiles(steps))}")
-    failures = Counter(t.score.failure for t in trials if t.score is not None and t.score.failure is not None)
-    return found + [f"failed {count} times: {reason}" for reason, count in failures.most_common()]
+    counted = failures(trial.score for trial in trials if trial.score is not None)
+    return found + [f"failed {count} times: {reason}" for reason, count in counted.items()]

@@ -7,6 +7,7 @@ columns of its prompt) or from a run directory's samples.
 
 from __future__ import annotations
 
+import re
 import statistics
 import threading
 import time
@@ -29,7 +30,7 @@ from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
-from async_rlhf.run.config import Config
+from async_rlhf.run.config import Config, section
 from async_rlhf.run.scoring import played_by, reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")
@@ -103,8 +104,8 @@ def try_rewards(
     """
     several = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
     names = [reward if isinstance(reward, str) else spec_of(reward) for reward in several]
-    config = RewardsConfig.model_validate({**settings, "functions": names})
-    running = ScoringConfig.model_validate(scoring or {})
+    config: RewardsConfig = section("rewards", {**settings, "functions": names})
+    running: ScoringConfig = section("scoring", scoring or {})
     groups = _groups(_objects(data), limit)
     members = [member for group in groups for member in group]
     columns = set.intersection(*map(set, members))
@@ -130,15 +131,23 @@ def try_rewards(
 
 
 def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
-    """Call every reward on a made-up completion, as a run does, for a prompt of each source, of text and of messages.
+    """Call every reward on a made-up completion, as a run does, for a prompt of each source, of text and of messages, and with
+    null in a column that they may ask for.
 
     deep: those too that load a model. Returns what came of it. Raises RewardError for one that fails, unless any share of
     failed scores is allowed.
     """
     specs = reward_specs(config)
     found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
-    kinds = {(source_of(row.columns), isinstance(row.prompt, str)): row for row in reversed(list(rows))}
-    members = [_made_up(row, played_by(config, source_of(row.columns)) is not None) for row in kinds.values()]
+    asked = {name for spec in specs for name in spec.fields or ()}
+    takes_all = any(spec.fields is None for spec in specs)
+    kinds: dict[Any, Row] = {}
+    for row in rows:
+        nulls = [name for name, value in row.columns.items() if value is None and (takes_all or name in asked)]
+        for kind in (isinstance(row.prompt, str), *nulls):
+            kinds.setdefault((source_of(row.columns), kind), row)
+    several = {id(row): row for row in kinds.values()}.values()
+    members = [_made_up(row, played_by(config, source_of(row.columns)) is not None) for row in several]
     for scope, size in (("completion", 1), ("group", config.generation.group_size)) if members else ():
         chosen = [spec for spec in specs if spec.scope == scope and (deep or not spec.holds_model)]
         bell = threading.Event()
@@ -243,6 +252,10 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
             continue
         several = shared.pop("completions")
         lists = {name: shared.pop(name) for name in _OF_MEMBERS if isinstance(shared.get(name), list)}
+        if not isinstance(several, list) or any(len(each) != len(several) for each in lists.values()):
+            raise ConfigError(
+                f"object {number + 1} of the data: 'completions' is a list, and so long are {', '.join(_OF_MEMBERS)}"
+            )
         own = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
         groups.append([{**shared, **own[i], "completion": completion} for i, completion in enumerate(several)])
     if not any(groups):
@@ -281,7 +294,7 @@ def _trial(name: str, scores: Sequence[Score], calls: Sequence[Interval]) -> Rew
         name=name,
         num_scored=len(values),
         num_not_applicable=sum(score.state == "not_applicable" for score in scores),
-        failures=dict(Counter(score.failure for score in scores if score.failure is not None).most_common()),
+        failures=failures(scores),
         mean=statistics.fmean(values) if values else None,
         std=statistics.pstdev(values) if values else None,
         lowest=min(values, default=None),
@@ -292,6 +305,12 @@ def _trial(name: str, scores: Sequence[Score], calls: Sequence[Interval]) -> Rew
         },
         seconds=quantiles([call.ended - call.began for call in calls]),
     )
+
+
+def failures(scores: Iterable[Score]) -> dict[str, int]:
+    """How often for which reason, the address of an object aside."""
+    reasons = (score.failure for score in scores if score.failure is not None)
+    return dict(Counter(re.sub(r"(?<= at )0x[0-9A-Fa-f]+", "0x...", reason) for reason in reasons).most_common())
 
 
 def _histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:

@@ -271,17 +271,21 @@ def parse_settings(sections: Sequence[str], texts: Iterable[str]) -> dict[str, d
     for text in texts:
         key, value = parse_override(text)
         named = key.partition(".")[0]
-        section = named if named in sections else sections[0]
-        _lay(values[section], _nested(key.removeprefix(f"{section}."), value))
+        own = named if named in sections else sections[0]
+        _lay(values[own], _nested(key.removeprefix(f"{own}."), value))
     _prepare(values, Path.cwd())
-    for section, given in values.items():
-        try:
-            Config.model_fields[section].annotation.model_validate(given)  # type: ignore[union-attr]
-        except ValidationError as error:
-            raise ConfigError(
-                "; ".join(explain({**problem, "loc": (section, *problem["loc"])}, Config) for problem in error.errors())
-            ) from error
+    for name, given in values.items():
+        section(name, given)
     return values
+
+
+def section(name: str, values: Any) -> Any:
+    """The section of these values. Raises ConfigError."""
+    try:
+        return Config.model_fields[name].annotation.model_validate(values)  # type: ignore[union-attr]
+    except ValidationError as error:
+        problems = ({**problem, "loc": (name, *problem["loc"])} for problem in error.errors())
+        raise ConfigError("; ".join(explain(problem, Config) for problem in problems)) from error
 
 
 def dotted(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from async_rlhf.run.shipped import FETCHED
 if TYPE_CHECKING:
     from async_rlhf.run.config import Config
 
+# Ways of quantising whose weights have no gradient.
+_PACKED = ("awq", "bitsandbytes", "compressed-tensors", "gptq")
+
 
 def check(config: Config, *, has_model: bool = True) -> None:
     """Raises ConfigError. has_model: the model's files are here, and are looked for."""
@@ -172,6 +175,9 @@ def _check_model(config: Config) -> None:
         text: dict[str, Any] = {**model, **model.get("text_config", {})}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
+    quantised = model.get("quantization_config")
+    if isinstance(quantised, dict) and (kind := quantised.get("quant_method")) in _PACKED:
+        raise ConfigError(f"model = {config.model!r} is packed by {kind}, which cannot be trained; give the model it is of")
     check_own_code(directory, "model")
     check_division(config.learner, text.get)
     if config.engine.kind == "torch":

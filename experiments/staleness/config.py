@@ -54,7 +54,7 @@ class SweepConfig(Section):
     """Configuration every run begins with, relative to the sweep file."""
     output_dir: str = "runs/sweeps"
     """Where the sweep's directory is made, relative to the working directory."""
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...]
     """Seeds; every setting is run with each of them."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys of the run's configuration and their value in every run."""

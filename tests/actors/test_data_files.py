@@ -79,7 +79,11 @@ HUGE = '{"prompt": "p", "answer": [0, %s]}'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.txt", "a", r"rows\.txt' is of no known kind; give \.jsonl, \.json, \.csv, \.parquet, a directory saved"),
+        (
+            "rows.jsonl.gz",
+            "a",
+            r"rows\.jsonl\.gz' is of no known kind; give \.jsonl, \.json, \.csv, \.parquet \(unpacked\), a dir",
+        ),
         ("rows.json", '{"prompt": "a"}\n{"prompt": "b"}\n', r"rows\.json is not JSON: .*one object a line is called \.jsonl"),
         ("rows.json", '{"prompt": "a"}', "holds no list of objects but a dict"),
         ("rows.json", f"[{HUGE % ('9' * 30)}]", r"answer\[1\]: numbers are integers from .*or floats up to"),

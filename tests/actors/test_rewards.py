@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reasoning_gym as gym
 
-from async_rlhf.actors.rewards import Answer, Signature, failed
+from async_rlhf.actors.rewards import Answer, Signature, failed, reward
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.rewards.builtins.mathematics import math_verify
 from async_rlhf.actors.rewards.builtins.text import exact, length, overlong, regex
@@ -63,6 +63,17 @@ def test_trl_functions_may_be_async_say_not_applicable_and_default_what_only_trl
     assert Signature.of(trl).fields == ("completion", "log_metric", "trainer_state", "prompt", "completion_messages")
 
 
+def test_a_column_of_the_data_takes_no_completions_place() -> None:
+    def trl(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(completions == [COMPLETION["completion"]] and answer == [COMPLETION["answer"]])]
+
+    @reward(scope="group")
+    def group(completions: list[str], finish_reasons: list[str]) -> list[float]:
+        return trl(completions, [COMPLETION["answer"]])
+
+    assert ask(trl, completions=["gold"], prompts="p") == Answer(1.0) == ask(group, completions=["gold"], finish_reasons="f")
+
+
 def test_a_failure_names_its_exception_is_short_and_carries_the_traceback() -> None:
     class Unprintable(Exception):
         def __str__(self) -> str:
@@ -112,15 +123,18 @@ def test_reasoning_gym_scores_with_the_tasks_own_rule(task: str) -> None:
         ("so \\boxed{1042}", "1000 + 42 = <<1000+42=1042>>1042\n#### 1,042", 1.0),
         ("so \\boxed{1000}", "1000 + 42 = <<1000+42=1042>>1042\n#### 1,042", 0.0),
         ("no idea", "4", 0.0),
+        ("$1/2$", 0.5, 1.0),
     ],
 )
-def test_math_verify_compares_mathematics_not_text(completion: str, answer: str, score: float) -> None:
+def test_math_verify_compares_mathematics_not_text(completion: str, answer: Any, score: float) -> None:
     assert math_verify(completion, answer) == score
 
 
 def test_math_verify_refuses_an_answer_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="column 'answer' holds no mathematical expression"):
         math_verify("4", "")
+    with pytest.raises(TypeError, match="answer is None; text or a number"):
+        math_verify("4", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ MATRIX: list[tuple[str, dict[str, Any], float, dict[str, float]]] = [
     ("trl:foreign.py:trl", TRUTH, 1.0, {}),
     ("foreign.py:compute_score", {"ground_truth": "4", "data_source": "sums", "extra_info": {"level": 3}}, 1.0, {}),
     ("foreign.py:compute_score", {"reward_model": {"style": "rule", "ground_truth": "5"}}, 0.0, {}),
-    ("verl:foreign.py:compute_score", TRUTH, 1.0, {}),
+    ("verl:foreign.py:compute_score", {"ground_truth": None, **TRUTH}, 1.0, {}),
     ("foreign.py:compute_score_dict", TRUTH, 1.0, {"acc": 1.0}),
     ("foreign.py:compute_score_async", TRUTH, 1.0, {}),
     ("foreign.py:reward_func", {"label": "4"}, 1.0, {"length": 1.0}),

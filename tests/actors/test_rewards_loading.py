@@ -34,10 +34,13 @@ def file(tmp_path: Path) -> Callable[[str], Path]:
 # Names to functions.
 
 
-def test_built_ins_modules_and_files_resolve_and_load(file: Callable[[str], Path], tmp_path: Path) -> None:
+def test_built_ins_modules_and_files_resolve_and_load(
+    file: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     file("async def judge(completion, answer): return 1.0")
     target = "async_rlhf.actors.rewards.builtins.gym:reasoning_gym"
-    specs = resolve(["exact", target, "./judge.py:judge"], tmp_path, {"answer", "entry"})
+    specs = resolve(["exact", target, "~/judge.py:judge"], tmp_path / "elsewhere", {"answer", "entry"})
     assert specs == (
         RewardSpec("exact", "exact", "sync", ("completion", "answer")),
         RewardSpec("reasoning_gym", target, "sync", ("completion", "entry")),
@@ -60,6 +63,22 @@ def test_the_decorator_names_a_reward_and_leaves_it_callable(file: Callable[[str
 def test_a_setting_that_the_decorator_does_not_have_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(ConfigError, match=r"@reward\(weigth=...\): there is no such setting; did you mean 'weight'\?"):
         reward(weigth=0.5)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"weight": "x"}, {"retries": None}, {"batch_size": 2.5}, {"timeout_s": "5"}, {"batch_wait_s": -1}, {"stop_when": 5}],
+    ids=str,
+)
+def test_a_setting_that_the_decorator_cannot_take_is_refused_by_name(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"@reward\({next(iter(setting))}=.*\): it must be "):
+        reward(**setting)(lambda completion: 1.0)
+
+
+@pytest.mark.parametrize("given", [5, "judge", print])
+def test_the_decorator_is_for_functions_of_ones_own(given: Any) -> None:
+    with pytest.raises(ConfigError, match="@reward: a function of your own was expected, got "):
+        reward(given)
 
 
 def test_a_file_is_loaded_once_not_as_main_and_may_import_its_neighbours(file: Callable[..., Path], tmp_path: Path) -> None:

@@ -134,7 +134,9 @@ def test_what_is_wrong_with_one_member_is_none_of_the_others(wrong: Any) -> None
         assert "a score must be finite and within +-1e+18" in first.failure
 
 
-@pytest.mark.parametrize("wrong", ["text", [1.0], np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])], ids=type)
+@pytest.mark.parametrize(
+    "wrong", ["text", [1.0], np.array([1.0, 2.0]), torch.tensor([1.0, 2.0]), 1j, np.complex64(1), torch.tensor(1j)], ids=type
+)
 def test_a_score_or_metric_that_is_no_number_is_refused_with_what_was_given(wrong: Any) -> None:
     with pytest.raises(RecordError, match=r"a score must be finite and within .* got "):
         Score(wrong)

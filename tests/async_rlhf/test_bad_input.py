@@ -73,6 +73,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"weights.transport": "device", "weights.device_timeout_s": 20.0, "stall_timeout_s": 10.0},
         "weights.device_timeout_s = 20 is not below stall_timeout_s = 10",
     ),
+    "processes without number": ({"scoring.workers": 10**6}, "scoring.workers = 1000000: .* less than or equal to 1024"),
+    "a truth value for a number": ({"max_steps": True}, "max_steps = True: it takes no true or false"),
     "patience that counts nothing": ({"evaluation.patience": 2}, "patience = 2 counts evaluations .* set every"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
@@ -27,6 +30,7 @@ from async_rlhf.experiments.doctor import families
 from async_rlhf.launch.exit_codes import CONFIGURATION, REFUSED_TO_TRAIN
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.model.files import load_model
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run.config import load
 from async_rlhf.run.shipped import is_name
@@ -91,6 +95,7 @@ def told_by_check(path: Path, kind: str, **own: Any) -> str:
 SCALING = {"rope_type": "longrope", "original_max_position_embeddings": 32}
 REFUSED = {
     **dict.fromkeys(("gpt_neo", "mamba", "rwkv"), ({}, "Set engine.kind = 'vllm', or use one of afmoe,")),
+    "llama": ({"quantization_config": {"quant_method": "awq"}}, "is packed by awq, which cannot be trained"),
     "phi3": (
         {"rope_parameters": SCALING},
         "beyond 32 tokens the positions of this model depend on how long the other texts of a batch are",
@@ -114,6 +119,17 @@ def test_episodes_of_a_hybrid_model_are_refused_before_the_run_by_the_same_messa
     code, output = invoke("train", str(QUICK), *(word for key, value in own.items() for word in ("--set", f"{key}={value}")))
     assert code == CONFIGURATION and output == told and "model type 'qwen3_next'" in told
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_model_of_which_files_lack_a_part_is_not_begun_with_random_numbers(is_cut: bool, tmp_path: Path) -> None:
+    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    norm = tensors.pop("model.norm.weight")
+    save_file({**tensors, **({"model.norm.weight": norm[:1]} if is_cut else {})}, model / "model.safetensors")
+    for load_it in (lambda: load_model(model, torch.device("cpu")), lambda: load_engine(str(model), EngineConfig())):
+        with pytest.raises(ConfigError, match=r"no tensor 'model.norm.weight' of the shape .* \(1 such tensors\)"):
+            load_it()
 
 
 def test_a_deep_check_loads_the_model_and_says_that_learner_and_engine_are_right() -> None:

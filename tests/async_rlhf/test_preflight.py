@@ -192,7 +192,9 @@ def test_with_a_template_or_an_environment_prompts_are_the_same_where_it_is_give
     (tmp_path / "play.py").write_text("def play(prompt, board):\n    yield prompt\n")
     given = [{"prompt": "Play:", "board": f"{n % 4}", "answer": "a", "id": n} for n in range(10)]
     playing = {"environment": str(tmp_path / "play.py:play"), "rewards.functions": []}
-    with pytest.raises(ConfigError, match=r"all 9 training prompts are left out: .*or is held out"):
+    with pytest.raises(
+        ConfigError, match=r"all 9 training prompts are left out: .*of 9 the model reads what it reads of a held-out one"
+    ):
         checked(given, **{"data.held_out": 1})
     for settings in ({"data.template": "{prompt}{board}"}, playing):
         found = checked(given, **settings, **{"data.held_out": 1})

@@ -17,6 +17,7 @@ from async_rlhf import Score, try_rewards
 from async_rlhf.actors.rewards.builtins.text import exact
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.cli.commands import app
+from async_rlhf.inspect.trials import failures
 from tests.conftest import QUICK
 
 JUDGES = """
@@ -47,6 +48,8 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 
 def test_one_reward_is_a_list_of_one(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'rewards\.weigths': did you mean 'rewards\.weights'"):
+        try_rewards(exact, [], weigths={})
     for one in (exact, "exact"):
         assert [each.name for each in try_rewards(one, [{"completion": "4", "answer": "4"}]).rewards] == ["exact"]
 
@@ -62,6 +65,11 @@ def test_a_trial_counts_values_and_failures_and_draws_a_histogram(folder: Path) 
     code, output = invoke("judges.py:quality", "--data", "data.jsonl")
     assert "quality: 3 scored, 1 not applicable, 1 failed" in output and "failed 1 times: ValueError: no" in output
     assert code == 6 and invoke("judges.py:quality", "--data", "data.jsonl", "--limit", "3")[0] == 0
+
+
+def test_failures_that_differ_in_an_address_are_counted_together() -> None:
+    scores = [Score(failure=f"bad {each}") for each in (object(), object(), 7)]
+    assert failures([*scores, Score(1.0)]) == {"bad <object object at 0x...>": 2, "bad 7": 1}
 
 
 def test_a_trial_says_that_a_function_lacks_its_return(folder: Path) -> None:
@@ -89,7 +97,13 @@ def test_what_cannot_be_tried_is_refused_with_the_way_out(folder: Path, argument
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "holds no completion"), ('{"answer": "4"}\n', "object 1 of the data has no 'completion'"), ("{", "cannot be read")],
+    [
+        ("", "holds no completion"),
+        ('{"completions": "ab"}', "'completions' is a list, and so long are"),
+        ('{"completions": ["a", "b"], "sampled": [[true]]}', "'completions' is a list, and so long are"),
+        ('{"answer": "4"}\n', "object 1 of the data has no 'completion'"),
+        ("{", "cannot be read"),
+    ],
 )
 def test_data_without_completions_is_refused(folder: Path, content: str, message: str) -> None:
     (folder / "data.jsonl").write_text(content)
@@ -151,6 +165,7 @@ from async_rlhf import reward
 def conv(completions, answer): return [float(len(c[0]["content"]) + len(a)) for c, a in zip(completions, answer)]
 def text(completions): return [float(len(c.split())) for c in completions]
 def none(completion): return None
+def noted(completion, note): return len(note)
 @reward(scope="group")
 def share(completions): return [1 / len(completions)] * len(completions)
 """
@@ -159,7 +174,9 @@ def share(completions): return [1 / len(completions)] * len(completions)
 def checked(folder: Path, *functions: str, **changed: Any) -> tuple[int, str]:
     model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", folder / "model", dirs_exist_ok=True)
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    rows = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": "4"} for n in range(8)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"say {n}"}], "answer": "4", "note": None if n == 5 else ""} for n in range(8)
+    ]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "called.py").write_text(CALLED)
     names = ", ".join(f'"called.py:{name}"' for name in functions)
@@ -183,3 +200,5 @@ def test_check_does_not_call_good_what_would_end_the_run_by_a_reward_that_fails(
     assert "reward 'text' fails on a made-up completion" in output and "'list' object has no attribute 'split'" in output
     code, output = checked(folder, "text", **{"rewards.max_failed_ratio": 1.0})
     assert code == 0 and "no attribute 'split'" in output, output
+    code, output = checked(folder, "noted")
+    assert code == 6 and "'say 5'" in output and "'NoneType' has no len()" in output, output

@@ -80,6 +80,7 @@ def test_a_class_given_as_reward_is_refused_by_name_before_anything_starts(tmp_p
     [
         ({"rewards": "exact"}, r"rewards: functions were expected, got 'exact'; .*'rewards.functions'"),
         ({"rewards": 5}, "rewards: functions were expected, got 5"),
+        ({"loss": "cispo"}, r"loss: a function was expected, got 'cispo'; a name is given as .*'loss.kind'"),
         ({"rewards": {"a": len}}, "rewards: functions were expected, got {'a'"),
         ({"overrides": "max_steps=3"}, "overrides: values by their keys were expected.* got 'max_steps=3'"),
         ({"overrides": {1: 2}}, "overrides: values by their keys were expected"),

@@ -104,7 +104,7 @@ REFUSED = {
     "unknown table": (HEAD + VALUES + "[swep]\n", "unknown key 'swep': did you mean 'sweep'"),
     "no sweep": ("", r"has no table \[sweep\]"),
     "no values": (HEAD, "has no axis; give"),
-    "no seeds": (HEAD.replace("[0, 1]", "[]") + VALUES, r"seeds = \(?\[?\(?"),
+    "no seeds": (HEAD.replace("[0, 1]", "[]") + VALUES, r"'seeds' = \[\]; give a list with at least one value"),
     "not TOML": (HEAD + "values", "cannot be read"),
     "a single value": (HEAD + VALUES.replace("[0, 2]", "2"), "'queue.max_staleness' = 2; give a list"),
     "a value twice": (HEAD + VALUES.replace("[0, 2]", "[2, 2]"), "hold one twice"),

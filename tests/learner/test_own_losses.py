@@ -10,6 +10,7 @@ import pytest
 from making import make_backend, make_group
 from typer.testing import CliRunner
 
+import async_rlhf
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
@@ -150,6 +151,13 @@ def test_the_command_prints_the_table_and_its_exit_code_is_the_verdict(mine: str
     assert CliRunner().invoke(app, ["try", "loss", f"{mine}:averaged"]).exit_code == 1
     absent = CliRunner().invoke(app, ["try", "loss", f"{mine}:planar"])
     assert absent.exit_code == 3 and "did you mean 'plain'?" in absent.output
+
+
+def test_a_declaration_says_what_is_wrong_where_it_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"write @loss\(\), with its parentheses"):
+        async_rlhf.loss(len)
+    with pytest.raises(ConfigError, match=r"^@advantage level = 'word': .* 'tokens'$"):
+        async_rlhf.advantage(level="word")
 
 
 @pytest.mark.parametrize(

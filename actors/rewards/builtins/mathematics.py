@@ -15,8 +15,8 @@ _RESULT = "####"
 
 
 @reward
-def math_verify(completion: str, answer: str) -> float:
-    """1.0 when the completion's final expression equals the answer, else 0.0. Raises ValueError for an unreadable answer.
+def math_verify(completion: str, answer: str | int | float) -> float:
+    """1.0 when the completion's final expression equals the answer, else 0.0. Raises for an answer that cannot be read.
 
     Of a solution as in GSM8K the answer is what stands after `####`.
 
@@ -24,7 +24,9 @@ def math_verify(completion: str, answer: str) -> float:
     """
     # It warns that the caller must then limit the time, as the scoring pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    answer = answer.rpartition(_RESULT)[2].strip()
+    if not isinstance(answer, str | int | float):
+        raise TypeError(f"answer is {answer!r:.60}; text or a number can be compared")
+    answer = str(answer).rpartition(_RESULT)[2].strip()
     marked = answer if any(mark in answer for mark in _MARKS) else f"${answer}$"
     gold = parse(marked, parsing_timeout=None)
     if not gold:

@@ -178,7 +178,8 @@ def check_model(config: Config, rows: Rows, environments: Environments) -> Prepa
     )
     if not kept[0] and config.data.spool is None:
         raise ConfigError(
-            f"all {first_held_out} training prompts are left out: each has more tokens than {setting}, or is held out"
+            f"all {first_held_out} training prompts are left out: {first_held_out - len(repeated)} are longer than {setting}, "
+            f"of {len(repeated)} the model reads what it reads of a held-out one (data.held_out = 0: there are none)"
         )
     known = [*remarks(config.learner, config.max_steps), *check_routing(config), *_of_prompts(config, found, len(repeated))]
     known += [*tokenizer.remarks(texts, are_chats), *_of_answers(config, kept[0])]

@@ -75,6 +75,7 @@ def test_an_environment_may_take_every_column_and_be_an_object(folder: Path) -> 
         ("calculator", {"columns": {"question", "answer"}, "options": {"levle": 2}}, "no such parameter; did you mean 'level'"),
         ("plain", {}, "has no yield; an environment is a generator: it yields the prompt"),
         ("no_yield", {}, "has no yield"),
+        ("Score", {}, "is type, no function"),
         ("number", {}, "is int, no function"),
         ("calculator", {"settings": {"max_turns": 0}}, "max_turns=0.: it must be a whole number of 1 or more"),
     ],
