@@ -91,7 +91,9 @@ def listed(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 def part(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """An object, empty where there is none. Raises RequestError for anything else."""
-    (found,) = listed({name: [body.get(name) or {}]}, name)
+    found = body.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise RequestError(f"{name}: an object was expected")
     return found
 
 

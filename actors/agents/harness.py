@@ -164,7 +164,7 @@ class Harnesses:
             assert isinstance(end, End)
             self.counters["ended"] += 1
             self._over(running, end)
-        return {"score": scores.score.value, "failure": end.failure or None}
+        return {"score": end.score and end.score.value, "failure": end.failure or None}
 
     def _arrived(self, name: str, call: Arrived) -> None:
         with self._lock:

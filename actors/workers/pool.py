@@ -339,7 +339,7 @@ class WorkerPool:
         if self._kind.at_once is not None:
             return LOOK_S if busy else LONGEST_WAIT_S
         deadlines = (worker.began + self._sessions[next(iter(inside))].timeout_s for worker, inside in busy)
-        return min(deadlines, default=now + LONGEST_WAIT_S) - now
+        return min([now + LONGEST_WAIT_S, *deadlines]) - now
 
     def _look_by(self, when: float) -> None:
         """Not later than so many monotonic seconds."""

@@ -143,8 +143,11 @@ def _check_address(address: str, *, keyed: bool) -> None:
             f"address = {address!r}: without keys the hub listens only on this machine. Use tcp://127.0.0.1:PORT, an "
             "ipc:// path, leave it empty, or make keys (async-rlhf keys new DIR) and name them in security.keys."
         )
-    if not re.fullmatch(r"ipc://.+|tcp://(\*|localhost|\d+\.\d+\.\d+\.\d+):[1-9]\d{0,4}", address):
-        raise ConfigError(f"address = {address!r} is no tcp://IP:PORT; IP is an IPv4 address of this machine, or * for all")
+    found = re.fullmatch(r"ipc://.+|tcp://(\*|localhost|\d+\.\d+\.\d+\.\d+):([1-9]\d{0,4})", address)
+    if found is None or int(found[2] or 0) > 65535:
+        raise ConfigError(
+            f"address = {address!r} is no tcp://IP:PORT; IP is an IPv4 address of this machine, or * for all, PORT 1 to 65535"
+        )
 
 
 def _check_security(security: SecurityConfig) -> None:

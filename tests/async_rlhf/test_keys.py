@@ -42,7 +42,15 @@ def test_without_keys_only_this_machine_is_listened_to_and_with_them_any_interfa
             small(address=f"tcp://{host}:5555")
     for host in (*others, "127.0.0.1", "localhost"):
         assert small(address=f"tcp://{host}:5555", **keyed).security.directory == key_directory
-    for address in ("tcp://[::]:5555", "tcp://eth0:5555", "tcp://10.0.0.1", "tcp://10.0.0.1:0", "tcp://*:x", "udp://*:5"):
+    for address in (
+        "tcp://[::]:5555",
+        "tcp://eth0:5555",
+        "tcp://10.0.0.1",
+        "tcp://10.0.0.1:0",
+        "tcp://*:x",
+        "udp://*:5",
+        "tcp://*:65536",
+    ):
         with pytest.raises(ConfigError, match="tcp://IP:PORT"):
             small(address=address, **keyed)
 

@@ -50,6 +50,11 @@ WRONG = {
         text(batch="groups = 32\nupdates_per_step = 5"),
         r"must divide groups = 32.*nearest: 4",
     ),
+    "more updates than there are numbers to try": (
+        text(batch=f"groups = 32\nupdates_per_step = {10**18}"),
+        r"must divide groups = 32.*nearest: 32",
+    ),
+    "a batch that no step has": (text(batch=f"groups = {10**18}"), r"the 131072 completions .*nearest: groups = 16384"),
     "a loss that is none": (text(loss='kind = "ppo_clop"'), r"ppo_clip"),
     "a share above the peak": (text(efficiency="training = 1.5"), r"efficiency\.training"),
     "a strategy that is none": (text(search='strategies = ["flatening"]'), r"'flatening'.*flattening"),

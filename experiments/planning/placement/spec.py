@@ -25,6 +25,7 @@ from async_rlhf.run.shipped import by_name, plans
 
 ModelName = str | dict[str, Any]
 _STEPS_OF_WIDTH = 60
+_MOST_ROWS = 1 << 17  # each of them is followed; so many take a minute
 
 
 class ModelsConfig(Section):
@@ -97,7 +98,7 @@ class LengthsConfig(Section):
 
 
 class BatchConfig(Section):
-    """What one step trains on."""
+    """What one step trains on: 131,072 completions at most."""
 
     groups: int = Field(default=64, ge=1)
     group_size: int = Field(default=8, ge=1)
@@ -105,8 +106,14 @@ class BatchConfig(Section):
 
     @model_validator(mode="after")
     def _whole_updates(self) -> BatchConfig:
+        if self.rows > _MOST_ROWS:
+            raise ValueError(
+                f"groups = {self.groups} of group_size = {self.group_size} are more than the {_MOST_ROWS} completions a step "
+                f"that can be planned; nearest: groups = {max(1, _MOST_ROWS // self.group_size)}"
+            )
         if self.groups % self.updates_per_step:
-            near = max(number for number in range(1, self.updates_per_step + 1) if self.groups % number == 0)
+            most = min(self.groups, self.updates_per_step)
+            near = max(number for number in range(1, most + 1) if self.groups % number == 0)
             raise ValueError(
                 f"updates_per_step = {self.updates_per_step} must divide groups = {self.groups}: an update takes whole "
                 f"groups; nearest: {near}"

@@ -62,6 +62,7 @@ REFUSED = [
     ("chat", {"max_tokens": 0}, "max_tokens=0: a whole number of 1 or more"),
     ("chat", {"max_completion_tokens": True}, "max_completion_tokens=True"),
     ("chat", {"stop": ["a", ""]}, "none of them empty"),
+    ("chat", {"stream_options": [1]}, "stream_options: an object was expected"),
     ("chat", {"stop": ["x"] * 17}, "at most 16 texts"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "is 'image_url', and text"),
     ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogates not allowed"),

@@ -263,9 +263,10 @@ def test_an_episode_without_a_call_fails_and_calls_at_once_are_answered_one_afte
 ) -> None:
     board.begin(1, {})
     session = harness.start()
-    harness.post("end_session", session_id=session["session_id"], reward=1)
+    status, given = harness.post("end_session", session_id=session["session_id"], reward=1)
     end = event(board)
     assert isinstance(end, End) and end.kind == "no turn"
+    assert status == 200 and given == {"score": None, "failure": end.failure}
 
     board.begin(2, {})
     session = harness.start()
