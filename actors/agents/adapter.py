@@ -64,19 +64,15 @@ class _Runner(Protocol):
 
     async def wait(self) -> None:
         """Until its inbox has something."""
-        ...
 
     def is_over(self) -> bool:
         """Whether the agent has ended, whatever it left behind."""
-        ...
 
     def result(self) -> Any:
         """Of an agent that has ended. Raises what it raised."""
-        ...
 
     async def end(self) -> None:
         """Until nothing of the function runs."""
-        ...
 
 
 class _Inbox:
