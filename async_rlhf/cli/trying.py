@@ -181,14 +181,7 @@ def plan(
     if devices:
         say(experiment("devices")())
         return
-    found = experiment("plan")(
-        spec,
-        from_run,
-        simulate=simulate,
-        settings=settings,
-        as_json=as_json,
-    )
-    say(found)
+    say(experiment("plan")(spec, from_run, simulate=simulate, settings=settings, as_json=as_json))
 
 
 @command(trying, "machine")
