@@ -53,7 +53,6 @@ class Bench:
     slots: int | None = None
 
     def size(self, usual: T, small: T) -> T:
-        """A load's size."""
         return small if self.small else usual
 
     def num_turns(self, usual: int) -> int:
