@@ -195,7 +195,7 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
         raise ConfigError(
             f"a configuration is a TOML file, the name of a shipped one, its values (a dictionary) or a Config, not {source!r}"
         )
-    path = shipped.named_file("configuration", source, shipped.configurations())
+    path = shipped.configuration_file(source)
     values = read_toml(path, "configuration", shipped.by_name(shipped.configurations()))
     if (path.parent / "manifest.json").exists():  # it is a run's
         values = known(values, Config)

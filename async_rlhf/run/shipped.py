@@ -41,6 +41,11 @@ def plans() -> dict[str, Path]:
     return {path.stem: path for path in (_SHIPPED / "plans").glob("*.toml")}
 
 
+def configuration_file(source: str | Path) -> Path:
+    """The file of this name, or else the shipped configuration. Raises ConfigError."""
+    return named_file("configuration", source, configurations())
+
+
 def named_file(what: str, source: str | Path, shipped: Mapping[str, Path]) -> Path:
     """The file of this name, or else the shipped one. Raises ConfigError."""
     path = Path(source)

@@ -142,8 +142,7 @@ def run_sweep(
         return False
     if measured := [job for job in all_jobs if job.head not in failures]:
         for job in measured:
-            if job.result() is None:  # only its run was left
-                keep(read_cell(job.cell), job.kept)
+            _keep(job)
         *_, markdown, _ = write(read_sweep(sweep.results_dir), sweep.results_dir, say)
         say(f"report: {markdown}")
     if failures:
@@ -300,6 +299,12 @@ def _job(sweep: SweepConfig, cell: Cell, number: str, is_here: bool) -> Job:
     """is_here: whether it will be run on this machine. Raises ConfigError for a cell that cannot be run."""
     num_prompts = preflight(cell.config, is_here=is_here).num_prompts
     return Job(cell, f"cell {number}: {cell.label}", num_prompts, sweep.kept(cell.config.name))
+
+
+def _keep(job: Job) -> None:
+    """What a cell that has ended measured, also where only its run was left."""
+    if job.result() is None:
+        keep(read_cell(job.cell), job.kept)
 
 
 def num_steps(config: Config, num_prompts: int) -> int:
