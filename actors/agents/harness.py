@@ -109,8 +109,7 @@ class Harnesses:
     def poll(self) -> list[Event[int]]:
         """What came of episodes, and of those that a harness has lost."""
         with self._lock:
-            before = self._clock() - self._timeout_s
-            late = [each for each in self._running.values() if each.answering is None and each.since < before]
+            late = [each for each in self._running.values() if self._is_late(each)]
             for running in late:
                 self.counters["timed_out"] += 1
                 self._over(running, fails("timed out", f"its harness sent nothing for {self._timeout_s:g} s (timeout_s)"))
@@ -202,6 +201,9 @@ class Harnesses:
         self._events.put(Event(running.key, came, running.began, time.time()))
         running.began = time.time()
         self.wake()
+
+    def _is_late(self, running: _Running) -> bool:
+        return running.answering is None and self._clock() - running.since > self._timeout_s
 
     def _of(self, key: int) -> _Running | None:
         return next((each for each in self._running.values() if each.key == key), None)
