@@ -165,40 +165,33 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights the next token will be sampled from; -1 before any were adopted."""
-        ...
 
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and not yet returned or aborted, waiting ones included, held ones not."""
-        ...
 
     @property
     def progress(self) -> int:
         """Rises while tokens are sampled; where that is not known before a completion's end, while the engine answers."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, in order. Those with equal prompts share one prompt computation.
 
         Raises EngineError for an empty prompt or one that cannot fit with its context and completion.
         """
-        ...
 
     def abort(self, keys: Iterable[RolloutKey]) -> int:
         """Forget these requests, running, waiting or held; unknown keys are ignored. Returns the tokens thrown away, of
         which a held one has none."""
-        ...
 
     def step(self) -> list[Completion]:
         """Fill free slots, sample a token in running sequences, return those that ended (none on most calls)."""
-        ...
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
         """What is being written and has its `partial_every` tokens more than in `known`; a key that is not there counts as 0.
 
         What they begin with never changes. Cheap enough to be called after every step.
         """
-        ...
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         """Adopt a whole weight set (parameter name, as in `named_parameters`, -> tensor); the next token is `version`'s.
@@ -207,18 +200,15 @@ class Engine(Protocol):
         later `step()`, before anything is sampled from the set; one that is loaded meanwhile replaces it.
         Raises WeightsError, and changes nothing, when a name is missing or unknown or a shape or dtype differs.
         """
-        ...
 
     def probe(self, token_ids: Sequence[int]) -> Float32Array:
         """float32 [T - 1]: log-probability of each token but the first, given those before it, at temperature 1.
 
         By the weights the next token will be sampled from; what is being generated does not notice.
         """
-        ...
 
     def close(self) -> None:
         """Release everything; the engine is not used any more."""
-        ...
 
 
 MODULES = {"torch": "async_rlhf.actors.torch_engine.loading", "vllm": "async_rlhf.actors.vllm_engine.loading"}

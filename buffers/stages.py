@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_rlhf.buffers.lines import LineFile, read_lines
+from async_rlhf.buffers.lines import LineFile
 
 GENERATION = "generation"
 """From the request to the last token; waiting for a slot is part of it."""
@@ -142,8 +142,3 @@ class SpanFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def read_spans(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of one process; the last may be being written."""
-    return read_lines(path)

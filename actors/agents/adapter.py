@@ -58,25 +58,18 @@ def agent_of(solve: Callable[..., Any], declared: Declaration, template: Mapping
 
 
 class _Runner(Protocol):
-    """An agent that runs."""
+    """An agent that runs, and what it has come to, whatever it left behind."""
+
+    @property
+    def outcome(self) -> Future[Any] | asyncio.Task[Any]: ...
 
     def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None: ...
 
     async def wait(self) -> None:
         """Until its inbox has something."""
-        ...
-
-    def is_over(self) -> bool:
-        """Whether the agent has ended, whatever it left behind."""
-        ...
-
-    def result(self) -> Any:
-        """Of an agent that has ended. Raises what it raised."""
-        ...
 
     async def end(self) -> None:
         """Until nothing of the function runs."""
-        ...
 
 
 class _Inbox:
@@ -123,14 +116,14 @@ async def played(
             if not answering:
                 await runner.wait()
             arrived, call = inbox.take(), None
-            if runner.is_over():
+            if runner.outcome.done():
                 break
             if arrived is not None and session.begins(arrived[1]):
                 call = turns.call(arrived[0])
                 answering[call.chain] = arrived[1]
             if answering and (reply := (yield Beside(call, inbox.more()))) is not None:
                 answering.pop(reply.chain).answer.set_result(turns.wrote(reply))
-        scores = turns.end(runner.result())
+        scores = turns.end(runner.outcome.result())
     finally:
         server.end(session)
         await runner.end()
@@ -142,7 +135,7 @@ class _Thread:
 
     def __init__(self, inbox: _Inbox) -> None:
         self._inbox = inbox
-        self._result: Future[Any] = Future()
+        self.outcome: Future[Any] = Future()
 
     def start(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
         self._thread = threading.Thread(target=self._run, args=(function, fields), name="agent", daemon=True)
@@ -151,21 +144,15 @@ class _Thread:
     async def wait(self) -> None:
         self._inbox.more().result()  # the step's time-out ends the process
 
-    def is_over(self) -> bool:
-        return self._result.done()
-
-    def result(self) -> Any:
-        return self._result.result()
-
     async def end(self) -> None:
         if self._thread.ident is not None:  # else there was none to be had
             self._thread.join()  # so does that of the cleanup
 
     def _run(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
         try:
-            self._result.set_result(function(**fields))
+            self.outcome.set_result(function(**fields))
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
-            self._result.set_exception(error)
+            self.outcome.set_exception(error)
         self._inbox.put(None)
 
 
@@ -179,23 +166,17 @@ class _Task:
         async def run() -> Any:
             return await watched(function(**fields))
 
-        self._task = asyncio.create_task(run(), name="agent")
-        self._task.add_done_callback(lambda _: self._inbox.put(None))
+        self.outcome = asyncio.create_task(run(), name="agent")
+        self.outcome.add_done_callback(lambda _: self._inbox.put(None))
 
     async def wait(self) -> None:
         await asyncio.wrap_future(self._inbox.more())
 
-    def is_over(self) -> bool:
-        return self._task.done()
-
-    def result(self) -> Any:
-        return self._task.result()
-
     async def end(self) -> None:
         """A task that does not end keeps this from ending, also where this is cancelled: it is then seen to run on."""
-        self._task.cancel()
-        while not self._task.done():
+        self.outcome.cancel()
+        while not self.outcome.done():
             with suppress(asyncio.CancelledError):
-                await asyncio.wait({self._task})
-        if not self._task.cancelled():
-            self._task.exception()  # it was asked for
+                await asyncio.wait({self.outcome})
+        if not self.outcome.cancelled():
+            self.outcome.exception()  # it was asked for

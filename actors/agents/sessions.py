@@ -93,7 +93,6 @@ class Session:
             call.is_given = True
 
     def end(self) -> None:
-        """The episode has ended."""
         with self._lock:
             self._is_over = True
             left = [call for calls in self._calls.values() for call in calls if not call.answer.done()]

@@ -55,19 +55,15 @@ class Dialect(Protocol):
 
     def read(self, body: Mapping[str, Any]) -> Asked:
         """Raises RequestError."""
-        ...
 
     def whole(self, written: Written) -> dict[str, Any]:
         """The answer as JSON data."""
-        ...
 
     def events(self, asked: Asked, written: Written) -> bytes:
         """The answer as server-sent events, all of them: a turn is given when it is whole."""
-        ...
 
     def failure(self, status: int, reason: str) -> dict[str, Any]:
         """An error as JSON data."""
-        ...
 
 
 def read_reply(reply: Reply, asked: Asked, template: Mapping[str, Any], number: int, session: str) -> Written:

@@ -48,11 +48,9 @@ class Head(Protocol[Result]):
 
     def read(self, samples: Sequence[Sample]) -> list[Wanted | None]:
         """The ids to read of each; None for one that cannot be read incrementally."""
-        ...
 
     def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
         """What is to be kept of an unfinished completion beside keys and values."""
-        ...
 
     def finish(self, batch: Sequence[Progress]) -> list[Any]: ...
 

@@ -40,11 +40,9 @@ class Decoder(Protocol):
     @property
     def body(self) -> Any:
         """Raises AttributeError for a model that is not built of body and head."""
-        ...
 
     def some_tokens(self, count: int) -> list[int]:
         """Different tokens, none of them padding."""
-        ...
 
 
 @dataclass(eq=False)

@@ -79,7 +79,7 @@ class TorchEngine:
         carry the experts of each position (not together with `kv_policy`). Raises ConfigError where those cannot be recorded.
         """
         self._model, self._base = model.eval(), base
-        self._version, self._on_update = version, on_update
+        self.version, self._on_update = version, on_update
         self._max_length = max_length
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._device = model.device
@@ -107,10 +107,6 @@ class TorchEngine:
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
         # Since the start: tokens sampled, and times a sequence was sent back.
         self.num_sampled = self.num_suspended = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -167,17 +163,17 @@ class TorchEngine:
         if self._on_update == "interrupt":
             self._suspend(self._scheduler.rows_by_age())
         else:
-            self._rows.close_spans(self._scheduler.num_rows, self._version)
-        if self._on_update != "keep" or version < self._version:
+            self._rows.close_spans(self._scheduler.num_rows, self.version)
+        if self._on_update != "keep" or version < self.version:
             # Going back, "the oldest weights" would not describe what is mixed in a held cache.
             self._scheduler.release_caches()
         adopt_weights(self._model, tensors, self._base)
         self._forward.refresh()
-        self._version, self._coming = version, None
+        self.version, self._coming = version, None
 
     def _suspend(self, rows: Sequence[int]) -> None:
         """Send rows back; what they have sampled stays."""
-        self._scheduler.suspend([(row, self._rows.progress(row, self._version)) for row in rows])
+        self._scheduler.suspend([(row, self._rows.progress(row, self.version)) for row in rows])
         self.num_suspended += len(rows)
 
     def close(self) -> None:
@@ -235,7 +231,7 @@ class TorchEngine:
                 size = size.plus(length)
             self._suspend(rows[size.num_rows :])
         return self._scheduler.plan(
-            self._version,
+            self.version,
             size=size,
             fits=self._has_room if self._is_bounded else None,
             only_begun=self._coming is not None,
@@ -289,7 +285,7 @@ class TorchEngine:
         ended = [(int(ready[index]), bool(stopped[index])) for index in np.flatnonzero(stopped | full)]
         completions = [
             replace(
-                self._rows.completion(row, self._scheduler.request(row), self._version, "stop" if stops else "length"),
+                self._rows.completion(row, self._scheduler.request(row), self.version, "stop" if stops else "length"),
                 routing=self._cache.routing_of(row, int(self._rows.positions[row])),
             )
             for row, stops in ended

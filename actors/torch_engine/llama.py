@@ -159,7 +159,6 @@ class LlamaForward(Forward):
         self.refresh()
 
     def refresh(self) -> None:
-        """As in `Forward`."""
         model = self._model
         for index, layer in enumerate(model.model.layers):
             # One layer at a time, so that no more than one exists twice.
@@ -204,8 +203,6 @@ class LlamaForward(Forward):
         return self._compute(ids, at, num_rows, attend)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """As in `Forward`."""
-
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = (part.float().transpose(0, 1)[None] for part in (q, k, v))
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

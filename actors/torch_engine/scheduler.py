@@ -176,7 +176,6 @@ class Scheduler:
         return self._unfinished
 
     def request(self, row: int) -> Request:
-        """The request that occupies `row`."""
         return self._entry(row).request
 
     def running(self) -> list[tuple[int, Request]]:

@@ -91,7 +91,7 @@ class VLLMEngine:
         self._has_tokenizer, self.on_update = has_tokenizer, on_update
         self._unfinished: set[RolloutKey] = set()
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
-        self._num_answered = 0
+        self.progress = 0
         # From here on, what belongs to the loop's thread.
         self._loop = asyncio.new_event_loop()
         self._llm: Any = None
@@ -101,7 +101,7 @@ class VLLMEngine:
         self._ended: list[Completion] = []
         self._news = asyncio.Event()
         self._admits = True
-        self._version, self._adoptions, self._names = version, 0, 0
+        self.version, self._adoptions, self._names = version, 0, 0
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         try:
@@ -109,14 +109,6 @@ class VLLMEngine:
         except BaseException:  # an interrupt too: vLLM's processes must not outlive a start that was given up
             self.close()
             raise
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def progress(self) -> int:
-        return self._num_answered
 
     @property
     def num_unfinished(self) -> int:
@@ -149,7 +141,7 @@ class VLLMEngine:
             (version, tensors), self._coming = self._coming, None
             self._load(version, tensors)
         ended = self._call(self._take(_STEP_WAIT_S if self._unfinished else 0), "what vLLM has ended")
-        self._num_answered += 1
+        self.progress += 1
         self._unfinished.difference_update(completion.key for completion in ended)
         return ended
 
@@ -223,11 +215,11 @@ class VLLMEngine:
             raise ConfigError(f"vLLM refuses the configuration: {error}") from error
         except (RuntimeError, OSError) as error:
             raise EngineError(f"vLLM did not start: {error}. The reason is in the log above.") from error
-        await self._label(self._version)
+        await self._label(self.version)
         return int(self._llm.model_config.max_model_len)
 
     async def _label(self, version: int) -> None:
-        self._version = version
+        self.version = version
         self._adoptions += 1
         await self._llm.update_weight_version(str(version))
 
@@ -241,7 +233,7 @@ class VLLMEngine:
             self._names += 1
             name = str(self._names)
             task = asyncio.ensure_future(self._generate(request, name))
-            self._running[request.key] = _Running(name, self._version, request.partial_every, task)
+            self._running[request.key] = _Running(name, self.version, request.partial_every, task)
 
     async def _generate(self, request: Request, name: str) -> int:
         """Run one request to its end; returns its tokens when it was aborted, else 0."""

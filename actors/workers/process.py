@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import Pipe, wait
-from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
+from multiprocessing.context import SpawnProcess, set_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.workers import guard
@@ -82,10 +82,14 @@ class GuardedPopen(popen_spawn_posix.Popen):
     def _launch(self, process_obj: Any) -> None:
         tracker = resource_tracker.getfd()
         assert tracker is not None
+        # A worker first imports the program that runs here, which may define rewards. Those of ours do not.
+        preparation = spawn.get_preparation_data(process_obj.name)
+        if preparation.get("init_main_from_name", "").startswith("async_rlhf."):
+            del preparation["init_main_from_name"]
         packed = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(_preparation(process_obj.name), packed)
+            reduction.dump(preparation, packed)
             reduction.dump(process_obj, packed)
         finally:
             set_spawning_popen(None)
@@ -129,14 +133,6 @@ class GuardedPopen(popen_spawn_posix.Popen):
         super().close()
 
 
-def _preparation(name: str) -> dict[str, Any]:
-    """What a worker does first: it imports the program that runs here, which may define rewards. Those of ours do not."""
-    preparation: dict[str, Any] = spawn.get_preparation_data(name)
-    if preparation.get("init_main_from_name", "").startswith("async_rlhf."):
-        del preparation["init_main_from_name"]
-    return preparation
-
-
 class WorkerThread:
     """What stands for a `WorkerProcess` where the code is in this process only. It cannot be killed: it is left behind, and
     ends when its code returns, with its connection (the first argument)."""
@@ -175,12 +171,6 @@ def end_worker(exit_code: int) -> None:
     """End this process at once, whatever runs in it, if it is a worker's; a thread goes on."""
     if isinstance(multiprocessing.current_process(), WorkerProcess):
         os._exit(exit_code)
-
-
-class WorkerContext(SpawnContext):
-    """The multiprocessing context whose processes are workers."""
-
-    Process = WorkerProcess
 
 
 def obey_parent(memory_mb: int | None) -> None:
@@ -246,7 +236,7 @@ class Worker:
         with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(GRACE_S), 0))
         self.watchdog = LoopWatchdog()
-        process: Callable[..., WorkerProcess | WorkerThread] = WorkerThread if kind.in_thread else WorkerContext().Process
+        process: Callable[..., WorkerProcess | WorkerThread] = WorkerThread if kind.in_thread else WorkerProcess
         self.process = process(target=serve, args=(theirs, self.watchdog, kind), name="worker")
         try:
             self.process.start()

@@ -91,19 +91,15 @@ class Sessions(Protocol):
 
     def begin(self, id: int, key: Hashable, what: Any, timeout_s: float) -> None:
         """key: names what is begun again as another session. timeout_s: of a step."""
-        ...
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         """Close these sessions, as soon as their steps end or can be stopped; the keys are not begun again."""
-        ...
 
     def check(self) -> None:
         """Raises an error when it cannot recover."""
-        ...
 
     def close(self, deadline_s: float) -> None:
         """Kills what runs, after half of the deadline for what cleans up. Raises DeadlineError if something is left."""
-        ...
 
 
 class Session(Protocol):
@@ -117,24 +113,19 @@ class Session(Protocol):
     @property
     def more(self) -> Future[None] | None:
         """As of the newest step: done where a step that is sent nothing has a result."""
-        ...
 
     def step(self, sent: Any) -> asyncio.Future[Any]:
         """What came of it, which raises nothing but MemoryError: its process is to be replaced. sent: what the model wrote,
         None at first."""
-        ...
 
     def close(self) -> asyncio.Future[str]:
         """Run its cleanup; the result is what that raised, "" for nothing."""
-        ...
 
     def ends(self, result: Any) -> bool:
         """Whether no step follows."""
-        ...
 
     def failed(self, has_died: bool, reason: str) -> Any:
         """The result of a step that gave none: memory ran out, or it took too long."""
-        ...
 
 
 class Kind(Protocol):
@@ -155,15 +146,12 @@ class Kind(Protocol):
     def load(self) -> None:
         """Import the user's code; each process calls it once, each thread too. Raises AsyncRLHFError where no session can be
         begun without it."""
-        ...
 
     def call(self, what: Any) -> Any:
         """The result of a session in order; never raises."""
-        ...
 
     def begin(self, id: int, what: Any, watchdog: LoopWatchdog) -> Session:
         """A session on the loop; never raises."""
-        ...
 
 
 def _sent(connection: Connection, message: StartFailed | None) -> bool:

@@ -7,10 +7,10 @@ import sys
 from io import TextIOWrapper
 
 # Each adds its commands to `app`.
-from async_rlhf.cli import machines, queues, runs, sharing, trying, views
+from async_rlhf.cli import machines, queues, runs, trying, views
 from async_rlhf.cli.app import app
 
-__all__ = ["app", "machines", "main", "queues", "runs", "sharing", "trying", "views"]
+__all__ = ["app", "machines", "main", "queues", "runs", "trying", "views"]
 
 
 def main() -> None:

@@ -13,15 +13,13 @@ from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, app, command, expe
 
 trying = group("try", "Try a reward, an environment, a loss, chaos, or this machine.")
 
-Limit = Annotated[int | None, typer.Option(min=1, help="Completions to score.")]
-
 
 @command(trying, "reward")
 def try_reward(
     rewards: Annotated[list[str], typer.Argument(metavar="FILE:NAME...", help="Rewards, as in rewards.functions.")],
     data: Annotated[Path, typer.Option(help="JSONL file with completions and columns, or a run directory.")],
     overrides: Overrides = None,
-    limit: Limit = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Completions to score.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score completions that exist already: values, histogram, timings, failures.
@@ -181,14 +179,7 @@ def plan(
     if devices:
         say(experiment("devices")())
         return
-    found = experiment("plan")(
-        spec,
-        from_run,
-        simulate=simulate,
-        settings=settings,
-        as_json=as_json,
-    )
-    say(found)
+    say(experiment("plan")(spec, from_run, simulate=simulate, settings=settings, as_json=as_json))
 
 
 @command(trying, "machine")

@@ -184,14 +184,19 @@ def _draw(
     axes.set_title(f"{panel.title}, {next(iter(drawn))}" if alone else panel.title, fontsize="medium")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize="small")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9")
-    axes.set_axisbelow(True)
+    tidy(axes)
     low, high = axes.get_ylim()
     axes.set_ylim(low if panel.floor is None else panel.floor, high if panel.ceiling is None else max(high, panel.ceiling))
     if len(drawn) > 1:
         handles = [_line(_Pen("0.3", _WIDTH), style, label) for label, style in drawn.items()]
         axes.legend(handles=handles, loc="best", fontsize="x-small", frameon=True, framealpha=0.7, edgecolor="none")
+
+
+def tidy(axes: Any, grid: Any = "y") -> None:
+    """Two spines, and pale lines behind the data. grid: of which axis."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color="0.9")
+    axes.set_axisbelow(True)
 
 
 def _draw_line(axes: Any, line: Sequence[tuple[int, float]], pen: _Pen, style: Any, *, smooth: bool, dots: bool) -> None:

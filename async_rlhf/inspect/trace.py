@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.stages import StageTime, read_spans, unpack
+from async_rlhf.buffers.lines import read_lines
+from async_rlhf.buffers.stages import StageTime, unpack
 from async_rlhf.inspect.rollouts import records
 from async_rlhf.run.run_dir import RunDir
 
@@ -33,7 +34,7 @@ def export(run: RunDir, out: Path) -> int:
     """
     steps = list(step_times(run.read_metrics()))
     spans = {
-        path.stem: [(span["name"], span["began"], span["ended"]) for span in read_spans(path)]
+        path.stem: [(span["name"], span["began"], span["ended"]) for span in read_lines(path)]
         for path in sorted((run.path / "spans").glob("*.jsonl"))
     }
     trains = {step: trained for _, trained, _, step in steps}

@@ -46,12 +46,8 @@ class LocalProcess:
 
     def __init__(self, child: Child, beats: int, log: Path, log_bytes: int) -> None:
         os.set_blocking(beats, False)
-        self._child, self._log, self._log_bytes = child, log, log_bytes
+        self.pid, self._child, self._log, self._log_bytes = child.pid, child, log, log_bytes
         self._beats = os.fdopen(beats, "rb", buffering=0)
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     def poll(self) -> int | None:
         code = self._child.poll()

@@ -50,20 +50,16 @@ class Process(Protocol):
 
     def poll(self) -> int | None:
         """Exit code, or None while it runs; negative is the signal that ended it."""
-        ...
 
     def read_beats(self) -> bytes:
         """What it has sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
-        ...
 
     def failure_message(self) -> str:
         """Why it ended, by its own account in this life: what it called fatal, else the exception in C++ that ended it,
         else its log's last line, else nothing."""
-        ...
 
     def kill(self) -> None:
         """End it now, also when it is frozen, and wait until it has ended (30 s at most: then the kernel holds it)."""
-        ...
 
 
 class Launcher(ABC):

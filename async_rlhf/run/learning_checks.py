@@ -28,11 +28,8 @@ def check(config: Config) -> None:
 
 
 def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[str]:
-    kind, critic, known = (
-        f"advantage.kind = {advantage.kind!r}",
-        learner.critic.kind,
-        set(AdvantageConfig.model_fields) - {"kind"},
-    )
+    kind, critic = f"advantage.kind = {advantage.kind!r}", learner.critic.kind
+    known = set(AdvantageConfig.model_fields) - {"kind"}
     if unknown := sorted(set(advantage_settings(advantage.kind)) - known):
         yield (
             f"{kind} asks for {unknown[0]!r} by keyword, which is no setting of [advantage]: {', '.join(sorted(known))}. "

@@ -93,26 +93,20 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path, max_bytes: int = MAX_LOG_BYTES) -> Lines:
     """A JSONL file; its last line may be being written and is left out then. Raises DamagedError for what is no such file."""
-    try:
-        file = open_regular(path, max_bytes)
-    except FileNotFoundError:
-        return Lines()
-    with file:
+    with suppress(FileNotFoundError), open_regular(path, max_bytes) as file:
         return _lines(iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
+    return Lines()
 
 
 def read_last_lines(path: Path, window: int = 1 << 20) -> Lines:
     """As `read_lines`, of the last `window` bytes only: takes no longer for a longer run."""
-    try:
-        file = open_regular(path, _GROWING_BYTES)
-    except FileNotFoundError:
-        return Lines()
-    with file:
+    with suppress(FileNotFoundError), open_regular(path, _GROWING_BYTES) as file:
         size = os.fstat(file.fileno()).st_size
         if size > window:
             file.seek(size - window)
             file.readline(window)
         return _lines(io.BytesIO(file.read(window)))
+    return Lines()
 
 
 def is_long(path: Path) -> bool:

@@ -55,7 +55,6 @@ def policy() -> str:
 
 @cache
 def page() -> str:
-    """The document."""
     data = {"panels": [asdict(panel) for panel in PANELS]}
     parts = {
         "licence": f"<!-- uPlot draws the curves.\n{_texts((_LICENCE,))[0]}-->",

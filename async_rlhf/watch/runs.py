@@ -36,8 +36,6 @@ _OF_EVALUATION = ("label", "step", "time", "mean_reward", "rewards", "solved_by"
 
 
 class _Run:
-    """One run and its summary."""
-
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.summary: dict[str, Any] = {}

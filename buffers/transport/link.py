@@ -40,27 +40,21 @@ class Link(Protocol):
 
     def send(self, frames: wire.Frames) -> bool:
         """Hand frames over without waiting; False when so much waits already that no more fits."""
-        ...
 
     def receive(self, timeout_s: float) -> wire.Frames | None:
         """The next message; None after `timeout_s`, or earlier after `wake` or when the connection was made."""
-        ...
 
     def was_remade(self) -> bool:
         """Whether the connection broke and was made again since the last call."""
-        ...
 
     def is_receiving(self) -> bool:
         """Whether bytes have come since the last call, be it of a message that is not whole yet (TCP, on Linux)."""
-        ...
 
     def wake(self) -> None:
         """End a waiting `receive`."""
-        ...
 
     def clock(self) -> float:
         """Seconds of the clock that deadlines are counted on."""
-        ...
 
     def close(self) -> None: ...
 

@@ -54,22 +54,18 @@ class Memory(Protocol):
     @property
     def view(self) -> memoryview:
         """All bytes, read-only; of parts that are not there yet they mean nothing."""
-        ...
 
     @property
     def places(self) -> Sequence[Place]:
         """Where processes of this machine find its parts once they are sealed; none where they cannot."""
-        ...
 
     def write(self, offset: int, data: bytes | memoryview) -> None: ...
     def seal(self, index: int | None = None) -> None:
         """Part `index`, or all of them, will not change any more."""
-        ...
 
     def take(self, index: int, place: Place) -> bool:
         """Whether another process's sealed part, which lies there, is part `index` from now on. It is not when it is not on
         this machine, not of this user, not sealed or of another size."""
-        ...
 
 
 MakeMemory = Callable[[int], Memory]

@@ -19,7 +19,7 @@ from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
 from async_rlhf.experiments.staleness.outcomes import by_setting
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate
-from async_rlhf.inspect.plot import COLOURS
+from async_rlhf.inspect.plot import COLOURS, tidy
 
 # More columns than this leave no room for a number in each cell of the last panel.
 _MOST_WRITTEN_AGES = 12
@@ -208,13 +208,6 @@ def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:
         for age, count in cell.staleness_tokens:
             counts[age] += count
     return [count / total for count in counts]
-
-
-def tidy(axes: Any, grid: Any = "y") -> None:
-    """Two spines, and pale lines behind the data. grid: of which axis."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color="0.9")
-    axes.set_axisbelow(True)
 
 
 def widen(axes: Any, axis: str = "y") -> None:

@@ -18,8 +18,8 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.outcomes import BLOCK, SMOOTHED, path, reached, scores_apart, smoothed, target
-from async_rlhf.experiments.staleness.plot import Setting, settings_of, tidy, title, widen
-from async_rlhf.inspect.plot import COLOURS
+from async_rlhf.experiments.staleness.plot import Setting, settings_of, title, widen
+from async_rlhf.inspect.plot import COLOURS, tidy
 
 _LEGEND_COLUMNS = 4
 _MOST_TICKS = 5

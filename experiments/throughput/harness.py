@@ -56,7 +56,6 @@ class Bench:
     device: Device = "cpu"
 
     def size(self, usual: T, small: T) -> T:
-        """A load's size."""
         return small if self.small else usual
 
     def num_turns(self, usual: int) -> int:

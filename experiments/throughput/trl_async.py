@@ -154,13 +154,11 @@ class Files:
     def __init__(self, url: str, directory: Path) -> None:
         from trl.experimental.async_grpo.vllm_client import VLLMClient
 
-        self._url, self._server, self._directory = url, VLLMClient(url), directory
+        server = VLLMClient(url)
+        self._url, self._directory, self.pause, self.resume = url, directory, server.pause, server.resume
 
     def init_weight_transfer(self) -> None:
         self._directory.mkdir(parents=True)
-
-    def pause(self) -> None:
-        self._server.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         from safetensors.torch import save_file
@@ -171,9 +169,6 @@ class Files:
             f"{self._url}/collective_rpc", json.dumps(call).encode(), {"Content-Type": "application/json"}
         )
         urllib.request.urlopen(request, timeout=_START_S).close()
-
-    def resume(self) -> None:
-        self._server.resume()
 
     def destroy(self) -> None:
         pass  # what it owns lies in the benchmark's directory

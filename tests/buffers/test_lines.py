@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.files import DISK
 from async_rlhf.buffers.lines import LineFile, read_lines, read_lines_backwards
 from async_rlhf.buffers.parsing import json_value, loads, toml_table
-from async_rlhf.buffers.stages import Activity, SpanFile, StageTime, pack, pack_ahead, read_spans, stage_metrics, unpack
+from async_rlhf.buffers.stages import Activity, SpanFile, StageTime, pack, pack_ahead, stage_metrics, unpack
 from tests.conftest import file_size_limit
 
 PAGE = 4096
@@ -279,8 +279,8 @@ def test_the_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> Non
     file.close()
     with path.open("a") as torn:
         torn.write('{"name": "id')
-    assert list(read_spans(path)) == [
+    assert list(read_lines(path)) == [
         {"name": "idle", "began": 1.0, "ended": 2.5},
         {"name": "adopt", "began": 2.0, "ended": 2.1, "version": 3},
     ]
-    assert list(read_spans(tmp_path / "nobody.jsonl")) == []
+    assert list(read_lines(tmp_path / "nobody.jsonl")) == []

@@ -79,8 +79,16 @@ class Display(display.Progress):
 
     def evaluating(self, what: str, percent: int | None) -> None:
         """A bar below that of the steps."""
-        if self._bar is not None:
-            self._show_evaluation(self._bar, what, percent)
+        if (bar := self._bar) is None:
+            return
+        if self._evaluation is None:
+            self._evaluation = bar.add_task(evaluating(what, percent or 0), total=None, done="")
+        if percent is not None:  # none of it is done while its model is loaded
+            words, total = evaluating(what, percent), 100 if percent else None
+            bar.update(self._evaluation, description=words, completed=percent, total=total)
+        else:
+            bar.remove_task(self._evaluation)
+            self._evaluation = None
 
     def evaluation(self, record: dict[str, Any]) -> None:
         self.event(held_out(record))
@@ -108,16 +116,6 @@ class Display(display.Progress):
         if self._steps is None:
             self._steps = bar.add_task("", total=None, done="")
         bar.update(self._steps, **fields)
-
-    def _show_evaluation(self, bar: Progress, what: str, percent: int | None) -> None:
-        if self._evaluation is None:
-            self._evaluation = bar.add_task(evaluating(what, percent or 0), total=None, done="")
-        if percent is not None:  # none of it is done while its model is loaded
-            words, total = evaluating(what, percent), 100 if percent else None
-            bar.update(self._evaluation, description=words, completed=percent, total=total)
-        else:
-            bar.remove_task(self._evaluation)
-            self._evaluation = None
 
 
 def beginning(status: dict[str, Any], wanted: int) -> tuple[str, str]:

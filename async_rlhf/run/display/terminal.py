@@ -13,21 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)
-
-
-@dataclass
-class Signals:
-    """Counts SIGINT and SIGTERM."""
-
-    count: int = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from async_rlhf.launch.tether import PROGRESS
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.config import Config
 from async_rlhf.run.display import Progress
-from async_rlhf.run.display.terminal import Signals, on_signals
+from async_rlhf.run.display.terminal import on_signals
 from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.processes.tracking import tracker_nodes
@@ -86,7 +86,7 @@ class Supervisor:
         self._progress = self.events = Events(config, run, progress or Progress())
         self._on_step, self._max_deaths, self._done = on_step, max_deaths, done
         self.agents = launcher.agents
-        self._signals = Signals()
+        self._num_signals = 0
         self._draining, self._plateau = False, ""
         self._step = self._highest = 0
         self.num_records = 0
@@ -111,10 +111,10 @@ class Supervisor:
         """Run to the end; True when all steps are done (or the data ended), False when it was drained before."""
         try:
             if self._done:
-                with on_signals(self._signals), self._beside():
+                with on_signals(self.interrupt), self._beside():
                     self._evaluator.finish(stop=self._is_forced)
                 return True
-            with on_signals(self._signals), self._listening(), self._beside():
+            with on_signals(self.interrupt), self._listening(), self._beside():
                 self._tail.skip()  # lines are of earlier starts, and may be gigabytes
                 self._samples.skip()
                 last = line_of_step(self._run.metrics)
@@ -149,11 +149,11 @@ class Supervisor:
 
     def drain(self) -> None:
         """As a first signal does; may be called by any thread."""
-        self._signals.count = self._signals.count or 1
+        self._num_signals = self._num_signals or 1
 
-    def interrupt(self) -> None:
+    def interrupt(self, *_: object) -> None:
         """As a signal does: the first drains, the second forces."""
-        self._signals.count += 1
+        self._num_signals += 1
 
     def processes(self) -> dict[str, Process]:
         """What runs now, by name."""
@@ -182,7 +182,7 @@ class Supervisor:
             self._finish_tracking()
 
     def _is_forced(self) -> bool:
-        return self._signals.count > 1
+        return self._num_signals > 1
 
     def _ask_for(self, timeout_s: float) -> AbstractContextManager[Control]:
         return control(self._address, timeout_s=timeout_s, connect=self._connect)
@@ -232,7 +232,7 @@ class Supervisor:
             self.events.look()
             if last_error := self._notifier.last_error():
                 self._progress.event(f"the hub did not answer: {last_error}")
-            if not self._draining and (self._signals.count or self._evaluator.plateau):
+            if not self._draining and (self._num_signals or self._evaluator.plateau):
                 self._draining, self._plateau = True, self._evaluator.plateau
                 why = f"{self._plateau}; " if self._plateau else ""
                 self._progress.event(f"{why}draining: no new work, finishing what has begun (again to force)")
@@ -266,8 +266,10 @@ class Supervisor:
                 child.wanted = False  # the hub has stopped it
             elif child.ended_well:
                 self._died(child, "with code 0, and the run goes on")
-            else:
-                self._start_again(child)
+            elif self._attempt(child):
+                self._run.count_restart(role)
+                if role == "hub" and self._draining:
+                    self._notifier.drain()
 
     def _worked(self, role: str, progressed: bool = True) -> None:
         for each in self._children.values():
@@ -307,13 +309,6 @@ class Supervisor:
         pause_s, is_news = child.lost(self._now(), _PAUSE_S, reason)
         if is_news:
             self._progress.event(f"{child.node.name} is lost: {reason}; it is tried again from {pause_s:.1f} s on")
-
-    def _start_again(self, child: Child) -> None:
-        if not self._attempt(child):
-            return
-        self._run.count_restart(child.node.role)
-        if child.node.role == "hub" and self._draining:
-            self._notifier.drain()
 
     def _report_steps(self) -> None:
         for record in filter(is_step, self._tail.read()):
@@ -364,7 +359,7 @@ class Supervisor:
         if hub is not None and hub.process is not None and hub.process.poll() is None:
             with suppress(AsyncRLHFError), self._ask_for(5.0) as hub_control:  # a silent hub is killed below
                 hub_control.halt()
-        deadline = self._now() + (_CLOSE_S if self._signals.count < 2 else 0.0)
+        deadline = self._now() + (_CLOSE_S if self._num_signals < 2 else 0.0)
         for child in self._children.values():
             if child.optional:
                 continue

@@ -20,7 +20,7 @@ class Service:
 
     def log(self, step: int, at: float, values: Mapping[str, object]) -> None:
         if not self._is_open:
-            with _silence():
+            with redirect_stdout(io.StringIO()):  # it prints what it does each time
                 trackio.init(
                     project=os.environ.get("TRACKIO_PROJECT", PROJECT),
                     name=f"{self._tracked.name}-{self._tracked.id[:8]}",
@@ -39,13 +39,8 @@ class Service:
     def flush(self) -> None:
         """Only `finish` waits for what was logged. What is logged later resumes the run, in a thirtieth of a second."""
         if self._is_open:
-            with _silence():
+            with redirect_stdout(io.StringIO()):
                 trackio.finish()
         self._is_open = False
 
     close = flush
-
-
-def _silence() -> redirect_stdout[io.StringIO]:
-    """It prints what it does each time."""
-    return redirect_stdout(io.StringIO())

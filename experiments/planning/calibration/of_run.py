@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rlhf.buffers.errors import ConfigError, JournalError
+from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
-from async_rlhf.buffers.stages import GENERATION, StageTime, read_spans, unpack
+from async_rlhf.buffers.stages import GENERATION, StageTime, unpack
 from async_rlhf.experiments.planning.model.stages import Layout, Place, decode_step_s, training_s
 from async_rlhf.experiments.planning.placement.roles import Roles
 from async_rlhf.experiments.planning.placement.spec import EfficiencyConfig, Spec
@@ -206,7 +207,7 @@ def _training(steady: Sequence[Mapping[str, Any]], config: Config, prompt: int) 
 def _adoptions(run: RunDir) -> Iterator[tuple[int, StageTime]]:
     """Versions that actors adopted but for the first, and when by their hosts' clocks."""
     for path in sorted((run.path / "spans").glob("*.jsonl")):
-        for span in read_spans(path):
+        for span in read_lines(path):
             if span["name"].startswith("adopt ") and (version := int(span["name"].removeprefix("adopt "))):
                 yield version, StageTime(span["began"], span["ended"])
 

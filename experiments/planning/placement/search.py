@@ -101,7 +101,6 @@ def _bounded(plans: list[Plan], spec: Spec) -> list[Plan]:
 
 
 def _cheaper(best: Plan, spec: Spec) -> Plan | None:
-    """See `Found`."""
     cluster = spec.cluster
     problem = Problem((), cluster.size, cluster.devices_per_node, ())
     for count in problem.counts():

@@ -227,10 +227,6 @@ def _three_pools(problem: Problem) -> Sets:
     return problem.divided(problem.pools) if problem.frozen else ()
 
 
-def _pools(problem: Problem) -> Sets:
-    return chain(_two_pools(problem), _three_pools(problem))
-
-
 def _here(sets: Callable[[Problem], Sets]) -> Callable[[Problem], Sets]:
     """A reward model runs here on devices of its own alone."""
     return lambda problem: () if "reward" in problem.roles else sets(problem)
@@ -268,7 +264,8 @@ _TABLE = (
     Strategy("one_step", "Noukhovitch et al.; verl one-step-off", "two pools, a step apart", _two_pools, (1,)),
     Strategy(
         "bounded", "async-rlhf", "actors never stop; at most max_staleness steps old",
-        _pools, None, _bounded_here, continuous=True, scores_early=True,
+        lambda problem: chain(_two_pools(problem), _three_pools(problem)), None, _bounded_here,
+        continuous=True, scores_early=True,
     ),
     Strategy(
         "fully_async", "AReaL; verl fully async; LlamaRL", "as bounded, without a bound",

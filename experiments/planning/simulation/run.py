@@ -13,7 +13,7 @@ the learner waits for, and several actors are given groups in another order (Gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +107,7 @@ class Simulation:
 
     def run(self) -> Simulated:
         self._admission.register(1, 0, 0)
-        self._publish(self._ask, whole=True)
+        self._publish(whole=True)
         while self._admission.step < self._steps:
             if not self.clock.turn():
                 raise ConfigError(
@@ -247,7 +247,7 @@ class Simulation:
         if step % self.workload.publish_every:
             self._ask()
         else:
-            self._publish(self._ask, whole=self.workload.exact)
+            self._publish(whole=self.workload.exact)
 
     def _restart(self) -> None:
         """What was counted until now was the warm-up."""
@@ -257,7 +257,7 @@ class Simulation:
         for account in (self._learner, self._scoring, *(actor.account for actor in self._actors.values())):
             account.restart()
 
-    def _publish(self, then: Callable[[], None], *, whole: bool) -> None:
+    def _publish(self, *, whole: bool) -> None:
         """Copy the weights; they travel while the learner goes on. whole: it waits for them, as with the first."""
         self._learner.turn_to("publish")
 
@@ -267,14 +267,14 @@ class Simulation:
             if whole:
                 self._learner.turn_to("weights")
             else:
-                then()
+                self._ask()
 
         def arrived() -> None:
             self._sent = False
             self._admission.publish(self._admission.step)
             self._pump()
             if whole:
-                then()
+                self._ask()
             elif self._trained:
                 self._end_step()
 
