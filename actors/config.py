@@ -26,7 +26,7 @@ class GenerationConfig(Sampling):
 
     model_config = ConfigDict(strict=False)
 
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=65536)
     """Completions per prompt."""
     max_prompt_length: int = Field(default=512, ge=1)
     """Longest prompt in tokens; `data.on_overlong` decides about a longer one."""
@@ -98,13 +98,13 @@ class EngineConfig(Section):
 
     kind: Literal["torch", "vllm"] = "torch"
     """`torch`: the built-in engine; `vllm`: the real vLLM (needs the extra of that name)."""
-    slots: int = Field(default=128, ge=1)
+    slots: int = Field(default=128, ge=1, le=65536)
     """Sequences decoded together."""
     device: str = "cpu"
     """Torch device of the engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights and activations; log-probabilities are float32 always."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of one actor's engine."""
     prefill_tokens: int = Field(default=2048, ge=1)
     """Prompt tokens (and recomputed prefixes) computed in one step beside the decoding."""

@@ -31,7 +31,7 @@ class ReferenceConfig(Section):
     """Torch device."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of its weights and activations; log-probabilities are float32 always."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each of its processes."""
     cache_bytes: int = Field(default=1 << 30, ge=1)
     """Most bytes of keys and values of unfinished completions (incremental scoring)."""

@@ -212,7 +212,7 @@ class CriticConfig(Section):
 class LearnerConfig(Section):
     """The optimiser and the machine it runs on."""
 
-    batch_size: int = Field(default=128, ge=1)
+    batch_size: int = Field(default=128, ge=1, le=131072)
     """Completions per step; a multiple of `generation.group_size`."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Highest learning rate of AdamW, after the warm-up."""
@@ -246,7 +246,7 @@ class LearnerConfig(Section):
     """`torch`: layers are compiled (torch.compile), forward and backward; the first steps take minutes longer."""
     gradient_checkpointing: bool = False
     """Layers compute their activations again in the backward pass instead of keeping them."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of each rank."""
     ranks: int = Field(default=1, ge=1, le=64)
     """Processes that share the gradient of a batch."""

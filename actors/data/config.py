@@ -38,7 +38,7 @@ class Source(Section):
     """Options of the reasoning-gym task (`min_word_len = 3`)."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Renames: our name = the file's name (`prompt = "question"`)."""
-    size: int = Field(default=4096, ge=1)
+    size: int = Field(default=4096, ge=1, le=1 << 30)
     """Number of training prompts to draw from a procedural task; a file gives what it holds."""
 
 
