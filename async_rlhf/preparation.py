@@ -168,12 +168,13 @@ def _check_steps(config: Config, from_step: int | None) -> None:
 def _reopened(config: Config, from_step: int | None) -> RunDir:
     """The directory of a run to continue, its checkpoint looked at: the newest by the sizes of its files, for its learner
     digests them; a requested one by its digests, for what came after it is then set aside."""
+    if from_step is not None:
+        check_step(config.run_dir, from_step)  # before anything is written
     directory = RunDir.reopen(config)
     try:
         if from_step is None:
             newest(directory.path, contents=False)
         else:
-            check_step(directory.path, from_step)
             forget_evaluations(directory, after=from_step)
             rewind(directory, from_step)
             go_back(directory.path, from_step)

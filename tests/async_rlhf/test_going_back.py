@@ -106,9 +106,9 @@ def test_a_run_that_has_gone_further_than_it_is_to_go_is_refused_and_left_as_it_
     done, before = steps(run), (run / "config.toml").read_bytes()
     code, output = invoke(*stopped, "--set", "max_steps=2", "--resume")
     assert code == 3 and f"has done {done} steps. Lowest: {done}, or go back with --from-step" in output, output
-    assert (run / "config.toml").read_bytes() == before
-    code, output = invoke(*stopped, "--resume", "--from-step", done + 100)
+    code, output = invoke(*stopped, "--set", "max_steps=999", "--resume", "--from-step", done + 100)
     assert code == 3 and f"--from-step {done + 100}: there is no checkpoint of that step. This run can" in output, output
+    assert (run / "config.toml").read_bytes() == before
 
 
 def test_damage_that_only_the_digests_tell_is_found_by_the_learner_and_nothing_is_cut_off(
