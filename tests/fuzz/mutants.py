@@ -66,7 +66,7 @@ def originals() -> list[wire.Frames]:
         "reason": "r", "detail": "d", "incarnation": "i", "max_frame_bytes": 1, "groups": [(1, 0)], "wait_s": 1.0,
         "telemetry": {"tokens_total": 1.0}, "status": {"a": 1}, "num_chunks": 1, "chunks": True, "delta": True,
         "delta_next": False, "done": True, "place": {"pid": 1, "descriptor": 0, "token": "t"},
-        "epoch": 1, "store": "127.0.0.1:1", "rank": 1, "size": 2,
+        "epoch": 1, "store": "127.0.0.1:1", "rank": 1, "size": 2, "begun": 1,
     }  # fmt: skip
     found = [a_put(number) for number in (0, 1, 1 << 40)]
     for model in get_args(wire.Message):
