@@ -65,16 +65,9 @@ class DeepSpeedMachine(Machine):
 
     collective = True
 
-    def __init__(
-        self,
-        model_dir: Path,
-        config: LearnerConfig,
-        ranks: Ranks,
-        publish_dtype: str = "float32",
-        reference: Path | None = None,
-    ) -> None:
+    def __init__(self, model_dir: Path, config: LearnerConfig, *given: Any, **named: Any) -> None:
         self._zero = deepspeed_settings(config)
-        super().__init__(model_dir, config, ranks, publish_dtype, reference)
+        super().__init__(model_dir, config, *given, **named)
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in self._learned().items()}
         whole = {name: p.shape for name, p in self.policy.named_parameters()}
         # the output layer's weight is used outside its own forward pass

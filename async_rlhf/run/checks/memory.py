@@ -112,9 +112,8 @@ def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *
     if config.critic.kind == "model":
         trunk = shape.parameters - (0 if shape.tied else shape.output)
         parts["critic"] = 16 * trunk // share(1) + shape.layers * _layer(config, shape, tokens)
-    if reference:
-        sharing = config.ranks if share(3) > 1 else 1  # also the ranks of a tensor-parallel group
-        parts["reference"] = _BYTES[config.reference_dtype] * reference // sharing
+    if reference:  # over all ranks, also those of a tensor-parallel group
+        parts["reference"] = _BYTES[config.reference_dtype] * reference // (config.ranks if share(3) > 1 else 1)
     return parts
 
 
@@ -357,8 +356,9 @@ def _nearest_learner(config: Config, shape: Shape, left: int) -> str:
         for ranks in (2, 4, 8, 16, 32, 64)
         if own.ranks <= ranks <= config.groups_per_batch // own.updates_per_step
     ]
+    reference = _held(config)
     for change in tried:
-        parts = learner(own.model_copy(update=change), shape, config.generation, reference=_held(config))
+        parts = learner(own.model_copy(update=change), shape, config.generation, reference=reference)
         if sum(parts.values()) <= left:
             settings = ", ".join(f"learner.{name} = {json.dumps(value)}" for name, value in change.items())
             return f"nearest that fits: {settings} ({written(sum(parts.values()))})"
