@@ -97,7 +97,7 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "chunks", "device"] = "auto"
     """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent; `device`: broadcast
-    by torch.distributed (built-in engine, CPU), and as with `auto` to engines that miss it."""
+    by torch.distributed (on the CPUs of one machine), and as with `auto` to engines that miss it."""
     device_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """`device`: seconds that a broadcast may take; then it is given up, the engines fetch the set, and the next broadcast is
     without the engine that hangs."""

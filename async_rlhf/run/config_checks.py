@@ -86,8 +86,7 @@ def _check_device_channel(config: Config) -> None:
     if weights.transport != "device":
         return
     served = {
-        "engine.kind": (config.engine.kind, "torch"), "engine.device": (config.engine.device, "cpu"),
-        "learner.backend": (config.learner.backend, "torch"), "learner.device": (config.learner.device, "cpu"),
+        "engine.device": (config.engine.device, "cpu"), "learner.device": (config.learner.device, "cpu"),
         "launch.kind": (config.launch.kind, "local"),
         "placement.hosts": ([host.name for host in config.placement.hosts[1:]], []),
     }  # fmt: skip

@@ -93,14 +93,24 @@ def test_bound_zero_is_the_synchronous_loop_bit_for_bit(small: Any) -> None:
     assert any(not np.array_equal(start[name], trained[name]) for name in trained)  # it did learn something
 
 
-def test_twenty_steps_end_with_the_same_bits_whichever_channel_the_weights_take(small: Any, tmp_path: Path) -> None:
+CHANNELS: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "ZeRO-3": {"learner.backend": "deepspeed", "learner.ranks": 2, "learner.zero_stage": 3},
+    "vLLM": {"engine.kind": "vllm"},
+}
+
+
+@pytest.mark.parametrize(
+    "parts", [each if each == "torch" else pytest.param(each, marks=pytest.mark.rest) for each in CHANNELS]
+)
+def test_twenty_steps_end_with_the_same_bits_whichever_channel_the_weights_take(parts: str, small: Any, tmp_path: Path) -> None:
     """Each version but the first, which is there before the engine, was broadcast."""
+    if parts == "vLLM":
+        pytest.importorskip("vllm")
     ended = []
     for transport in ("chunks", "device"):
-        result = api.train(
-            small(**{"name": transport, "max_steps": STEPS, "queue.max_staleness": 0, "weights.transport": transport}),
-            quiet=True,
-        )
+        settings = {"name": transport, "max_steps": STEPS, "queue.max_staleness": 0, "weights.transport": transport}
+        result = api.train(small(**settings, **CHANNELS[parts]), quiet=True)
         assert result.checkpoint is not None
         ended.append((result.checkpoint / "model.safetensors").read_bytes())
     assert ended[0] == ended[1]
