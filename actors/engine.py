@@ -228,6 +228,16 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     return cast("Engine", module.load_engine(model_dir, config, on_update=on_update, version=version))
 
 
+def check_room(engine: Engine, prompt: int, new: int) -> None:
+    """Raises ConfigError where `new` tokens behind a prompt of `prompt` tokens have no room in the engine."""
+    request = Request(RolloutKey(0, 0, 0), (0,) * prompt, new, Sampling(), seed=0)
+    try:
+        engine.submit([request])
+    except EngineError as error:
+        raise ConfigError(f"a completion {str(error).removeprefix(f'{request.key} ')}") from error
+    engine.abort([request.key])
+
+
 def completed(engine: Engine, requests: Sequence[Request]) -> dict[RolloutKey, Completion]:
     """Submit these, and step until nothing is unfinished."""
     engine.submit(requests)

@@ -134,8 +134,8 @@ class TorchEngine:
     def _check(self, request: Request) -> None:
         if not self._cache.fits(NO_ROWS.plus(request.most_tokens)):
             raise EngineError(
-                f"{request.key} needs room for {request.parts}, engine.kv_bytes has less for a "
-                "single sequence; raise it, or lower max_completion_length"
+                f"{request.key} needs room for {request.parts}, engine.kv_bytes has less for a single sequence; raise it, or "
+                "lower max_prompt_length or max_completion_length"
             )
         if request.stop and (self._stopping.decode is None or not all(request.stop)):
             raise EngineError(f"{request.key} has stop strings {request.stop}; none may be empty, and a tokenizer is needed")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.actors.engine import Completion, Request, RolloutKey, completed
+from async_rlhf.actors.engine import Completion, Request, RolloutKey, check_room, completed
 from async_rlhf.actors.torch_engine.chunks import additive, attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
@@ -27,8 +27,9 @@ _NUM_NEW = 8
 
 def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
     """Raises ConfigError when the log-probabilities of what the engine samples are not those of the model alone, or are not the
-    same bits in any batch where it promises them."""
+    same bits in any batch where it promises them; and where it has no room to try."""
     requests = _requests(model, engine.kv_policy)
+    check_room(engine, len(requests[0].prompt_ids), requests[0].max_new_tokens)
     try:
         together = completed(engine, requests)
         difference = _difference(model, requests, together, engine.kv_policy)

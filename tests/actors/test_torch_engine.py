@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.engine import Completion, Request, RolloutKey, check_room
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import find_max_places, load_engine
@@ -182,6 +182,17 @@ def test_aborting_counts_also_the_tokens_of_those_sent_back_and_what_can_never_f
     assert engine.num_unfinished == 0
     with pytest.raises(EngineError, match=r"room for 20 prompt \+ 290 new tokens, engine.kv_bytes has less"):
         TorchEngine(model, slots=8, max_places=64).submit([replace(requests[0], max_new_tokens=290)])
+
+
+def test_room_for_the_longest_completion_is_looked_for_before_there_is_one(model: PreTrainedModel, tmp_path: Path) -> None:
+    engine = TorchEngine(model, slots=8, max_places=64)
+    check_room(engine, 20, 44)
+    assert engine.num_unfinished == 0
+    with pytest.raises(ConfigError, match=r"needs room for 20 prompt \+ 45 new tokens, engine.kv_bytes has less"):
+        check_room(engine, 20, 45)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^a completion needs room for .*, engine.kv_bytes has less"):
+        load_engine(str(tmp_path), EngineConfig(kv_bytes=9 * bytes_of_a_token(model)))
 
 
 def test_bytes_are_counted_as_the_model_stores_them_and_bound_the_cache(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from async_rlhf.launch.machine import assigned_threads
 from async_rlhf.launch.program import title
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.checks.memory import written
+from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config, parse_settings
 from async_rlhf.run.hosts.placement import with_threads
 from async_rlhf.run.processes.agreement import schema, shared
@@ -141,7 +142,7 @@ def run_actor(
     import_models()
     from transformers import AutoTokenizer
 
-    from async_rlhf.actors.engine import RolloutKey, load_engine
+    from async_rlhf.actors.engine import RolloutKey, check_room, load_engine
     from async_rlhf.actors.loop.worker import Worker
     from async_rlhf.actors.scoring.pool import ScoringPool
     from async_rlhf.buffers.stages import SpanFile
@@ -150,6 +151,7 @@ def run_actor(
     rows = data.epoch()
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
+    check_room(engine, longest_prompt(config)[0], config.generation.longest_completion)
     client = _actor_client(config, data, address, name)
     client.keep_beating()
 
