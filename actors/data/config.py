@@ -38,7 +38,7 @@ class Source(Section):
     """Options of the reasoning-gym task (`min_word_len = 3`)."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Renames: our name = the file's name (`prompt = "question"`)."""
-    size: int = Field(default=4096, ge=1, le=1 << 30)
+    size: int = Field(default=4096, ge=1, le=1 << 24)
     """Number of training prompts to draw from a procedural task; a file gives what it holds."""
 
 
@@ -72,7 +72,7 @@ class DataConfig(Source):
     """That text is given as one user message through the model's chat template (what is chat messages already always is)."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template (`enable_thinking = false`)."""
-    held_out: int | None = Field(default=None, ge=0)
+    held_out: int | None = Field(default=None, ge=0, le=1 << 24)
     """Number of prompts of each source kept out of training for evaluation (of a task drawn first, of a file the last).
     `"none"`: 200, of a file at most a tenth, of a spool none. 0: no evaluation."""
     on_overlong: Literal["error", "drop"] = "error"

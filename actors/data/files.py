@@ -133,10 +133,15 @@ def _parquet(path: Path) -> Iterator[Located]:
 def _directory(path: Path) -> Iterator[Located]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _dataset(path)
-    tasks = sorted(file.parent for file in path.rglob("task.toml") if (file.parent / "instruction.md").is_file())
+    tasks = [file.parent for file in task_files(path) if (file.parent / "instruction.md").is_file()]
     if not tasks:
         raise ConfigError(f"data.source {str(path)!r} is a directory that save_to_disk did not make; name a file in it instead")
     return ((str(task), {"prompt": _instruction(task), "task": task.relative_to(path).as_posix()}) for task in tasks)
+
+
+def task_files(directory: Path) -> list[Path]:
+    """The `task.toml` of Harbor's tasks, sorted: in the directory and two levels below, for it may be anything."""
+    return sorted(file for below in ("", "*/", "*/*/") for file in directory.glob(f"{below}task.toml"))
 
 
 def _instruction(task: Path) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from async_rlhf.actors.data.files import task_files
 from async_rlhf.actors.environments.from_trl import answers
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
 from async_rlhf.actors.environments.rendering import as_messages
@@ -86,7 +87,7 @@ def from_harbor(named: str, options: Mapping[str, Any]) -> Adapted:
         raise ConfigError(f"environment 'harbor:{named}': {runner!r} runs no task; {did_you_mean(runner, _RUNNERS)}")
     if options.keys() - {"network"} or not isinstance(network := options.get("network", False), bool):
         raise ConfigError(f"environment.options = {dict(options)}: of Harbor's tasks there is network, true or false")
-    tasks = {file.parent.relative_to(place).as_posix(): _task(file, runner) for file in sorted(Path(place).rglob("task.toml"))}
+    tasks = {file.parent.relative_to(place).as_posix(): _task(file, runner) for file in task_files(Path(place))}
     if not tasks:
         raise EpisodeError(f"{place} has no task of Harbor, a directory with a task.toml")
     tried = _holder(runner, {}, "", network=False) if runner == "process" else [runner, "version"]

@@ -90,6 +90,15 @@ def test_a_file_that_does_not_hold_prompts_and_settings_that_do_not_fit_it_are_r
         load_rows(DataConfig.model_validate({"source": str(path), **settings}))
 
 
+def test_tasks_are_looked_for_two_levels_below_a_directory_and_no_deeper(tmp_path: Path) -> None:
+    for task in ("", "b", "a/two", "a/two/three"):
+        (folder := tmp_path / task).mkdir(parents=True, exist_ok=True)
+        for name in ("task.toml", "instruction.md"):
+            (folder / name).write_text("do it")
+    rows, _ = load_rows(DataConfig(source=str(tmp_path), held_out=0))
+    assert [row.columns["task"] for row in rows] == ["a/two", "b", "."]
+
+
 # Several sources
 
 

@@ -70,6 +70,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "weights.device_timeout_s = 20 is not below stall_timeout_s = 10",
     ),
     "processes without number": ({"scoring.workers": 10**6}, "scoring.workers = 1000000: .* less than or equal to 1024"),
+    "prompts without number": ({"data.held_out": 10**9}, "held_out = 1000000000: .* less than or equal to 16777216"),
     "a truth value for a number": ({"max_steps": True}, "max_steps = True: it takes no true or false"),
     "patience that counts nothing": ({"evaluation.patience": 2}, "patience = 2 counts evaluations .* set every"),
 }
