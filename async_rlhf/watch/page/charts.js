@@ -13,15 +13,6 @@ const Charts = (() => {
     font: "11px system-ui",
   });
 
-  function short(value) {
-    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-    const size = Math.abs(value);
-    if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
-    if (size >= 1e6) return value.toExponential(2);
-    if (size >= 1000) return Math.round(value).toLocaleString("en");
-    return size !== 0 && size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
-  }
-
   // Tick marks with as many places as tell them apart.
   function marks(u, ticks) {
     const apart = ticks.length > 1 ? ticks[1] - ticks[0] : 1;
@@ -55,16 +46,9 @@ const Charts = (() => {
 
   // bare: without the single steps behind the mean. lines: [{label, index, curve: {step, mean, min?, max?}, dots?, dash?}], index: of the colour. Gives {element, update(lines, changed)}, changed: steps that have an upright line.
   function plot(title, { noisy = false, floor = null, ceiling = null, bare = false } = {}) {
-    const legend = document.createElement("div");
-    const place = document.createElement("div");
-    const element = document.createElement("section");
-    const heading = document.createElement("h2");
-    heading.textContent = title;
-    heading.hidden = !title;
-    legend.className = "legend";
-    place.className = "plot";
-    element.className = "card";
-    element.append(heading, legend, place);
+    const legend = el("div", { class: "legend" }),
+      place = el("div", { class: "plot" });
+    const element = title ? card(title, legend, place) : el("div", {}, legend, place);
     let chart = null,
       shape = "",
       shown = [],
@@ -172,12 +156,10 @@ const Charts = (() => {
       shape = now;
       legend.replaceChildren(
         ...lines.map(({ label, index }, i) => {
-          const entry = document.createElement("span"),
-            mark = document.createElement("i");
+          const mark = el("i");
           mark.style.background = colour(index);
-          told[i] = document.createElement("b");
-          entry.append(mark, label, told[i]);
-          return entry;
+          told[i] = el("b");
+          return el("span", {}, mark, label, told[i]);
         }),
       );
       chart = new uPlot(options(order), joined, place);
@@ -198,15 +180,9 @@ const Charts = (() => {
 
   // Share of tokens by staleness (upwards) and step (to the right). ages: {step: [], tokens: [{age: count}]}, width: steps in each
   function heat(title) {
-    const element = document.createElement("section");
-    const heading = document.createElement("h2"),
-      legend = document.createElement("div"),
-      canvas = document.createElement("canvas");
-    heading.textContent = title;
-    legend.className = "legend";
-    canvas.className = "heat";
-    element.className = "card";
-    element.append(heading, legend, canvas);
+    const legend = el("div", { class: "legend" }),
+      canvas = el("canvas", { class: "heat" });
+    const element = card(title, legend, canvas);
     let last = null;
 
     function draw() {
@@ -264,5 +240,5 @@ const Charts = (() => {
     };
   }
 
-  return { plot, heat, short };
+  return { plot, heat };
 })();

@@ -78,7 +78,7 @@ const Drawings = (() => {
         svg(
           "text",
           { class: "pale", x, y: height - 5, "text-anchor": anchor },
-          i === parts ? "newest step" : `−${Charts.short(ago)} s`,
+          i === parts ? "newest step" : `−${short(ago)} s`,
         ),
       );
     }

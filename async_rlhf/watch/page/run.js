@@ -31,7 +31,6 @@ class RunView {
         ...["completions", "events"].map((id) => part(id, "card wide")),
       ),
     );
-    this.other.element.className = "";
     this.other.element.hidden = true;
   }
 
@@ -108,9 +107,7 @@ class RunView {
   drawTiles({ state, step, max_steps: steps, last, evaluations, config, hub }) {
     const best = evaluations.filter((e) => Number.isFinite(e.mean_reward)).at(-1);
     const tile = (value, words, share = null) => {
-      const bar = share === null ? null : el("div", { class: "bar" }, el("i"));
-      if (bar) bar.firstChild.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
-      return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words), bar);
+      return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words), share === null ? null : bar(share));
     };
     const now = last ?? {};
     const tiles = el(
@@ -140,11 +137,8 @@ class RunView {
       ["learner", "idle/learner"],
       ["actors", "idle/actor"],
     ]) {
-      const share = recent(metric),
-        bar = el("div", { class: "bar" }, el("i"));
-      bar.firstChild.style.width = `${100 * Math.min(1, share ?? 0)}%`;
-      bar.firstChild.className = "idle-span";
-      rows.push(el("span", {}, words), bar, el("span", {}, percent(share)));
+      const share = recent(metric);
+      rows.push(el("span", {}, words), bar(share ?? 0, "idle-span"), el("span", {}, percent(share)));
     }
     this.fill(
       "idle",
@@ -172,22 +166,15 @@ class RunView {
     const actors = Object.entries(hub.actors ?? {});
     const rows = actors.map(([name, { version, groups, silent_s: silent }]) => {
       const behind = hub.version - version;
-      return el(
-        "tr",
-        { class: "row" },
-        el("td", {}, name),
-        el("td", { class: "n" }, `${version}${behind > 0 ? ` (${behind} behind)` : ""}`),
-        el("td", { class: "n" }, short(groups)),
-        el("td", { class: "n" }, `${short(silent)} s`),
-      );
+      return [name, `${version}${behind > 0 ? ` (${behind} behind)` : ""}`, short(groups), `${short(silent)} s`];
     });
     const again = Object.entries(restarts ?? {}).map(([role, count]) => `${role} ${short(count)}`);
-    const heads = ["actor", "version", "groups", "last message"].map((text, i) => el("th", { class: i ? "n" : "" }, text));
+    const heads = ["actor", "version", "groups", "last message"];
     this.fill(
       "actors",
       "Actors",
       actors.length
-        ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
+        ? el("div", { class: "scroll" }, table(heads, rows, Boolean))
         : el("p", { class: "pale" }, alive ? "none has joined" : "none: the run has ended"),
       hub.fence > 1 ? el("p", {}, `The learner has started ${short(hub.fence)} times.`) : "",
       again.length ? el("p", {}, `Started again: ${again.join(", ")}.`) : "",
@@ -208,23 +195,18 @@ class RunView {
   }
 
   drawEvents() {
-    const rows = this.state.events.map(({ kind, step, time, text }) =>
-      el(
-        "tr",
-        {},
-        el("td", { class: "n" }, step === null ? "" : short(step)),
-        el("td", {}, time === null ? "" : new Date(time * 1000).toLocaleTimeString("en-GB")),
-        el("td", {}, kind),
-        el("td", {}, text),
-      ),
-    );
-    const heads = ["step", "time", "what", ""].map((text, i) => el("th", { class: i ? "" : "n" }, text));
+    const rows = this.state.events.map(({ kind, step, time, text }) => [
+      step === null ? "" : short(step),
+      time === null ? "" : new Date(time * 1000).toLocaleTimeString("en-GB"),
+      kind,
+      text,
+    ]);
     this.fill(
       "events",
       "Changes and events",
       this.state.changed.length ? el("p", { class: "pale" }, "a dotted upright line in each curve: something was changed") : "",
       rows.length
-        ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
+        ? el("div", { class: "scroll" }, table(["step", "time", "what", ""], rows, (column) => column === 0))
         : el("p", { class: "pale" }, "none yet"),
     );
   }
