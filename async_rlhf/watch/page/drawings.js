@@ -1,5 +1,5 @@
 "use strict";
-// The ledger as a flow, and the stages on a time line. Names come from a run and are set as text.
+// The stages of a run on a time line. Names come from a run and are set as text.
 
 const Drawings = (() => {
   function svg(kind, attributes = {}, ...children) {
@@ -7,48 +7,6 @@ const Drawings = (() => {
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
     made.append(...children);
     return made;
-  }
-
-  const PLACES = ["trained", "in_flight", "queued", "leased", "stale", "filtered", "failed", "quarantined"];
-
-  // From what was credited to where it is; as thick as its share, and never too thin to see.
-  function ledger(counts, width) {
-    const row = 18,
-      height = PLACES.length * row + 64,
-      total = counts.credited || 0;
-    const left = 92,
-      right = Math.max(left + 60, width - 140);
-    const thick = (n) => (n > 0 ? Math.max(2, (n / total) * 64) : 0);
-    const drawn = PLACES.map((place) => ({ place, n: counts[place] || 0, thick: thick(counts[place] || 0) }));
-    const sum = drawn.reduce((all, { thick }) => all + thick, 0);
-    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img" });
-    picture.append(svg("title", {}, `${total} groups credited`));
-    let from = (height - sum) / 2,
-      to = (height - sum - PLACES.length * row + 8) / 2;
-    const spare = row - 1;
-    picture.append(svg("rect", { class: "node p-credited", x: left - 8, y: from, width: 8, height: Math.max(2, sum) }));
-    picture.append(svg("text", { x: left - 16, y: height / 2 - 4, "text-anchor": "end" }, "credited"));
-    picture.append(
-      svg("text", { x: left - 16, y: height / 2 + 12, "text-anchor": "end", class: "pale" }, total.toLocaleString("en")),
-    );
-    for (const { place, n, thick } of drawn) {
-      const y = to + spare / 2,
-        middle = (left + right) / 2;
-      if (n > 0) {
-        const band = `M${left},${from} C${middle},${from} ${middle},${y} ${right},${y} V${y + thick} C${middle},${y + thick} ${middle},${from + thick} ${left},${from + thick} Z`;
-        picture.append(svg("path", { class: `flow p-${place}`, d: band }));
-        picture.append(svg("rect", { class: `node p-${place}`, x: right, y, width: 8, height: thick }));
-      }
-      const words = svg(
-        "text",
-        { x: right + 14, y: y + thick / 2 + 4, class: n ? "" : "pale" },
-        `${n.toLocaleString("en")} ${place.replace("_", " ")}`,
-      );
-      picture.append(words);
-      from += thick;
-      to += thick + spare;
-    }
-    return picture;
   }
 
   const KINDS = [
@@ -92,7 +50,7 @@ const Drawings = (() => {
         const start = Math.max(from, began),
           x = label + (start - began) * across;
         const box = svg("rect", {
-          class: kind === "idle" ? "idle-span" : kind,
+          class: kind,
           x,
           y: top + 2,
           width: Math.max(0.6, (Math.min(to, ended) - start) * across),
@@ -105,5 +63,5 @@ const Drawings = (() => {
     return picture;
   }
 
-  return { ledger, timeline, KINDS };
+  return { timeline, KINDS };
 })();

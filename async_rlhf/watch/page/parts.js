@@ -29,11 +29,17 @@ function el(tag, about = {}, ...children) {
 
 const card = (title, ...children) => el("section", { class: "card" }, el("h2", {}, title), ...children);
 
-// kind: what colours it.
-function bar(share, kind = "") {
-  const filled = el("i", { class: kind });
+function bar(share, colour = 0) {
+  const filled = el("i");
   filled.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
+  filled.style.background = `var(--c${colour})`;
   return el("div", { class: "bar" }, filled);
+}
+
+// rows: [words, share, number, colour].
+function bars(rows) {
+  const cells = rows.map(([words, share, number, colour]) => [el("span", {}, words), bar(share, colour), el("span", {}, number)]);
+  return el("div", { class: "bars" }, ...cells.flat());
 }
 
 // rows: of cells; isNumber: of a column.

@@ -1,6 +1,10 @@
 "use strict";
 // One run: its numbers, curves, drawings, completions and events.
 
+// Where a group may be, and its colour.
+const GIVEN_UP = { stale: 1, filtered: 3, failed: 1, quarantined: 1 };
+const PLACES = Object.entries({ trained: 2, in_flight: 0, queued: 5, leased: 4, ...GIVEN_UP });
+
 class RunView {
   constructor(name) {
     this.name = name;
@@ -127,24 +131,18 @@ class RunView {
   }
 
   drawIdle({ last, hub }) {
-    const curves = this.known.curves,
-      rows = [];
+    const curves = this.known.curves;
     const recent = (name) => {
       const values = (curves[name]?.mean ?? []).slice(-20);
       return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
     };
-    for (const [words, metric] of [
-      ["learner", "idle/learner"],
-      ["actors", "idle/actor"],
-    ]) {
-      const share = recent(metric);
-      rows.push(el("span", {}, words), bar(share ?? 0, "idle-span"), el("span", {}, percent(share)));
-    }
+    const [learner, actors] = ["idle/learner", "idle/actor"].map(recent);
+    const rows = Object.entries({ learner, actors }).map(([words, share]) => [words, share ?? 0, percent(share), 4]);
     this.fill(
       "idle",
       "Who is idle, and why",
-      el("div", { class: "idle" }, ...rows),
-      el("p", {}, ...why(recent("idle/learner"), recent("idle/actor"), last, hub)),
+      bars(rows),
+      el("p", {}, ...why(learner, actors, last, hub)),
       el("p", { class: "pale" }, "mean of the newest 20 points; an idle actor decodes no sequence"),
       hub.spool ? el("p", {}, ofSpool(hub.spool)) : "",
       hub.curriculum ? el("p", {}, ofCurriculum(hub.curriculum)) : "",
@@ -152,14 +150,16 @@ class RunView {
   }
 
   drawLedger({ hub }) {
-    const counts = hub.ledger;
-    const words = counts
-      ? counts.closes
-        ? "every group ever begun is in one place: it closes"
-        : "DOES NOT CLOSE: a defect"
+    const { credited, closes, ...counts } = hub.ledger ?? {};
+    const words = hub.ledger
+      ? `${short(credited)} groups were credited: ${closes ? "each is in one place, it closes" : "it DOES NOT CLOSE, a defect"}`
       : "no ledger.json that can be read";
-    const drawn = counts ? Drawings.ledger(counts, Math.max(300, this.parts.ledger.clientWidth - 30)) : "";
-    this.fill("ledger", "Ledger [groups]", el("p", { class: "pale" }, words), drawn);
+    const rows = (hub.ledger ? PLACES : []).map(([place, colour]) => {
+      const count = counts[place] || 0;
+      const share = count && Math.max(0.01, count / credited); // never too thin to see
+      return [place.replace("_", " "), share, count.toLocaleString("en"), colour];
+    });
+    this.fill("ledger", "Ledger [groups]", el("p", { class: "pale" }, words), bars(rows));
   }
 
   drawActors({ hub, alive, restarts }) {
@@ -189,7 +189,7 @@ class RunView {
     const kinds = el(
       "div",
       { class: "legend" },
-      ...Drawings.KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind === "idle" ? "idle-span" : kind }), words)),
+      ...Drawings.KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind }), words)),
     );
     this.fill("timeline", "Stages on a time line", kinds, Drawings.timeline(timeline, Math.max(280, place.clientWidth - 30)));
   }
