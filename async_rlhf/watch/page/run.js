@@ -11,8 +11,6 @@ class RunView {
     this.known = new Curves();
     this.seen = -1;
     this.panels = DATA.panels.map((panel) => ({ panel, chart: Charts.plot(panel.title, panel) }));
-    this.heat = Charts.heat("Staleness of the tokens");
-    this.heat.element.id = "ages";
     this.other = Charts.plot("", { noisy: true });
     this.choice = el("select", { "aria-label": "metric", onchange: () => this.drawOther() });
     const part = (id, kind) => (this.parts[id] = el("div", { id, class: kind }));
@@ -27,8 +25,7 @@ class RunView {
         "div",
         { class: "grid" },
         reward,
-        this.heat.element,
-        ...["idle", "ledger", "actors"].map((id) => part(id, "card")),
+        ...["ages", "idle", "ledger", "actors"].map((id) => part(id, "card")),
         part("timeline", "card wide"),
         ...others,
         el("div", { class: "card", id: "other" }, el("h2", {}, "Any metric"), this.choice, this.other.element),
@@ -67,12 +64,7 @@ class RunView {
     );
     this.drawTiles(summary);
     for (const { panel, chart } of this.panels) chart.update(this.lines(panel, summary), this.state.changed);
-    this.heat.update(
-      this.known.ages,
-      this.known.width,
-      this.known.last,
-      `share of tokens by staleness in steps; bound ${short(summary.config.max_staleness)}`,
-    );
+    this.drawAges(summary);
     this.drawIdle(summary);
     this.drawLedger(summary);
     this.drawActors(summary);
@@ -128,6 +120,16 @@ class RunView {
     );
     const none = last ? null : el("p", { class: "empty" }, `No step yet: ${state}. ${hub.waiting_for ?? ""}`);
     this.parts.tiles.replaceChildren(tiles, none ?? "");
+  }
+
+  drawAges({ config }) {
+    const { ages, width, last } = this.known,
+      place = this.parts.ages;
+    place.hidden = !ages.step.length;
+    if (place.hidden) return;
+    const words = `share of tokens by staleness in steps; bound ${short(config.max_staleness)}`;
+    const drawn = Drawings.ages(ages, width, last, Math.max(280, place.clientWidth - 30));
+    this.fill("ages", "Staleness of the tokens", el("div", { class: "legend" }, words), drawn);
   }
 
   drawIdle({ last, hub }) {
