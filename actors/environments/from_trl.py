@@ -25,6 +25,7 @@ from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, located
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, Message
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, checked, read_turn, schema_of
+from async_rlhf.actors.rewards.adapters import taken
 from async_rlhf.actors.rewards.loading import found_in
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.score import Score
@@ -119,14 +120,14 @@ class _Player:
         given = {name: [value] for name, value in row.items() if name != "prompt"}
         given |= {"prompts": [row["prompt"]], "completions": [said]} | ({} if world is None else {"environments": [world]})
         for name, reward in self.rewards.items():
-            (values[name],) = await _value(reward(**_taken(reward, given)))
+            (values[name],) = await _value(reward(**taken(reward, given)))
         return {name: None if value is None else float(value) for name, value in values.items()}
 
 
 def _reset(world: Any, row: Mapping[str, Any], seed: int) -> list[Message]:
     """The prompt, and behind it what `reset` returned. It gets the seed where it names one."""
     given = {**row, "seed": seed} if "seed" in inspect.signature(world.reset).parameters else row
-    observed = world.reset(**_taken(world.reset, given))
+    observed = world.reset(**taken(world.reset, given))
     *before, last = row["prompt"]
     if observed is None:
         return [*before, last]
@@ -197,13 +198,6 @@ def _required(function: Callable[..., Any]) -> tuple[str, ...]:
     """The parameters that need a value."""
     named = inspect.signature(function).parameters.values()
     return tuple(p.name for p in named if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-
-
-def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that it takes."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
 async def _value(result: Any) -> Any:

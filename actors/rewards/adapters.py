@@ -36,7 +36,7 @@ def adapted(target: Any, scheme: str = "") -> RewardFunction:
         )
     if not callable(target):
         raise RewardError(f"is a {type(target).__name__}, not a function")
-    names = _parameters(target)
+    names = _parameters(target).keys()
     if {"solution_str", "ground_truth"} <= names:
         return from_verl(target)
     if {"queries", "labels"} <= names:
@@ -46,7 +46,6 @@ def adapted(target: Any, scheme: str = "") -> RewardFunction:
 
 def from_verl(function: RewardFunction) -> RewardFunction:
     """verl's `compute_score`. The truth is a column `ground_truth` (or `answer`, ...); a dict's other numbers are metrics."""
-    optional = _parameters(function)
 
     def arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
         given = {
@@ -56,7 +55,7 @@ def from_verl(function: RewardFunction) -> RewardFunction:
             "ground_truth": _truth(fields),
             "extra_info": fields.get("extra_info"),
         }
-        return given if _open(function) else {name: given[name] for name in optional if name in given}
+        return taken(function, given)
 
     def score(result: Any) -> Any:
         if not isinstance(result, Mapping):
@@ -74,7 +73,7 @@ def from_openrlhf(function: RewardFunction) -> RewardFunction:
     def arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
         prompt = as_text(fields["prompt"])
         given = {"queries": [prompt + fields["completion"]], "prompts": [prompt], "labels": [_truth(fields)]}
-        return given if _open(function) else {name: given[name] for name in _parameters(function) if name in given}
+        return taken(function, given)
 
     def score(result: Any) -> Any:
         if not isinstance(result, Mapping):
@@ -162,13 +161,15 @@ def _only(result: Any) -> Any:
     return plain[0]
 
 
-def _parameters(function: Any) -> set[str]:
+def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that it takes."""
+    parameters = _parameters(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in given.items() if takes_all or name in parameters}
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
     try:
-        return set(inspect.signature(function).parameters)
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return set()
-
-
-def _open(function: Any) -> bool:
-    """Whether it takes any keyword."""
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+        return {}

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, additive
@@ -102,16 +101,14 @@ class KeptCache(RowCache):
 class KeptForward(Forward):
     """`Forward` through the model's own code, for any family whose layers attend to everything before."""
 
-    def __init__(self, model: PreTrainedModel, cache: KeptCache) -> None:
-        super().__init__(model, cache)
-        self._kept = cache
+    _cache: KeptCache
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        begun = self._kept.begin_kept_chunks(chunks, tokens.device)
+        begun = self._cache.begin_kept_chunks(chunks, tokens.device)
         if begun is not None:
             padded, seen = begun
             self._pass(padded.ids, padded.positions, self._attention.masks(lambda _: additive(seen, self._model.dtype)))
-        seen = self._kept.begin_kept_tokens(tokens, positions)
+        seen = self._cache.begin_kept_tokens(tokens, positions)
         masks = self._attention.masks(lambda _: additive(seen, self._model.dtype))
         return self._pass(tokens[:, None], positions[:, None], masks)
 
@@ -119,14 +116,12 @@ class KeptForward(Forward):
 class KeptLlamaForward(LlamaForward):
     """`Forward` of plain Llama on a CPU, in one pass."""
 
-    def __init__(self, model: LlamaForCausalLM, cache: KeptCache) -> None:
-        super().__init__(model, cache)
-        self._kept = cache
+    _cache: KeptCache
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        begun = self._kept.begin_kept_chunks(chunks, tokens.device)
+        begun = self._cache.begin_kept_chunks(chunks, tokens.device)
         prefixes = None if begun is None else Prefixes(begun[0], additive(begun[1], torch.float32))
-        mask = additive(self._kept.begin_kept_tokens(tokens, positions), torch.float32)
+        mask = additive(self._cache.begin_kept_tokens(tokens, positions), torch.float32)
         return self._in_one_pass(prefixes, tokens, positions, length, [Part(slice(0, len(tokens)), self._of_heads(mask))])
 
 

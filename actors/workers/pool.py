@@ -204,7 +204,7 @@ class WorkerPool:
         now = time.monotonic()
         if next(iter(self._book.sessions(worker.number))) == id:
             worker.began = now
-        self._look_by(now + (session.timeout_s if self._kind.at_once is None else LOOK_S))
+        self._look_at = min(self._look_at, now + LOOK_S)
         was_begun, session.has_begun = session.has_begun, True
         if not all(self._send(worker, each) for each in unsent) and not was_begun:  # it has ended, and never began this
             self._book.closed(id)
@@ -306,7 +306,8 @@ class WorkerPool:
                 self._end_retired(worker)
             elif self._book.sessions(worker.number):
                 self._look(worker, now)
-        self._look_at = now + self._patience_s(now)
+        idle = all(each.is_ready and each.takes and not self._book.sessions(n) for n, each in self._workers.items())
+        self._look_at = now + (LONGEST_WAIT_S if idle else LOOK_S)
 
     def _look(self, worker: Worker, now: float) -> None:
         """Replace a process that no longer turns, or runs a call in order for too long."""
@@ -331,20 +332,6 @@ class WorkerPool:
             blocked = f"timed out: it blocked the event loop {limit}; a step that does not await belongs in a plain 'def'"
             self._replace(worker, Failed("timed out", blocked), cause)
 
-    def _patience_s(self, now: float) -> float:
-        """Longest wait before the next look, where no session begins meanwhile (`_look_by`)."""
-        if any(not worker.is_ready or not worker.takes for worker in self._workers.values()):
-            return LOOK_S
-        busy = [(worker, inside) for number, worker in self._workers.items() if (inside := self._book.sessions(number))]
-        if self._kind.at_once is not None:
-            return LOOK_S if busy else LONGEST_WAIT_S
-        deadlines = (worker.began + self._sessions[next(iter(inside))].timeout_s for worker, inside in busy)
-        return min([now + LONGEST_WAIT_S, *deadlines]) - now
-
-    def _look_by(self, when: float) -> None:
-        """Not later than so many monotonic seconds."""
-        self._look_at = min(self._look_at, when)
-
     def _has(self, worker: Worker) -> bool:
         return self._workers.get(worker.number) is worker
 
@@ -356,7 +343,7 @@ class WorkerPool:
             except OSError as error:
                 self._broken = f"none of {self._what} could be started: {error}"
                 return
-            self._look_by(time.monotonic() + LOOK_S)
+            self._look_at = min(self._look_at, time.monotonic() + LOOK_S)
             self._workers[worker.number] = self._by_descriptor[worker.connection.fileno()] = worker
             self._poll.register(worker.connection, select.POLLIN)
 

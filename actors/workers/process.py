@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-"""How often to look at workers whose loop may be blocked."""
+"""How often to look at workers that have something to do."""
 # Longest time a worker may take to import its user's code, models it loads at import included.
 START_LIMIT_S = 300.0
 # How long a process that was killed may be kept from the processor.

@@ -13,6 +13,7 @@ from async_rlhf.buffers.lines import earlier
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.launch.run_lock import RunLock
+from async_rlhf.learner.loop.metrics import group_record
 from async_rlhf.run.config import Config
 from async_rlhf.run.live import inherit
 from async_rlhf.run.run_data import RunData
@@ -129,31 +130,16 @@ def replay(source: RunDir, config: Config) -> RunDir:
 
 
 def _record(step: int, group: Group) -> dict[str, Any]:
-    return {
-        "step": step,
-        "group": group.number,
-        "attempt": group.attempt,
-        "actor": group.actor,
-        "prompt": group.prompt,
-        "prompt_ids": group.prompt_ids.tolist(),
-        **group.sampling.model_dump(),
-        "columns": dict(group.columns),
-        "rollouts": [
-            {
-                "text": rollout.text,
-                "completion_ids": rollout.completion_ids.tolist(),
-                "logprobs": [float(value) for value in rollout.logprobs],
-                "reference": None if rollout.reference is None else [float(value) for value in rollout.reference],
-                "spans": [[span.version, span.num_tokens] for span in rollout.spans],
-                "restarts": rollout.restarts,
-                "turn_scores": [*rollout.turn_scores],
-                "finish_reason": rollout.finish_reason,
-                "scores": {name: vars(score) for name, score in rollout.scores.items()},
-                "timings": dict(rollout.timings),
-            }
-            for rollout in group.rollouts
-        ],
-    }
+    own = [
+        {
+            "completion_ids": rollout.completion_ids.tolist(),
+            "logprobs": rollout.logprobs.tolist(),
+            "reference": None if rollout.reference is None else rollout.reference.tolist(),
+            "scores": {name: vars(score) for name, score in rollout.scores.items()},
+        }
+        for rollout in group.rollouts
+    ]
+    return {**group_record(group, step, own), "prompt_ids": group.prompt_ids.tolist(), **group.sampling.model_dump()}
 
 
 def _of_sample(line: dict[str, Any]) -> dict[str, Any]:

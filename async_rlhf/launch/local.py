@@ -63,13 +63,8 @@ class LocalProcess:
             return b""
 
     def failure_message(self) -> str:
-        with suppress(OSError), self._log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            begin = self._log_bytes if self._log_bytes <= size else 0  # else it was cut
-            file.seek(max(begin, size - _LAST_BYTES))
-            lines = [line for line in file.read(_LAST_BYTES).decode(errors="replace").splitlines() if line.strip()]
-            fatal = (line.removeprefix(word) for word in _FATAL for line in reversed(lines) if line.startswith(word))
-            return next(fatal, lines[-1] if lines else "")
+        with suppress(OSError):
+            return last_error(self._log, _FATAL, self._log_bytes)
         return ""
 
     def kill(self) -> None:
@@ -134,6 +129,17 @@ class LocalLauncher(Launcher):
                 env=variables | environment(*passed),
                 pass_fds=passed,
             )
+
+
+def last_error(log: Path, words: Sequence[str], begin: int = 0) -> str:
+    """The last line that begins with one of these, the first of which there is one, without it; else the last line. begin: of
+    the lines that count, unless the file was cut since. Raises OSError."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(begin if begin <= size else 0, size - _LAST_BYTES))
+        lines = [line for line in file.read(_LAST_BYTES).decode(errors="replace").splitlines() if line.strip()]
+    found = (line.removeprefix(word) for word in words for line in reversed(lines) if line.startswith(word))
+    return next(found, lines[-1] if lines else "")
 
 
 def warm() -> None:

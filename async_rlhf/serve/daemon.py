@@ -25,14 +25,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, FormatError
 from async_rlhf.launch.exit_codes import ending
 from async_rlhf.launch.forked import Child
-from async_rlhf.launch.local import begin, warm
+from async_rlhf.launch.local import begin, last_error, warm
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.config import load
 from async_rlhf.run.display.terminal import on_signals
@@ -43,8 +42,7 @@ from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import Ended, Entry, Seen, plan
 
 _LOOK_S = 1.0
-_LAST_BYTES = 1 << 14
-_FATAL = "error: "  # what the command line begins a reason with
+_FATAL = ("error: ",)  # what the command line begins a reason with
 
 
 class _CannotBegin(AsyncRLHFError):
@@ -134,7 +132,7 @@ class Daemon:
             return Seen(alive=False, ended=Ended(failed=str(error)))
         ended = self._queue.ended(entry)
         if ended is None and code is not None and code > 0:  # it was refused before it had begun
-            ended = Ended(failed=_failure_message(self._queue.folder(entry) / "log") or ending(code, ""))
+            ended = Ended(failed=printable(last_error(self._queue.folder(entry) / "log", _FATAL)) or ending(code, ""))
         return Seen(alive=False, ended=ended, steps=self._queue.steps(entry))
 
     def _call_hooks(self, entry: Entry) -> None:
@@ -180,13 +178,3 @@ def _begun(command: Sequence[str], cwd: str, log: IO[bytes], lock: RunLock) -> C
             return begin(command, variables, (nothing.fileno(), log.fileno(), log.fileno(), lock.descriptor), cwd)
     except OSError as error:  # the folder that it was submitted from is gone, there is no memory
         raise _CannotBegin(f"it cannot be started in {cwd}: {error}") from error
-
-
-def _failure_message(log: Path) -> str:
-    """The last error that the command line printed, else its last line."""
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _LAST_BYTES))
-        lines = file.read(_LAST_BYTES).decode(errors="replace").splitlines()
-    newest = [line for line in reversed(lines) if line.strip()] or [""]
-    return printable(next((line for line in newest if line.startswith(_FATAL)), newest[0]).removeprefix(_FATAL))

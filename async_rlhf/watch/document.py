@@ -33,7 +33,7 @@ METRICS = tuple(dict.fromkeys(metric for panel in PANELS for metric in panel.met
 _PAGE = Path(__file__).parent / "page"
 _STYLES = ("vendor/uplot/uPlot.min.css", "page.css")
 _LICENCE = "vendor/uplot/LICENSE"
-_PROGRAMS = ("vendor/uplot/uPlot.iife.min.js", "charts.js", "drawings.js", "parts.js", "run.js", "runs.js", "page.js")
+_PROGRAMS = ("vendor/uplot/uPlot.iife.min.js", "parts.js", "charts.js", "drawings.js", "run.js", "runs.js", "page.js")
 
 
 @cache

@@ -19,6 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
+from async_rlhf.experiments.page import table
 from async_rlhf.launch.machine import shown_devices, this_machine
 
 _GIB = 1 << 30
@@ -181,23 +182,18 @@ def _measured(device: str, echo: Callable[[str], None]) -> Iterator[Speed]:
 
 def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding], measured: list[Speed]) -> Iterable[str]:
     """Markdown."""
-    yield from ("", "| machine | found | to do |", "|---|---|---|")
-    yield from (f"| {fact.name} | {_cell(fact.value)} | {_cell(fact.remedy)} |" for fact in machine)
+    yield "\n" + table([("machine", "found", "to do"), *((fact.name, fact.value, fact.remedy) for fact in machine)])
     if not findings:
         yield "\nasync-rlhf doctor --device cpu (or cuda) checks that this machine gets its numbers right: some minutes."
         return
-    yield from ("", f"| check on {device} | | s | found |", "|---|---|---|---|")
-    yield from (f"| {each.check} | {each.outcome} | {each.seconds:.1f} | {_cell(each.detail)} |" for each in findings)
+    found = [(each.check, each.outcome, f"{each.seconds:.1f}", each.detail) for each in findings]
+    yield "\n" + table([(f"check on {device}", "", "s", "found"), *found])
     if measured:
-        yield from ("", f"| measured on {device} | | |", "|---|---|---|")
-        yield from (f"| {each.name} | {each.value:,.4g} {each.unit} | {_cell(each.detail)} |" for each in measured)
+        speeds = [(each.name, f"{each.value:,.4g} {each.unit}", each.detail) for each in measured]
+        yield "\n" + table([(f"measured on {device}", "", ""), *speeds])
     passed, failed, skipped = (sum(each.outcome == outcome for each in findings) for outcome in ("pass", "fail", "skip"))
     version, torch = map(importlib.metadata.version, ("async-rlhf", "torch"))
     total = sum(each.seconds for each in findings)
     yield f"\n{passed} passed, {failed} failed, {skipped} skipped in {total:.0f} s; async-rlhf {version}, torch {torch}, " + (
         platform.machine()
     )
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "/").replace("\n", " ")

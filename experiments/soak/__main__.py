@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from async_rlhf.experiments.soak.report import Report, write
+from async_rlhf.experiments.soak.report import write
 from async_rlhf.experiments.soak.soak import Plan, books, soak
 from async_rlhf.run.run_dir import RunDir
 
@@ -36,10 +36,9 @@ def main(
     out.mkdir(parents=True)
     plan = Plan(seconds=60 * minutes, steps=steps, kills=kills, viewers=viewers, seed=seed)
     seen = soak(plan, out)
-    found = Report.of(plan, seen, books(RunDir.existing(out / "run"), seen.rows))
-    write(found, seen, out)
+    is_good = write(plan, seen, books(RunDir.existing(out / "run"), seen.rows), out)
     typer.echo((out / "report.md").read_text())
-    raise typer.Exit(0 if found.is_good else 1)
+    raise typer.Exit(0 if is_good else 1)
 
 
 if __name__ == "__main__":

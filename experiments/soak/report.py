@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from async_rlhf.experiments.page import plain, table
@@ -17,44 +17,34 @@ LIMIT = 0.1
 _WARM_UP_S = 120.0
 
 
-@dataclass(frozen=True)
-class Report:
-    """The page, and whether nothing is shown to grow, the books are right, and the run has ended well."""
-
-    page: str
-    is_good: bool
-
-    @classmethod
-    def of(cls, plan: Plan, seen: Seen, books: Books) -> Report:
-        rows, grows = [("process", "measure", "last", "per 1,000 steps (95 %)", "verdict")], False
-        for (process, measure), samples in sorted(seen.samples.items()):
-            found = slope(samples, warm_up_h=min(_WARM_UP_S, plan.seconds / 4) / 3600)
-            verdict = "too short" if found is None else found.verdict(LIMIT)
-            shown = "" if found is None else f"{found.mean:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
-            rows.append((process, measure, f"{samples[-1].value:.4g} {MEASURES[measure]}".rstrip(), shown, verdict))
-            grows = grows or verdict == "grows"
-        kept = ", ".join(f"{part} {seen.parts[part] / max(1, books.steps):.0f}" for part in GROWING if part in seen.parts)
-        right = (
-            "the ledger closes, no group is lost or trained twice, every row was used as often as promised "
-            f"({books.quarantined} groups quarantined)"
-        )
-        page = [
-            "# A soak",
-            f"{books.steps:,} steps in {seen.hours * 60:.1f} minutes; {books.rows:,} rows; exit code {seen.exit_code}; "
-            f"{len(seen.kills):,} kills, {books.changes:,} live changes that took effect, {len(seen.rotations):,} files that "
-            f"began anew, {seen.views['answered']:,} answers of the page, {seen.views['failed']:,} requests that failed.",
-            f"**The books**: {'; '.join(map(plain, books.wrong)) or right}.",
-            table(rows),
-            f"Flat: the whole interval lies below {LIMIT} per 1,000 steps. Slopes lie within the lives of a process, behind "
-            "the first two minutes of each.",
-            f"Kept by design, bytes a step: {kept}.",
-        ]
-        return cls("\n\n".join(page) + "\n", seen.exit_code == 0 and not books.wrong and not grows)
-
-
-def write(report: Report, seen: Seen, out: Path) -> None:
-    """report.md, and all samples as samples.jsonl."""
-    (out / "report.md").write_text(report.page)
+def write(plan: Plan, seen: Seen, books: Books, out: Path) -> bool:
+    """report.md, and all samples as samples.jsonl. Whether nothing is shown to grow, the books are right, and the run has ended
+    well."""
+    rows, grows = [("process", "measure", "last", "per 1,000 steps (95 %)", "verdict")], False
+    for (process, measure), samples in sorted(seen.samples.items()):
+        found = slope(samples, warm_up_h=min(_WARM_UP_S, plan.seconds / 4) / 3600)
+        verdict = "too short" if found is None else found.verdict(LIMIT)
+        shown = "" if found is None else f"{found.mean:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
+        rows.append((process, measure, f"{samples[-1].value:.4g} {MEASURES[measure]}".rstrip(), shown, verdict))
+        grows = grows or verdict == "grows"
+    kept = ", ".join(f"{part} {seen.parts[part] / max(1, books.steps):.0f}" for part in GROWING if part in seen.parts)
+    right = (
+        "the ledger closes, no group is lost or trained twice, every row was used as often as promised "
+        f"({books.quarantined} groups quarantined)"
+    )
+    page = [
+        "# A soak",
+        f"{books.steps:,} steps in {seen.hours * 60:.1f} minutes; {books.rows:,} rows; exit code {seen.exit_code}; "
+        f"{len(seen.kills):,} kills, {books.changes:,} live changes that took effect, {len(seen.rotations):,} files that "
+        f"began anew, {seen.views['answered']:,} answers of the page, {seen.views['failed']:,} requests that failed.",
+        f"**The books**: {'; '.join(map(plain, books.wrong)) or right}.",
+        table(rows),
+        f"Flat: the whole interval lies below {LIMIT} per 1,000 steps. Slopes lie within the lives of a process, behind "
+        "the first two minutes of each.",
+        f"Kept by design, bytes a step: {kept}.",
+    ]
+    (out / "report.md").write_text("\n\n".join(page) + "\n")
     with (out / "samples.jsonl").open("w") as file:
         for (process, measure), samples in seen.samples.items():
             file.writelines(json.dumps({"process": process, "measure": measure, **asdict(each)}) + "\n" for each in samples)
+    return seen.exit_code == 0 and not books.wrong and not grows

@@ -140,7 +140,21 @@ class StepClock:
 def sample_record(
     group: Group, step: int, advantages: Sequence[float | None], weights: Sequence[float | None]
 ) -> dict[str, Any]:
-    """One group as a person reads it: text, tokens, versions, scores, advantage and importance weight used."""
+    """With the tokens, scores, advantage and importance weight used."""
+    own = [
+        {
+            "tokens": rollout.completion_ids.tolist(),
+            "scores": {n: s.failure if s.failure is not None else s.value for n, s in rollout.scores.items()},
+            "advantage": advantage,
+            "weight": weight,
+        }
+        for rollout, advantage, weight in zip(group.rollouts, advantages, weights, strict=True)
+    ]
+    return group_record(group, step, own)
+
+
+def group_record(group: Group, step: int, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One group as a person reads it: texts, versions, times. own: of each rollout what stands beside these."""
     return {
         "step": step,
         "group": group.number,
@@ -151,17 +165,14 @@ def sample_record(
         "rollouts": [
             {
                 "text": rollout.text,
-                "tokens": rollout.completion_ids.tolist(),
+                **further,
                 "spans": [[span.version, span.num_tokens] for span in rollout.spans],
                 "restarts": rollout.restarts,
                 "turn_scores": [*rollout.turn_scores],
                 "finish_reason": rollout.finish_reason,
-                "scores": {n: s.failure if s.failure is not None else s.value for n, s in rollout.scores.items()},
-                "advantage": advantage,
-                "weight": weight,
                 "timings": dict(rollout.timings),
             }
-            for rollout, advantage, weight in zip(group.rollouts, advantages, weights, strict=True)
+            for rollout, further in zip(group.rollouts, own, strict=True)
         ],
     }
 

@@ -57,9 +57,7 @@ def probabilities(logits: Tensor) -> Tensor:
 def exact_gradient(logits: Tensor, reward: Tensor) -> Tensor:
     """float64 [P]: of the expected reward under the policy itself."""
     leaf = logits.clone().requires_grad_()
-    (probabilities(leaf) * reward).sum().backward()  # type: ignore[no-untyped-call]
-    assert leaf.grad is not None
-    return leaf.grad.flatten()
+    return torch.autograd.grad((probabilities(leaf) * reward).sum(), leaf)[0].flatten()
 
 
 def towards(logits: Tensor, teacher: Tensor, prefixes: Tensor, *, forward: bool) -> Tensor:
@@ -70,9 +68,7 @@ def towards(logits: Tensor, teacher: Tensor, prefixes: Tensor, *, forward: bool)
     p_CV, q_CV = (other_CV, own_CV) if forward else (own_CV, other_CV)
     often_C = torch.zeros(C, dtype=torch.float64)
     often_C.index_add_(0, PREFIXES.flatten(), probabilities(prefixes).repeat_interleave(T))
-    (often_C * (p_CV.exp() * (p_CV - q_CV)).sum(-1)).sum().backward()  # type: ignore[no-untyped-call]
-    assert leaf.grad is not None
-    return -leaf.grad.flatten()
+    return -torch.autograd.grad((often_C * (p_CV.exp() * (p_CV - q_CV)).sum(-1)).sum(), leaf)[0].flatten()
 
 
 def later(logits: Tensor, reward: Tensor, steps: int) -> Tensor:
@@ -111,10 +107,9 @@ def gradients(inputs: LossInputs, config: LossConfig, logits: Tensor) -> Tensor:
     own = {"logp_current_N": logp_NV.gather(1, COMPLETIONS.reshape(-1, 1)).squeeze(1)}
     if inputs.logp_current_NK is not None:
         own["logp_current_NK"] = logp_NV.topk(inputs.logp_current_NK.shape[1]).values
-    objective(replace(inputs, **own), config).total.backward()  # type: ignore[no-untyped-call]
-    assert leaf_NV.grad is not None
+    (found_NV,) = torch.autograd.grad(objective(replace(inputs, **own), config).total, leaf_NV)
     at = torch.arange(Y)[:, None], PREFIXES
-    return torch.zeros(Y, C, V, dtype=torch.float64).index_put_(at, -leaf_NV.grad.reshape(Y, T, V)).reshape(Y, C * V)
+    return torch.zeros(Y, C, V, dtype=torch.float64).index_put_(at, -found_NV.reshape(Y, T, V)).reshape(Y, C * V)
 
 
 def _likeliest(current: Tensor, of: Tensor, top: int) -> Tensor:

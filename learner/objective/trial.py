@@ -98,7 +98,7 @@ def check_loss(config: LossConfig) -> None:
     """
     load_loss(config.kind)
     try:
-        total, gradient_N = _gradient(_inputs(config), config)
+        total, gradient_N, _ = _gradient(_inputs(config), config)
         if not (total.isfinite() and gradient_N.isfinite().all()):
             raise ValueError(f"gave {float(total)} with the gradient {gradient_N.tolist()}")
     except Exception as error:
@@ -147,13 +147,7 @@ def _inputs(config: LossConfig, scale: float = 0.3) -> LossInputs:
     )
 
 
-def _gradient(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """The sum, and its gradient [N, 1 + K]."""
-    total, gradient_N, _ = _differentiated(inputs, config)
-    return total, gradient_N
-
-
-def _differentiated(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+def _gradient(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
     """The sum, its gradient [N, 1 + K], and the sums over tokens."""
     assert inputs.logp_current_NK is not None
     leaf = torch.cat([inputs.logp_current_N[:, None], inputs.logp_current_NK], 1).detach().requires_grad_()
@@ -172,8 +166,8 @@ def _terms(config: LossConfig) -> tuple[bool, str]:
 
 def _adds_up(config: LossConfig) -> tuple[bool, str]:
     inputs = _inputs(config)
-    parts = [_differentiated(_of_group(inputs, group), config) for group in sorted(set(inputs.group_S.tolist()))]
-    whole, gradient_N, sums = _differentiated(inputs, config)
+    parts = [_gradient(_of_group(inputs, group), config) for group in sorted(set(inputs.group_S.tolist()))]
+    whole, gradient_N, sums = _gradient(inputs, config)
     totals, gradients, of_parts = zip(*parts, strict=True)
     apart = max(abs(float(sum(totals) - whole)), float((torch.cat(gradients) - gradient_N).abs().max()))
     for name, value in sums.items():
@@ -195,14 +189,14 @@ def _of_group(inputs: LossInputs, group: int) -> LossInputs:
 def _finite(config: LossConfig) -> tuple[bool, str]:
     inputs = _inputs(config, scale=60.0)
     numbers = {name: x for name, x in vars(inputs).items() if x is not None and x.is_floating_point()}
-    total, gradient = _gradient(replace(inputs, **{name: x.float() for name, x in numbers.items()}), config)
+    total, gradient, _ = _gradient(replace(inputs, **{name: x.float() for name, x in numbers.items()}), config)
     return bool(torch.isfinite(total) and torch.isfinite(gradient).all()), f"log-ratios up to 200, sum {float(total):.3g}"
 
 
 def _not_hidden(config: LossConfig) -> tuple[bool, str]:
     inputs, spec = _inputs(config), loss_spec(config.kind)
     for name in ("current", *spec.needs, *(("behaviour",) if spec.takes_ratios else ())):
-        total, gradient = _gradient(_corrupted(inputs, name, inputs.advantage_N.argmin()), config)
+        total, gradient, _ = _gradient(_corrupted(inputs, name, inputs.advantage_N.argmin()), config)
         if torch.isfinite(total) and torch.isfinite(gradient).all():
             return False, f"the sum is finite where {_READ[name][0]} is not: the step would not be refused"
     return True, ""
@@ -232,8 +226,8 @@ def _masks(config: LossConfig) -> tuple[bool | None, str]:
         return None, "it takes no masks"
     inputs = _inputs(config)
     masked_N = inputs.sequence_N == 1
-    _, before = _gradient(inputs, config)
-    _, after = _gradient(replace(inputs, mask_N=(~masked_N).double()), config)
+    _, before, _ = _gradient(inputs, config)
+    _, after, _ = _gradient(replace(inputs, mask_N=(~masked_N).double()), config)
     left, moved = float(after[masked_N].abs().max()), float((after - before)[~masked_N].abs().max())
     if left > 0 and config.kl_coef == config.entropy_coef == 0:
         return False, "the gradient of masked tokens is not 0: multiply the terms by weight_N"

@@ -16,7 +16,6 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.lines import earlier
 from async_rlhf.learner.checkpoint.store import lead
 from async_rlhf.run.checks.preflight import check_hooks
-from async_rlhf.run.display import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.supervision.hooks import Events, Hooks
@@ -144,7 +143,7 @@ def test_a_hook_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.M
 def watched(small: Any) -> Iterator[tuple[Events, RunDir]]:
     config = small(**{"rewards.max_failed_ratio": 0.5, "hooks.command": KEEP})
     run = RunDir.create(config)
-    found = Events(config, run, Progress())
+    found = Events(config, run, print)
     yield found, run
     found.close(at_once=True)
     run.retire()
@@ -162,7 +161,7 @@ def test_a_target_that_moves_and_scores_that_fail_are_told_once_each_time(watche
     events, run = watched
     failed = [0.0, 0.3, 0.4, 0.45, 0.3, 0.4, 0.1, 0.4]  # the limit is 0.5
     for number, ratio in enumerate(failed, 1):
-        events.step(step(number, target=4 if number < 6 else 3, failed=ratio), 100)
+        events.step(step(number, target=4 if number < 6 else 3, failed=ratio))
     assert kinds(run) == ["failing_rewards", "guard", "failing_rewards"]
     first, moved, second = read_lines(run.events).records
     assert (first["step"], second["step"]) == (3, 8) and (moved["before"], moved["target"]) == (4, 3)
@@ -201,7 +200,7 @@ def test_every_end_but_that_which_an_operator_asked_for_is_told(watched: Any, en
 def test_little_room_is_told_as_an_event_and_the_file_of_events_begins_anew_when_it_has_grown(small: Any) -> None:
     config = small(max_log_bytes=1 << 16)
     run = RunDir.create(config)
-    told = Events(config, run, Progress())
+    told = Events(config, run, print)
     for _ in range(600):
         told.disk_low("the disk has 1 GiB left")
     told.close(at_once=True)

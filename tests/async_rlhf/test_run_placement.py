@@ -26,6 +26,7 @@ from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import inventory_of, nodes_of, placement_of, table
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.evaluator import Evaluator
+from async_rlhf.run.supervision.hooks import Events
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import QUICK, toml
 
@@ -290,7 +291,7 @@ def test_an_evaluation_that_waits_begins_when_the_runs_processes_have_ended(smal
     config = small(**{**CUDA, "placement.hosts": [{**BOX, "devices": 2}], "evaluation.at_start": True})
     run, progress = RunDir.create(config), Heard()
     placement = placement_of(config)
-    evaluator = Evaluator(config, run, Full(), placement, progress, lambda: 0.0)
+    evaluator = Evaluator(config, run, Full(), placement, progress, Events(config, run, progress.event), lambda: 0.0)
     assert not evaluator.look() and not started
     evaluator.look(finished=True)
     assert [(node.name, node.devices) for node in started] == [("evaluation", (0,))]

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from async_rlhf.experiments.soak.report import Report, write
+from async_rlhf.experiments.soak.report import write
 from async_rlhf.experiments.soak.slopes import Sample, Slope, slope
 from async_rlhf.experiments.soak.soak import Plan, books, misused, soak
 from async_rlhf.run.run_dir import RunDir
@@ -94,7 +94,6 @@ def test_a_short_soak_keeps_its_books_and_holds_no_more_than_at_its_beginning(tm
             values = settled([each for each in taken if each.life == life])
             assert not rises(values), (process, measure, values)
 
-    report = Report.of(plan, seen, kept)
-    write(report, seen, tmp_path)
+    write(plan, seen, kept, tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "3 kills" in page and "every row was used as often as promised" in page

@@ -23,11 +23,10 @@ from async_rlhf.buffers.stages import StageTime
 from async_rlhf.cli.commands import app
 from async_rlhf.experiments.planning.calibration import machine, of_run
 from async_rlhf.experiments.planning.calibration.of_run import RunCosts, costs_of_run, reached
-from async_rlhf.experiments.planning.calibration.what_if import as_json, lines, what_if
+from async_rlhf.experiments.planning.calibration.what_if import as_json, lines, scaled, what_if
 from async_rlhf.experiments.planning.model.stages import Layout, decode_step_s, training_s
 from async_rlhf.experiments.planning.placement.roles import Roles
 from async_rlhf.experiments.planning.placement.spec import Spec
-from async_rlhf.experiments.planning.simulation.refitting import scaled
 from async_rlhf.experiments.planning.simulation.run import simulate
 from async_rlhf.experiments.planning.simulation.workload import Costs, Workload
 from async_rlhf.run.config import Config, validated

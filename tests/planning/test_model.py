@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.planning.calibration.of_run import fit
 from async_rlhf.experiments.planning.model.model_costs import read
 from async_rlhf.experiments.planning.model.stages import catalogue
-from async_rlhf.experiments.planning.simulation.refitting import fit
 from async_rlhf.experiments.planning.simulation.workload import Costs
 from tests.conftest import REPOSITORY
 

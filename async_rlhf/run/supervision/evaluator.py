@@ -31,6 +31,7 @@ from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail
 from async_rlhf.run.supervision.child import Child, Every
+from async_rlhf.run.supervision.hooks import Events
 from async_rlhf.run.watching import EvaluationConfig
 
 _LOOK_S = 0.1
@@ -98,10 +99,11 @@ class Evaluator:
         launcher: Launcher,
         placement: Placement,
         progress: Progress,
+        events: Events,
         now: Callable[[], float],
     ) -> None:
         self._config, self._run, self._launcher, self._now = config, run, launcher, now
-        self._placement, self._progress = placement, progress
+        self._placement, self._progress, self._events = placement, progress, events
         self._running: tuple[Due, Child] | None = None
         self._percent = 0
         self._is_time = Every(_PLAN_EVERY_S, now)
@@ -184,6 +186,7 @@ class Evaluator:
         if code == 0 and record is not None and "missing" not in record:
             self.judge()
             self._progress.evaluation(record)
+            self._events.evaluation(record)
             return
         self._killed[due] += code < 0
         if code < 0 and self._killed[due] < _MAX_KILLED:

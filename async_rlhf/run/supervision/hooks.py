@@ -5,7 +5,7 @@
     guard             the target staleness has moved                  best       `checkpoints/best` leads to another checkpoint
     failing_rewards   the share of failed scores nears its limit      disk_low   little room is left on the disk
 
-`Events` recognises these in what the supervisor reports. Each is a line of `events.jsonl`, which begins anew when it has grown,
+`Events` recognises these. Each is a line of `events.jsonl`, which begins anew when it has grown,
 and goes to a command, a webhook, or both (`Hooks`):
 
     owns        a thread, the process of one command, logs/hooks.log
@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from async_rlhf.buffers.lines import LineFile
 from async_rlhf.launch.exit_codes import INTERRUPTED, REFUSED_TO_TRAIN, STALLED
 from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.run.config import Config
-from async_rlhf.run.display import Progress
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.watching import EventKind, HooksConfig
 
@@ -182,11 +181,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-class Events(Progress):
-    """Passes every report on to `shown`, and raises the events that it finds in them."""
+class Events:
+    """Raises the events that it finds in steps, evaluations and the end of a run. show: is given a line for an operator."""
 
-    def __init__(self, config: Config, run: RunDir, shown: Progress) -> None:
-        self._config, self._run, self._shown = config, run, shown
+    def __init__(self, config: Config, run: RunDir, show: Callable[[str], object]) -> None:
+        self._config, self._run, self._show = config, run, show
         self._hooks = Hooks(config.hooks, run.path, run.log("hooks"))
         self._file = LineFile(run.events, config.max_log_bytes)
         with suppress(OSError):
@@ -205,13 +204,13 @@ class Events(Progress):
 
     def disk_low(self, text: str) -> None:
         """There is little room, in these words."""
-        self._shown.event(text)
+        self._show(text)
         self._raise("disk_low", text)
 
     def look(self) -> None:
         """Show what has become of the hooks."""
         for last_error in self._hooks.failures():
-            self._shown.event(last_error)
+            self._show(last_error)
 
     def close(self, *, at_once: bool) -> None:
         """Waits for the hooks, `hooks.timeout_s` at most. at_once: not at all."""
@@ -219,8 +218,7 @@ class Events(Progress):
         self.look()
         self._file.close()
 
-    def step(self, record: dict[str, Any], max_steps: int | None) -> None:
-        self._shown.step(record, max_steps)
+    def step(self, record: dict[str, Any]) -> None:
         step, target, ratio = record["step"], record.get("staleness/target"), record.get("rewards/failed_ratio")
         before, self._target = self._target, target
         if None not in (before, target) and before != target:
@@ -235,25 +233,12 @@ class Events(Progress):
         self._failing = ratio >= (_FAR if self._failing else _NEAR) * limit
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        self._shown.evaluation(record)
         before, self._best = self._best, self._best_step()
         if self._best is not None and self._best != before:
             reward = record.get("mean_reward")
             checkpoint = str(self._run.path / "checkpoints" / f"step_{self._best:06d}")
             text = f"the best checkpoint is that of step {self._best}, with a held-out reward of {reward}"
             self._raise("best", text, step=self._best, mean_reward=reward, checkpoint=checkpoint)
-
-    def event(self, text: str) -> None:
-        self._shown.event(text)
-
-    def waiting(self, status: dict[str, Any], wanted: int) -> None:
-        self._shown.waiting(status, wanted)
-
-    def sample(self, record: dict[str, Any]) -> None:
-        self._shown.sample(record)
-
-    def evaluating(self, what: str, percent: int | None) -> None:
-        self._shown.evaluating(what, percent)
 
     def _raise(self, kind: EventKind, text: str, **details: Any) -> None:
         """text: a sentence for a person. details: JSON values for a program."""

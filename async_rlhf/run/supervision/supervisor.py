@@ -83,7 +83,8 @@ class Supervisor:
         done: bool = False,
     ) -> None:
         self._config, self._run = config, run
-        self._progress = self.events = Events(config, run, progress or Progress())
+        self._progress = progress or Progress()
+        self.events = Events(config, run, self._progress.event)
         self._on_step, self._max_deaths, self._done = on_step, max_deaths, done
         self.agents = launcher.agents
         self._num_signals = 0
@@ -100,7 +101,7 @@ class Supervisor:
         self._connect = connector(config.security.directory)
         self._placement = placement or placement_of(config)
         self._launcher, self._meeting = launcher, meeting_address(config, self._placement)
-        self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self._now)
+        self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self.events, self._now)
         self._look_at_lock = Every(_LOCK_S, self._now)
         self._operator_wait = OperatorWait(run, self._progress.event, self._now)
         self._disk = RunDisk(
@@ -321,6 +322,7 @@ class Supervisor:
                     self._children[name].progressed()
                     self._worked(name)
             self._progress.step(record, self._config.budget.num_steps(self._spent))
+            self.events.step(record)
             if (call := self._on_step) is not None:
                 self._on_step = None  # when it raises, the run ends, and it is not called again
                 call(record)

@@ -1,5 +1,5 @@
 "use strict";
-// Curves and the map of ages. What is drawn is numbers; every text is set as text.
+// Curves. What is drawn is numbers; every text is set as text.
 
 const Charts = (() => {
   const HEIGHT = 206;
@@ -12,15 +12,6 @@ const Charts = (() => {
     size,
     font: "11px system-ui",
   });
-
-  function short(value) {
-    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-    const size = Math.abs(value);
-    if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
-    if (size >= 1e6) return value.toExponential(2);
-    if (size >= 1000) return Math.round(value).toLocaleString("en");
-    return size !== 0 && size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
-  }
 
   // Tick marks with as many places as tell them apart.
   function marks(u, ticks) {
@@ -55,16 +46,9 @@ const Charts = (() => {
 
   // bare: without the single steps behind the mean. lines: [{label, index, curve: {step, mean, min?, max?}, dots?, dash?}], index: of the colour. Gives {element, update(lines, changed)}, changed: steps that have an upright line.
   function plot(title, { noisy = false, floor = null, ceiling = null, bare = false } = {}) {
-    const legend = document.createElement("div");
-    const place = document.createElement("div");
-    const element = document.createElement("section");
-    const heading = document.createElement("h2");
-    heading.textContent = title;
-    heading.hidden = !title;
-    legend.className = "legend";
-    place.className = "plot";
-    element.className = "card";
-    element.append(heading, legend, place);
+    const legend = el("div", { class: "legend" }),
+      place = el("div", { class: "plot" });
+    const element = title ? card(title, legend, place) : el("div", {}, legend, place);
     let chart = null,
       shape = "",
       shown = [],
@@ -172,12 +156,10 @@ const Charts = (() => {
       shape = now;
       legend.replaceChildren(
         ...lines.map(({ label, index }, i) => {
-          const entry = document.createElement("span"),
-            mark = document.createElement("i");
+          const mark = el("i");
           mark.style.background = colour(index);
-          told[i] = document.createElement("b");
-          entry.append(mark, label, told[i]);
-          return entry;
+          told[i] = el("b");
+          return el("span", {}, mark, label, told[i]);
         }),
       );
       chart = new uPlot(options(order), joined, place);
@@ -196,73 +178,5 @@ const Charts = (() => {
     };
   }
 
-  // Share of tokens by staleness (upwards) and step (to the right). ages: {step: [], tokens: [{age: count}]}, width: steps in each
-  function heat(title) {
-    const element = document.createElement("section");
-    const heading = document.createElement("h2"),
-      legend = document.createElement("div"),
-      canvas = document.createElement("canvas");
-    heading.textContent = title;
-    legend.className = "legend";
-    canvas.className = "heat";
-    element.className = "card";
-    element.append(heading, legend, canvas);
-    let last = null;
-
-    function draw() {
-      if (!last || !last.step.length || !canvas.clientWidth) return;
-      const ratio = window.devicePixelRatio || 1,
-        width = canvas.clientWidth,
-        left = 34,
-        foot = 36;
-      canvas.width = width * ratio;
-      canvas.height = HEIGHT * ratio;
-      const pen = canvas.getContext("2d");
-      pen.scale(ratio, ratio);
-      const oldest = Math.max(1, ...last.tokens.flatMap((counts) => Object.keys(counts).map(Number)));
-      const rows = oldest + 1,
-        high = (HEIGHT - foot) / rows;
-      const first = last.step[0],
-        end = Math.min(last.step.at(-1) + last.width, last.end + 1),
-        across = (width - left) / (end - first);
-      pen.fillStyle = colour(0);
-      last.step.forEach((step, i) => {
-        const all = Object.values(last.tokens[i]).reduce((a, b) => a + b, 0);
-        for (const [age, count] of Object.entries(last.tokens[i])) {
-          pen.globalAlpha = 0.08 + (0.92 * count) / all;
-          pen.fillRect(
-            left + (step - first) * across,
-            HEIGHT - foot - (Number(age) + 1) * high,
-            Math.max(1, last.width * across + 0.5),
-            high - 1,
-          );
-        }
-      });
-      pen.globalAlpha = 1;
-      pen.fillStyle = css("--pale");
-      pen.font = "11px system-ui";
-      pen.textAlign = "right";
-      const every = Math.ceil(rows / 8);
-      for (let age = 0; age < rows; age += every) pen.fillText(String(age), left - 6, HEIGHT - foot - (age + 0.5) * high + 4);
-      pen.textAlign = "left";
-      pen.fillText(short(first), left, HEIGHT - 20);
-      pen.textAlign = "right";
-      pen.fillText(short(end - 1), width, HEIGHT - 20);
-      pen.textAlign = "center";
-      pen.fillText("step", left + (width - left) / 2, HEIGHT - 4);
-    }
-
-    new ResizeObserver(draw).observe(canvas);
-    return {
-      element,
-      update(ages, width, end, words) {
-        last = { ...ages, width, end };
-        element.hidden = !ages.step.length;
-        legend.textContent = words;
-        draw();
-      },
-    };
-  }
-
-  return { plot, heat, short };
+  return { plot };
 })();

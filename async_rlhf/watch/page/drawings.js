@@ -1,5 +1,5 @@
 "use strict";
-// The ledger as a flow, and the stages on a time line. Names come from a run and are set as text.
+// The ages of tokens as a map, and the stages of a run on a time line. Names come from a run and are set as text.
 
 const Drawings = (() => {
   function svg(kind, attributes = {}, ...children) {
@@ -9,45 +9,34 @@ const Drawings = (() => {
     return made;
   }
 
-  const PLACES = ["trained", "in_flight", "queued", "leased", "stale", "filtered", "failed", "quarantined"];
+  const words = (x, y, anchor, text) => svg("text", { class: "pale", x, y, "text-anchor": anchor }, text);
 
-  // From what was credited to where it is; as thick as its share, and never too thin to see.
-  function ledger(counts, width) {
-    const row = 18,
-      height = PLACES.length * row + 64,
-      total = counts.credited || 0;
-    const left = 92,
-      right = Math.max(left + 60, width - 140);
-    const thick = (n) => (n > 0 ? Math.max(2, (n / total) * 64) : 0);
-    const drawn = PLACES.map((place) => ({ place, n: counts[place] || 0, thick: thick(counts[place] || 0) }));
-    const sum = drawn.reduce((all, { thick }) => all + thick, 0);
+  // Share of tokens by staleness (upwards) and step (to the right). ages: {step: [], tokens: [{age: count}]}, steps: in each.
+  function ages({ step, tokens }, steps, newest, width) {
+    const height = 206,
+      left = 34,
+      foot = 36;
+    const rows = 1 + Math.max(1, ...tokens.flatMap((counts) => Object.keys(counts).map(Number))),
+      high = (height - foot) / rows;
+    const first = step[0],
+      end = Math.min(step.at(-1) + steps, newest + 1),
+      across = (width - left) / (end - first);
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img" });
-    picture.append(svg("title", {}, `${total} groups credited`));
-    let from = (height - sum) / 2,
-      to = (height - sum - PLACES.length * row + 8) / 2;
-    const spare = row - 1;
-    picture.append(svg("rect", { class: "node p-credited", x: left - 8, y: from, width: 8, height: Math.max(2, sum) }));
-    picture.append(svg("text", { x: left - 16, y: height / 2 - 4, "text-anchor": "end" }, "credited"));
-    picture.append(
-      svg("text", { x: left - 16, y: height / 2 + 12, "text-anchor": "end", class: "pale" }, total.toLocaleString("en")),
-    );
-    for (const { place, n, thick } of drawn) {
-      const y = to + spare / 2,
-        middle = (left + right) / 2;
-      if (n > 0) {
-        const band = `M${left},${from} C${middle},${from} ${middle},${y} ${right},${y} V${y + thick} C${middle},${y + thick} ${middle},${from + thick} ${left},${from + thick} Z`;
-        picture.append(svg("path", { class: `flow p-${place}`, d: band }));
-        picture.append(svg("rect", { class: `node p-${place}`, x: right, y, width: 8, height: thick }));
+    step.forEach((at, i) => {
+      const all = Object.values(tokens[i]).reduce((a, b) => a + b, 0);
+      for (const [age, count] of Object.entries(tokens[i])) {
+        const place = { x: left + (at - first) * across, y: height - foot - (Number(age) + 1) * high };
+        const size = { width: Math.max(1, steps * across + 0.5), height: Math.max(0.5, high - 1) };
+        picture.append(svg("rect", { class: "train", "fill-opacity": 0.08 + (0.92 * count) / all, ...place, ...size }));
       }
-      const words = svg(
-        "text",
-        { x: right + 14, y: y + thick / 2 + 4, class: n ? "" : "pale" },
-        `${n.toLocaleString("en")} ${place.replace("_", " ")}`,
-      );
-      picture.append(words);
-      from += thick;
-      to += thick + spare;
-    }
+    });
+    for (let age = 0; age < rows; age += Math.ceil(rows / 8))
+      picture.append(words(left - 6, height - foot - (age + 0.5) * high + 4, "end", String(age)));
+    picture.append(
+      words(left, height - 20, "start", short(first)),
+      words(width, height - 20, "end", short(end - 1)),
+      words(left + (width - left) / 2, height - 4, "middle", "step"),
+    );
     return picture;
   }
 
@@ -74,36 +63,29 @@ const Drawings = (() => {
         ago = ((ended - began) * (parts - i)) / parts;
       picture.append(svg("line", { class: "rule", x1: x, x2: x, y1: 0, y2: height - foot + 4 }));
       const anchor = i === 0 ? "start" : i === parts ? "end" : "middle";
-      picture.append(
-        svg(
-          "text",
-          { class: "pale", x, y: height - 5, "text-anchor": anchor },
-          i === parts ? "newest step" : `−${Charts.short(ago)} s`,
-        ),
-      );
+      picture.append(words(x, height - 5, anchor, i === parts ? "newest step" : `−${short(ago)} s`));
     }
     let before = "";
     lanes.forEach(({ name, spans }, i) => {
       const top = i * (row + lead) + lead;
-      if (name !== before)
-        picture.append(svg("text", { class: "pale", x: 0, y: label ? top + 14 : top - 3 }, name.slice(0, 22)));
+      if (name !== before) picture.append(words(0, label ? top + 14 : top - 3, "start", name.slice(0, 22)));
       before = name;
-      for (const [kind, words, from, to] of spans) {
+      for (const [kind, about, from, to] of spans) {
         const start = Math.max(from, began),
           x = label + (start - began) * across;
         const box = svg("rect", {
-          class: kind === "idle" ? "idle-span" : kind,
+          class: kind,
           x,
           y: top + 2,
           width: Math.max(0.6, (Math.min(to, ended) - start) * across),
           height: row - 5,
         });
-        box.append(svg("title", {}, `${words}: ${(to - from).toFixed(3)} s`));
+        box.append(svg("title", {}, `${about}: ${(to - from).toFixed(3)} s`));
         picture.append(box);
       }
     });
     return picture;
   }
 
-  return { ledger, timeline, KINDS };
+  return { ages, timeline, KINDS };
 })();

@@ -5,8 +5,16 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const ROOT = location.origin + location.pathname.replace(/[^/]*$/, "");
 const $ = (id) => document.getElementById(id);
-const { short } = Charts;
 const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value < 0.095 ? 1 : 0)} %`);
+
+function short(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
+  if (size >= 1e6) return value.toExponential(2);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return size !== 0 && size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+}
 
 function el(tag, about = {}, ...children) {
   const made = document.createElement(tag);
@@ -20,6 +28,27 @@ function el(tag, about = {}, ...children) {
 }
 
 const card = (title, ...children) => el("section", { class: "card" }, el("h2", {}, title), ...children);
+
+function bar(share, colour = 0) {
+  const filled = el("i");
+  filled.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
+  filled.style.background = `var(--c${colour})`;
+  return el("div", { class: "bar" }, filled);
+}
+
+// rows: [words, share, number, colour].
+function bars(rows) {
+  const cells = rows.map(([words, share, number, colour]) => [el("span", {}, words), bar(share, colour), el("span", {}, number)]);
+  return el("div", { class: "bars" }, ...cells.flat());
+}
+
+// rows: of cells; isNumber: of a column.
+function table(heads, rows, isNumber) {
+  const row = (tag, cells) =>
+    cells.map((cell, i) => el(tag, isNumber(i) ? { class: "n", "data-head": heads[i] } : {}, cell));
+  const lines = [row("th", heads), ...rows.map((cells) => row("td", cells))];
+  return el("table", {}, ...lines.map((cells) => el("tr", {}, ...cells)));
+}
 
 async function ask(path) {
   const answer = await fetch(ROOT + path, { signal: AbortSignal.timeout(15000) });

@@ -1,14 +1,16 @@
 "use strict";
 // One run: its numbers, curves, drawings, completions and events.
 
+// Where a group may be, and its colour.
+const GIVEN_UP = { stale: 1, filtered: 3, failed: 1, quarantined: 1 };
+const PLACES = Object.entries({ trained: 2, in_flight: 0, queued: 5, leased: 4, ...GIVEN_UP });
+
 class RunView {
   constructor(name) {
     this.name = name;
     this.known = new Curves();
     this.seen = -1;
     this.panels = DATA.panels.map((panel) => ({ panel, chart: Charts.plot(panel.title, panel) }));
-    this.heat = Charts.heat("Staleness of the tokens");
-    this.heat.element.id = "ages";
     this.other = Charts.plot("", { noisy: true });
     this.choice = el("select", { "aria-label": "metric", onchange: () => this.drawOther() });
     const part = (id, kind) => (this.parts[id] = el("div", { id, class: kind }));
@@ -23,15 +25,13 @@ class RunView {
         "div",
         { class: "grid" },
         reward,
-        this.heat.element,
-        ...["idle", "ledger", "actors"].map((id) => part(id, "card")),
+        ...["ages", "idle", "ledger", "actors"].map((id) => part(id, "card")),
         part("timeline", "card wide"),
         ...others,
         el("div", { class: "card", id: "other" }, el("h2", {}, "Any metric"), this.choice, this.other.element),
         ...["completions", "events"].map((id) => part(id, "card wide")),
       ),
     );
-    this.other.element.className = "";
     this.other.element.hidden = true;
   }
 
@@ -64,12 +64,7 @@ class RunView {
     );
     this.drawTiles(summary);
     for (const { panel, chart } of this.panels) chart.update(this.lines(panel, summary), this.state.changed);
-    this.heat.update(
-      this.known.ages,
-      this.known.width,
-      this.known.last,
-      `share of tokens by staleness in steps; bound ${short(summary.config.max_staleness)}`,
-    );
+    this.drawAges(summary);
     this.drawIdle(summary);
     this.drawLedger(summary);
     this.drawActors(summary);
@@ -108,9 +103,7 @@ class RunView {
   drawTiles({ state, step, max_steps: steps, last, evaluations, config, hub }) {
     const best = evaluations.filter((e) => Number.isFinite(e.mean_reward)).at(-1);
     const tile = (value, words, share = null) => {
-      const bar = share === null ? null : el("div", { class: "bar" }, el("i"));
-      if (bar) bar.firstChild.style.width = `${100 * Math.min(1, Math.max(0, share))}%`;
-      return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words), bar);
+      return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, words), share === null ? null : bar(share));
     };
     const now = last ?? {};
     const tiles = el(
@@ -129,28 +122,29 @@ class RunView {
     this.parts.tiles.replaceChildren(tiles, none ?? "");
   }
 
+  drawAges({ config }) {
+    const { ages, width, last } = this.known,
+      place = this.parts.ages;
+    place.hidden = !ages.step.length;
+    if (place.hidden) return;
+    const words = `share of tokens by staleness in steps; bound ${short(config.max_staleness)}`;
+    const drawn = Drawings.ages(ages, width, last, Math.max(280, place.clientWidth - 30));
+    this.fill("ages", "Staleness of the tokens", el("div", { class: "legend" }, words), drawn);
+  }
+
   drawIdle({ last, hub }) {
-    const curves = this.known.curves,
-      rows = [];
+    const curves = this.known.curves;
     const recent = (name) => {
       const values = (curves[name]?.mean ?? []).slice(-20);
       return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
     };
-    for (const [words, metric] of [
-      ["learner", "idle/learner"],
-      ["actors", "idle/actor"],
-    ]) {
-      const share = recent(metric),
-        bar = el("div", { class: "bar" }, el("i"));
-      bar.firstChild.style.width = `${100 * Math.min(1, share ?? 0)}%`;
-      bar.firstChild.className = "idle-span";
-      rows.push(el("span", {}, words), bar, el("span", {}, percent(share)));
-    }
+    const [learner, actors] = ["idle/learner", "idle/actor"].map(recent);
+    const rows = Object.entries({ learner, actors }).map(([words, share]) => [words, share ?? 0, percent(share), 4]);
     this.fill(
       "idle",
       "Who is idle, and why",
-      el("div", { class: "idle" }, ...rows),
-      el("p", {}, ...why(recent("idle/learner"), recent("idle/actor"), last, hub)),
+      bars(rows),
+      el("p", {}, ...why(learner, actors, last, hub)),
       el("p", { class: "pale" }, "mean of the newest 20 points; an idle actor decodes no sequence"),
       hub.spool ? el("p", {}, ofSpool(hub.spool)) : "",
       hub.curriculum ? el("p", {}, ofCurriculum(hub.curriculum)) : "",
@@ -158,36 +152,31 @@ class RunView {
   }
 
   drawLedger({ hub }) {
-    const counts = hub.ledger;
-    const words = counts
-      ? counts.closes
-        ? "every group ever begun is in one place: it closes"
-        : "DOES NOT CLOSE: a defect"
+    const { credited, closes, ...counts } = hub.ledger ?? {};
+    const words = hub.ledger
+      ? `${short(credited)} groups were credited: ${closes ? "each is in one place, it closes" : "it DOES NOT CLOSE, a defect"}`
       : "no ledger.json that can be read";
-    const drawn = counts ? Drawings.ledger(counts, Math.max(300, this.parts.ledger.clientWidth - 30)) : "";
-    this.fill("ledger", "Ledger [groups]", el("p", { class: "pale" }, words), drawn);
+    const rows = (hub.ledger ? PLACES : []).map(([place, colour]) => {
+      const count = counts[place] || 0;
+      const share = count && Math.max(0.01, count / credited); // never too thin to see
+      return [place.replace("_", " "), share, count.toLocaleString("en"), colour];
+    });
+    this.fill("ledger", "Ledger [groups]", el("p", { class: "pale" }, words), bars(rows));
   }
 
   drawActors({ hub, alive, restarts }) {
     const actors = Object.entries(hub.actors ?? {});
     const rows = actors.map(([name, { version, groups, silent_s: silent }]) => {
       const behind = hub.version - version;
-      return el(
-        "tr",
-        { class: "row" },
-        el("td", {}, name),
-        el("td", { class: "n" }, `${version}${behind > 0 ? ` (${behind} behind)` : ""}`),
-        el("td", { class: "n" }, short(groups)),
-        el("td", { class: "n" }, `${short(silent)} s`),
-      );
+      return [name, `${version}${behind > 0 ? ` (${behind} behind)` : ""}`, short(groups), `${short(silent)} s`];
     });
     const again = Object.entries(restarts ?? {}).map(([role, count]) => `${role} ${short(count)}`);
-    const heads = ["actor", "version", "groups", "last message"].map((text, i) => el("th", { class: i ? "n" : "" }, text));
+    const heads = ["actor", "version", "groups", "last message"];
     this.fill(
       "actors",
       "Actors",
       actors.length
-        ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
+        ? el("div", { class: "scroll" }, table(heads, rows, Boolean))
         : el("p", { class: "pale" }, alive ? "none has joined" : "none: the run has ended"),
       hub.fence > 1 ? el("p", {}, `The learner has started ${short(hub.fence)} times.`) : "",
       again.length ? el("p", {}, `Started again: ${again.join(", ")}.`) : "",
@@ -202,29 +191,24 @@ class RunView {
     const kinds = el(
       "div",
       { class: "legend" },
-      ...Drawings.KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind === "idle" ? "idle-span" : kind }), words)),
+      ...Drawings.KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind }), words)),
     );
     this.fill("timeline", "Stages on a time line", kinds, Drawings.timeline(timeline, Math.max(280, place.clientWidth - 30)));
   }
 
   drawEvents() {
-    const rows = this.state.events.map(({ kind, step, time, text }) =>
-      el(
-        "tr",
-        {},
-        el("td", { class: "n" }, step === null ? "" : short(step)),
-        el("td", {}, time === null ? "" : new Date(time * 1000).toLocaleTimeString("en-GB")),
-        el("td", {}, kind),
-        el("td", {}, text),
-      ),
-    );
-    const heads = ["step", "time", "what", ""].map((text, i) => el("th", { class: i ? "" : "n" }, text));
+    const rows = this.state.events.map(({ kind, step, time, text }) => [
+      step === null ? "" : short(step),
+      time === null ? "" : new Date(time * 1000).toLocaleTimeString("en-GB"),
+      kind,
+      text,
+    ]);
     this.fill(
       "events",
       "Changes and events",
       this.state.changed.length ? el("p", { class: "pale" }, "a dotted upright line in each curve: something was changed") : "",
       rows.length
-        ? el("div", { class: "scroll" }, el("table", {}, el("tr", {}, ...heads), ...rows))
+        ? el("div", { class: "scroll" }, table(["step", "time", "what", ""], rows, (column) => column === 0))
         : el("p", { class: "pale" }, "none yet"),
     );
   }

@@ -46,7 +46,10 @@ class ListView {
       const mark = el("i"),
         at = colours.indexOf(name);
       if (at >= 0) mark.style.background = `var(--c${at % 7})`;
-      const numbers = [
+      return [
+        el("span", { class: "mark" }, box, mark),
+        el("a", { href: `#${encodeURIComponent(name)}` }, name),
+        badge(state, alive, ended),
         el("span", {}, short(step), steps ? el("span", { class: "of" }, ` / ${short(steps)}`) : ""),
         short(last.reward),
         evaluation ? short(evaluation.mean_reward) : "–",
@@ -55,18 +58,8 @@ class ListView {
         percent(last["idle/learner"]),
         percent(last["idle/actor"]),
       ];
-      return el(
-        "tr",
-        {},
-        el("td", {}, el("span", { class: "mark" }, box, mark)),
-        el("td", {}, el("a", { href: `#${encodeURIComponent(name)}` }, name)),
-        el("td", {}, badge(state, alive, ended)),
-        ...numbers.map((text, i) => el("td", { class: "n", "data-head": heads[i + 3] }, text)),
-      );
     });
-    this.table.replaceChildren(
-      el("table", {}, el("tr", {}, ...heads.map((text, i) => el("th", { class: i > 2 ? "n" : "" }, text))), ...rows),
-    );
+    this.table.replaceChildren(table(heads, rows, (column) => column > 2));
     await this.compare(found);
   }
 

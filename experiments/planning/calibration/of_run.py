@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapreplace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from async_rlhf.buffers.stages import GENERATION, StageTime, unpack
 from async_rlhf.experiments.planning.model.stages import Layout, Place, decode_step_s, training_s
 from async_rlhf.experiments.planning.placement.roles import Roles
 from async_rlhf.experiments.planning.placement.spec import EfficiencyConfig, Spec
-from async_rlhf.experiments.planning.simulation.refitting import Observed, fit
 from async_rlhf.experiments.planning.simulation.workload import Costs, Terms, Workload
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
@@ -44,11 +44,15 @@ _MOST = 4096  # completions that are fitted, and lengths and latencies that are 
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunCosts(Observed):
-    """Speed and idle share are over the steps behind the first ones, which fill the queue. steps: of the run, all of them."""
+class RunCosts:
+    """steps: of the run, all of them. Its completions a second, and the share of its time in which the learner waited, are over
+    those behind the first ones, which fill the queue."""
 
+    workload: Workload
     costs: Costs
     steps: int
+    samples_per_s: float
+    learner_idle: float
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,25 @@ def _travel_s(records: Sequence[Mapping[str, Any]], adoptions: Sequence[tuple[in
         first[version] = min(first.get(version, time.began), time.began)
     waits = [max(0.0, began - recorded[version]) for version, began in first.items() if version in recorded]
     return float(statistics.median(waits or [0.0]))
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """The constants c >= 0 with the least sum of (row · c - seconds)², which keeps the mean of points that scatter: none is
+    negative, for no part of a stage gives time back.
+
+    Some of the constants are 0 in the solution and the others are their unconstrained optimum (Lawson and Hanson, Solving Least
+    Squares Problems, 1974, chapter 23): with a few columns every choice of them is tried.
+    """
+    matrix, target = np.asarray(rows, float), np.asarray(seconds, float)
+    best, least = np.zeros(matrix.shape[1]), np.inf
+    for count in range(1, matrix.shape[1] + 1):
+        for chosen in combinations(range(matrix.shape[1]), count):
+            found = np.zeros(matrix.shape[1])
+            found[list(chosen)] = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
+            loss = float(np.sum((matrix @ found - target) ** 2))
+            if found.min() >= 0 and loss < least:
+                best, least = found, loss
+    return tuple(best.tolist())
 
 
 # -- the shares of a device's peaks that a run has reached --------------------------------------------------------------
