@@ -23,7 +23,7 @@ from async_rlhf.buffers.device.group import LEARNER, Group, Seat, open_store, re
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol import broadcasts, wire
 from async_rlhf.buffers.protocol.message import TensorSpec
-from async_rlhf.buffers.weights.shared import HeapMemory
+from async_rlhf.buffers.weights.shared import HeapPool
 from async_rlhf.buffers.weights.standby import Received, Target
 from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest
 
@@ -66,10 +66,10 @@ class LearnerEnd:
 
 
 class EngineEnd:
-    """Takes a seat in each epoch that it is called with (`weights.standby.TakeSeat`)."""
+    """Takes a seat in each epoch that it is called with (`weights.standby.TakeSeat`). Owns the memory that sets come into."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s, self._pool = timeout_s, HeapPool()
 
     def __call__(self, epoch: broadcasts.Receive, done: Received) -> Seat[Target, WeightSet]:
         def make() -> Group:
@@ -86,7 +86,7 @@ class EngineEnd:
         manifest = wire.Manifest.model_validate_json(header.numpy().tobytes())
         if (manifest.fence, manifest.version) != target:
             raise WeightsError(f"version {manifest.version} is broadcast where {target[1]} was announced")
-        memory = HeapMemory(manifest.num_bytes)
+        memory = self._pool.make(manifest.num_bytes)
         specs = _pass_on(group, torch.frombuffer(memory.room, dtype=torch.uint8), manifest.tensors)
         return WeightSet(*target, tuple(specs), memory.view, memory=memory)
 

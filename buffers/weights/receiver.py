@@ -16,7 +16,7 @@ from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.message import Canary, DeltaSpec
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, mapped
-from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, attach, is_local
+from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
 from async_rlhf.buffers.weights.standby import Standby
 from async_rlhf.buffers.weights.store import Delta
 from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num_chunks
@@ -40,11 +40,11 @@ class WeightReceiver:
         clock: Callable[[], float],
         address: str,
         config: WeightsConfig,
-        make: MakeMemory = HeapMemory,
+        make: MakeMemory | None = None,
         standby: Standby | None = None,
     ) -> None:
         self._standby = standby
-        self._send, self._clock, self._config, self._make = send, clock, config, make
+        self._send, self._clock, self._config, self._make = send, clock, config, make or HeapPool().make
         self._maps = config.transport != "chunks" and is_local(address)
         self.serving: tuple[int, int] | None = None
         self._target: tuple[int, int] | None = None

@@ -19,7 +19,7 @@ from async_rlhf.buffers.queue.admission import Actor, Admission
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, EarlyParts, Verifier
 from async_rlhf.buffers.weights.broadcast import Broadcasts
 from async_rlhf.buffers.weights.digests import num_threads
-from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory, SealedMemory, attach
+from async_rlhf.buffers.weights.shared import HeapPool, Memory, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, content_digest
 
@@ -58,7 +58,7 @@ class WeightServer:
     """Owns the store, the set that is on its way from the learner, and before that the parts of it that are sealed."""
 
     def __init__(self, store: WeightStore, config: WeightsConfig | None = None) -> None:
-        self.store, self._config = store, config or WeightsConfig()
+        self.store, self._config, self._pool = store, config or WeightsConfig(), HeapPool()
         self._incoming: _Incoming | None = None
         self._early: EarlyParts | None = None
         self.broadcasts = Broadcasts()
@@ -139,7 +139,7 @@ class WeightServer:
             delta=delta is not None,
             delta_next=self._config.delta and (given is None or self._sends_chunks),
         )
-        make: MakeMemory = HeapMemory if transport == "chunks" else SealedMemory.make
+        make = self._pool.make if transport == "chunks" else SealedMemory.make
         assembly = Assembly(announced, make, given, begun, num_threads())
         incoming = ChunkedBytes(f"the delta to version {announced.version}", delta.num_bytes if delta else 0)
         self._counters["sets_mapped"] += given is not None

@@ -73,17 +73,21 @@ MakeMemory = Callable[[int], Memory]
 
 
 class HeapMemory:
-    """This process alone reads it."""
+    """This process alone reads it. `freed` is called with the bytes when no view of them is left."""
 
     places: Sequence[Place] = ()
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, data: Bytes | None = None, freed: Callable[[Bytes], None] | None = None) -> None:
         try:
-            self.room: Bytes = np.empty(num_bytes, np.uint8)  # in huge pages, unlike a bytearray
-            """All bytes, to be written."""
+            data = np.empty(num_bytes, np.uint8) if data is None else data  # in huge pages, unlike a bytearray
         except (MemoryError, OverflowError, ValueError) as error:
             raise WeightsError(f"no room for {num_bytes} bytes of weights") from error
-        self.view = self.room.data.toreadonly()
+        lent = data.view()  # every view into the set keeps this one alive
+        if freed is not None:
+            weakref.finalize(lent, freed, data)
+        self.room = lent
+        """uint8 [n]: all bytes, to be written."""
+        self.view = lent.data.toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         # As slices do, without Python's lock.
@@ -93,6 +97,23 @@ class HeapMemory:
 
     def take(self, index: int, place: Place) -> bool:
         return False
+
+
+class HeapPool:
+    """Makes memory on the heap, each time the same when it is free again: fresh memory costs more than the copy into it.
+
+    Owns what was freed last.
+    """
+
+    def __init__(self) -> None:
+        self._spare: Bytes | None = None
+
+    def make(self, num_bytes: int) -> HeapMemory:
+        spare, self._spare = self._spare, None
+        return HeapMemory(num_bytes, spare if spare is not None and len(spare) == num_bytes else None, self._keep)
+
+    def _keep(self, data: Bytes) -> None:
+        self._spare = data
 
 
 class SealedMemory:
