@@ -179,7 +179,7 @@ class Policy(nn.Module):
         assert self.critic is not None and self.critic.trunk is not None
         inputs = _inputs(batch, self._mask(batch, self._autocast))
         with torch.autocast(batch.ids_RL.device.type, dtype=self._autocast, enabled=self._autocast is not None):
-            values_N: Tensor = self.critic(None, inputs, batch.source_N)
+            values_N: Tensor = self.critic(None, inputs=inputs, source_N=batch.source_N)
         return values_N
 
     def exactly(self, batch: MicroBatch) -> Tensor:
@@ -226,7 +226,8 @@ class Policy(nn.Module):
                 logp_NJ = token_logprobs(logits_NV, ids_NJ, batch.temperature_N, masks)
                 entropy_N = token_entropy(logits_NV, batch.temperature_N, masks)
                 energy_N = token_energy(logits_NV, batch.target_N, batch.temperature_N, masks).detach() if energies else None
-            value_N = None if self.critic is None else self.critic(hidden_ND, inputs, batch.source_N)
+            # By name: of tensors given by place DeepSpeed's hooks make others, and the plan of a mask would be lost.
+            value_N = None if self.critic is None else self.critic(hidden_ND, inputs=inputs, source_N=batch.source_N)
         of_others = (ids_NJ[:, 1:], logp_NJ[:, 1:]) if ids_NJ.shape[1] > 1 else (None, None)
         return Predicted(logp_NJ[:, 0], entropy_N, value_N, energy_N, *of_others)
 

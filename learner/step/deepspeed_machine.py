@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +43,7 @@ from async_rlhf.learner.step.torch_machine import Machine, raw, set_learning_rat
 # Numbers gathered at once for publication: large enough that latency is nothing, small beside a model worth sharing out.
 _BUCKET = 64 * 2**20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_GROUPS = ("policy", "critic")  # as `make_adamw` names them
 
 # Gradients reduced at once. DeepSpeed's own 500 million hold a GB on every rank, whatever the size of the model.
 _REDUCE_ELEMENTS = 50_000_000
@@ -80,6 +81,7 @@ class DeepSpeedMachine(Machine):
         self._stage = int(self._engine.zero_optimization_stage())
         own = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
         self._dimensions = {name: split_dimension(own[name], shape) for name, shape in whole.items()}
+        self._begin_moments()
 
     def _load_model(self) -> nn.Module:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -126,6 +128,10 @@ class DeepSpeedMachine(Machine):
 
     def apply(self, step: int, finite: bool, rate: float | None = None) -> tuple[float, bool]:
         set_learning_rate(self._optimizer, self.config, step, rate)
+        # What has no gradient has one of 0 here: the policy would decay, and its updates be counted.
+        resting = () if step >= self.config.critic.warmup_steps else [*self._shards("policy")]
+        for group in self._optimizer.param_groups if resting else ():
+            group["lr"] *= group["name"] == "critic"
         if not finite:  # the last it calls before it looks whether to refuse, at every stage and in every type
             self._optimizer._update_scale = self._refuse
         try:
@@ -133,6 +139,8 @@ class DeepSpeedMachine(Machine):
                 self._engine.step()
         finally:
             vars(self._optimizer).pop("_update_scale", None)
+        for shard in resting:
+            self._state(shard)["step"].zero_()
         return float(self._engine.get_global_grad_norm()), not self._optimizer.overflow
 
     def _refuse(self, *args: Any, **named: Any) -> None:
@@ -166,7 +174,6 @@ class DeepSpeedMachine(Machine):
         """Gathered before it returns; only rank 0's writer writes."""
         weights: dict[str, Tensor] = {}
         moments: dict[str, Tensor] = {}
-        self._begin_moments()
         with self.ranks.named("the gathering of a checkpoint"):
             for name, p in self._named():
                 parts = {"": safe_get_full_fp32_param(p)} if p.requires_grad else {"": self._whole(p)}
@@ -176,7 +183,8 @@ class DeepSpeedMachine(Machine):
                 if self.ranks.rank == 0:
                     weights[name] = whole.pop("").cpu().clone()
                     moments |= {f"{name}.{key}": value.cpu().clone() for key, value in whole.items()}
-        moments |= {f"{name}.step": self._count().cpu().clone() for name, p in self._named() if p.requires_grad}
+        counts = {part: self._state(shard)["step"].cpu() for part in _GROUPS for shard in self._shards(part)}
+        moments |= {f"{name}.step": counts[_group(name)].clone() for name, p in self._named() if p.requires_grad}
 
         def write(directory: Path) -> None:
             if self.ranks.rank > 0:
@@ -197,8 +205,7 @@ class DeepSpeedMachine(Machine):
         parts = self._saved(Path(directory), self._shapes)
         weights = {f"{part}.{name}": value for part in ("model", "critic") for name, value in parts[part].items()}
         saved = parts["optimizer"]
-        count = torch.zeros(())
-        self._begin_moments()
+        counts = dict.fromkeys(_GROUPS, torch.zeros(()))
         with self.ranks.named("the sharing out of a checkpoint"):
             for name, p in self._named():
                 if name not in weights:
@@ -212,32 +219,35 @@ class DeepSpeedMachine(Machine):
                 for key in _MOMENTS:
                     moment = saved.get(f"{name.removeprefix('model.')}.{key}", torch.zeros_like(weights[name]))
                     safe_set_full_optimizer_state(p, _own_part(moment, self._dimensions[name]).to(self.device), key)
-                count = saved.get(f"{name.removeprefix('model.')}.step", count)
-        for state in self._optimizer.optimizer.state.values():
-            state["step"] = count.clone().to(state["step"].device)
+                counts[_group(name)] = saved.get(f"{name.removeprefix('model.')}.step", counts[_group(name)])
+        for part, count in counts.items():
+            for shard in self._shards(part):
+                self._state(shard)["step"].copy_(count)
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything, under the policy's names: `model.*` and `critic.*`."""
         return self.policy.named_parameters()
 
     def _begin_moments(self) -> None:
-        """AdamW makes its state at the first update; what is restored needs somewhere to go before."""
-        shards = (
-            self._optimizer.fp32_partitioned_groups_flat
-            if self._stage == 3
-            else self._optimizer.single_partition_of_fp32_groups
-        )
-        for shard in shards:
-            state = self._optimizer.optimizer.state[shard]
-            if not state:
-                state["step"] = torch.zeros((), device=shard.device)
-                state |= {key: torch.zeros_like(shard) for key in _MOMENTS}
+        """AdamW makes its state at the first update, group by group; DeepSpeed looks for it once, after that of the first."""
+        for shard in chain.from_iterable(map(self._shards, _GROUPS)):
+            self._state(shard).update(step=torch.zeros((), device=shard.device))
+            self._state(shard).update({key: torch.zeros_like(shard) for key in _MOMENTS})
         if self._stage < 3:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _count(self) -> Tensor:
-        """Updates made so far, as AdamW counts them."""
-        return next((state["step"] for state in self._optimizer.optimizer.state.values() if "step" in state), torch.zeros(()))
+    def _shards(self, group: str) -> Iterator[Tensor]:
+        """What AdamW updates of a group of parameters on this rank."""
+        names = [each["name"] for each in self._optimizer.param_groups]
+        if self._stage == 3:
+            shards, numbers = self._optimizer.fp32_partitioned_groups_flat, self._optimizer.sub_group_to_group_id
+        else:
+            shards = self._optimizer.single_partition_of_fp32_groups
+            numbers = range(len(shards))
+        yield from (shard for index, shard in enumerate(shards) if names[numbers[index]] == group)
+
+    def _state(self, shard: Tensor) -> dict[str, Tensor]:
+        return self._optimizer.optimizer.state[shard]  # type: ignore[no-any-return]
 
     def _gathered(self, parameters: Sequence[nn.Parameter], *, writes: bool = False) -> Any:
         """Within, these parameters are whole on every rank; with `writes` rank 0's values are everybody's after it."""
@@ -356,6 +366,11 @@ def autotp_settings(model: nn.Module, size: int) -> dict[str, Any]:
 def split_dimension(own: torch.Size, whole: torch.Size) -> int | None:
     """Along which dimension a parameter of the shape `whole` is split, when a rank has `own` of it."""
     return next((d for d, (part, all_of_it) in enumerate(zip(own, whole, strict=True)) if part != all_of_it), None)
+
+
+def _group(name: str) -> str:
+    """Of the optimizer, that a parameter of the policy is in."""
+    return "critic" if name.startswith("critic.") else "policy"
 
 
 def _own_part(whole: Tensor, dimension: int | None) -> Tensor:

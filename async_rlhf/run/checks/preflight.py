@@ -42,6 +42,7 @@ from async_rlhf.run.checks.model import (
 )
 from async_rlhf.run.checks.spool import check_spool
 from async_rlhf.run.config import Config
+from async_rlhf.run.effects import without_effect
 from async_rlhf.run.learning_checks import remarks
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.scoring import (
@@ -122,7 +123,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     unanswered = [*_unanswered(config)] if is_here and config.launch.kind == "local" else []
     is_evaluated = rows[1] or config.evaluation.source is not None
     of_evaluation = check_judging(config, names) if is_evaluated else ()
-    return replace(prepared, remarks=[*of_spool, *prepared.remarks, *unanswered, *of_evaluation])
+    return replace(prepared, remarks=[*of_spool, *prepared.remarks, *unanswered, *of_evaluation, *without_effect(config)])
 
 
 def _check_evaluation(config: Config, held_out: Sequence[Row], environments: Environments, converted: bool) -> None:

@@ -1,0 +1,96 @@
+"""Which settings change nothing: a remark for exactly those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_rlhf.learner.config import LossConfig
+from async_rlhf.learner.registry import losses
+from async_rlhf.run.config import Config, load
+from async_rlhf.run.effects import without_effect
+from tests.conftest import REPOSITORY
+from tests.learner.test_losses import completions, value_and_gradient
+
+CONFIGS = REPOSITORY / "configs"
+# Of every setting that a formula may read another value than its default.
+CHANGED: dict[str, Any] = {
+    "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.01, "is_cap": 1.01, "sequence_ratio": "product",
+    "divergence_estimator": "k2", "kl_estimator": "k1", "fixed_length": 7, "dpo_beta": 0.7, "oapl_beta": 0.3,
+    "dppo_tv_delta": 0.01, "dppo_kl_delta": 0.001, "ipo_epsilon": 0.01, "sapo_tau": (0.5, 3.0), "vespo_k": (1.0, 1.5),
+    "vespo_lambda": (1.0, 1.0), "sao_band": (0.9, 1.1), "teacher_cap": 1.01,
+}  # fmt: skip
+BASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "all corrections": {
+        "sequence_mask": (0.1, 10.0), "divergence_max": 1.0, "kl_coef": 0.3, "reduction": "fixed", "fixed_length": 5,
+    },
+    "weights of completions": {"is_level": "sequence"},
+}  # fmt: skip
+
+
+def remarked(config: Config) -> set[str]:
+    return {remark.partition(" changes nothing")[0] for remark in without_effect(config)}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", sorted(losses()))
+def test_what_a_loss_does_not_read_is_remarked_and_nothing_else(kind: str, base: str, small: Any) -> None:
+    run, before = small(), LossConfig(kind=kind, **BASES[base])
+    batches = [completions(seed, spread=1.5) for seed in range(4)]
+    for name, value in CHANGED.items():
+        changed = before.model_copy(update={name: value})
+        pairs = [[value_and_gradient(batch, loss) for loss in (before, changed)] for batch in batches]
+        differs = any(one[0] != other[0] or not torch.equal(one[1], other[1]) for one, other in pairs)
+        assert differs != (f"loss.{name}" in remarked(run.model_copy(update={"loss": changed}))), name
+
+
+UNUSED: dict[str, dict[str, Any]] = {
+    "learner.zero_stage": {"learner.zero_stage": 3},
+    "learner.lora.targets": {"learner.lora.targets": ["q_proj"]},
+    "learner.critic.warmup_steps": {"learner.critic.warmup_steps": 2},
+    "learner.schedule_steps": {"learner.schedule_steps": 9},
+    "learner.reference_dtype": {"learner.reference_dtype": "bfloat16"},
+    "engine.kv.window": {"engine.kv.window": 8},
+    "engine.vllm.tensor_parallel_size": {"engine.vllm.tensor_parallel_size": 2},
+    "environment.workers": {"environment.workers": 2},
+    "data.curriculum.hard_share": {"data.curriculum.hard_share": 0.2},
+    "advantage.max_refills": {"advantage.max_refills": 4},
+    "advantage.gamma": {"advantage.gamma": 0.9},
+    "advantage.normalise": {"advantage.normalise": False},
+    "advantage.scale_by_std": {"advantage.scale_by_std": False, "advantage.kind": "leave_one_out"},
+    "advantage.kind": {"advantage.kind": "leave_one_out", "loss.kind": "online_dpo"},
+}
+
+
+@pytest.mark.parametrize("key", UNUSED)
+def test_a_setting_of_what_the_run_has_not_got_is_remarked(key: str, small: Any) -> None:
+    assert remarked(small(**UNUSED[key])) - remarked(small()) == {key}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"learner.backend": "deepspeed", "learner.zero_stage": 3},
+        {"learner.lora.rank": 2, "learner.lora.targets": ["q_proj"]},
+        {"learner.schedule": "cosine", "learner.schedule_steps": 9},
+        {"engine.kv_policy": "window", "engine.kv.window": 8},
+        {"advantage.kind": "reinforce_pp", "advantage.gamma": 0.9},
+        {"advantage.constant_groups": "refill", "advantage.max_refills": 4},
+    ],
+    ids=str,
+)
+def test_what_a_run_has_is_not_remarked(settings: dict[str, Any], small: Any) -> None:
+    assert not remarked(small(**settings)) - remarked(small())
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_setting_of_a_shipped_configuration_has_an_effect(path: Path) -> None:
+    own = {
+        "gsm8k": {"model": str(CONFIGS / "models" / "tiny-speller")},
+        "chat": {"model": str(CONFIGS / "models" / "tiny-player")},
+    }
+    assert not remarked(load(path, {**own.get(path.stem, {})}))
