@@ -46,7 +46,7 @@ def supported(rollout: Rollout) -> Rollout:
 
 
 def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
-    backend = make_backend(directory, LearnerConfig(), LossConfig(kl_coef=0.1))
+    backend = make_backend(directory, LearnerConfig(), LossConfig(kl_coef=0.1), reference=directory)
     seen = backend.evaluate(make_rows([group], [[1.0] * len(group.rollouts)]))
     return [found for each in seen.values() if (found := each.logp_reference) is not None]
 
