@@ -166,8 +166,10 @@ def _environment_spec(environment: Function, config: Config, rows: Sequence[Row]
         )
     if settings.tools:
         raise ConfigError(f"@environment(tools=...): {own}, and the model would not be shown its tools; {_FILE}")
+    spec = environment_in_process(name, environment, config.environment.options, config.environment.given)
     columns = _columns(rows, lambda source: source not in config.environment.by_source)
-    spec = environment_in_process(name, environment, config.environment.options, config.environment.given, columns)
+    if columns is not None:
+        spec.check(columns)
     if spec.calls:
         raise ConfigError(f"environment: {own}, and an agent is played in one; {_FILE}")
     return spec
