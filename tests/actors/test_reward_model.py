@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -76,6 +77,10 @@ def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge_dir
         (tmp_path / name.name).write_bytes(name.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     refuse(tmp_path, r"max_length = 2048: beyond \d+ tokens the positions of this model depend on how long the other texts")
+    save_file({"score.weight": torch.zeros(1, 8, dtype=torch.int8)}, weights := tmp_path / "model.safetensors")
+    refuse(tmp_path, "'score.weight' is of type I8")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refuse(tmp_path, r"model file '.*model.safetensors' cannot be used: .*Copy it again")
 
 
 def test_a_chat_is_read_with_one_begin_token_as_its_template_writes_it(judge_directory: Path, tmp_path: Path) -> None:
