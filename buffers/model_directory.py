@@ -18,8 +18,6 @@ LOADING = threading.RLock()
 """Held while a model is made. transformers then replaces methods of its classes and torch's default type for the whole process:
 of two threads that load at once, one would leave parameters untied for good."""
 
-_NARROW = ("I8", "F8_", "F6_", "F4")  # as safetensors names types
-
 
 def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
     """`kind.from_pretrained`: a configuration, tokenizer or model of a transformers class. Raises what that raises."""
@@ -59,7 +57,7 @@ def check_numbers(directory: Path) -> None:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model file {str(path)!r} cannot be used: {error}. Copy it again from where it came") from error
         for name, kind in kinds.items():
-            if kind.startswith(_NARROW) or (kind[0] in "IU" and name.endswith("weight")):
+            if kind.startswith(("I8", "F8_", "F6_", "F4")) or (kind[0] in "IU" and name.endswith("weight")):
                 raise ConfigError(
                     f"model file {str(path)!r} cannot be used: tensor {name!r} is of type {kind}, and config.json has no "
                     "quantization_config to unpack it; give the model in float32, bfloat16 or float16"

@@ -181,8 +181,7 @@ class QueueDir:
         return value if isinstance(value, int) else None
 
     def check_name(self, entry: Entry) -> None:
-        """Raises DamagedError for an entry whose configuration has another name: its run would lie where nobody looks for it,
-        and be begun again when it has ended."""
+        """Raises DamagedError where the configuration has another: its run would not be found, and begun again at its end."""
         if (name := self._configured(entry, "name")) not in (None, entry.name):
             folder = self.folder(entry)
             raise DamagedError(
