@@ -227,7 +227,7 @@ class RewardsConfig(Section):
         """
         settings = {name: stage.given for name, stage in stages.items() if name != REFERENCE}
         try:
-            specs = resolve(self.functions, base_dir, None, self.options, settings)
+            specs = resolve(self.functions, base_dir, self.options, settings)
         except (RewardError, ConfigError) as error:  # before the start a reward that cannot be loaded is a wrong setting
             raise ConfigError(f"{error}{self._default}") from error
         names = [spec.name for spec in specs]

@@ -334,7 +334,7 @@ def _resolved(
     """The configuration, the rows and the variables of a run with these functions; those that only this process has are served
     until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
     try:
-        if not isinstance(overrides, Mapping | None) or not all(isinstance(key, str) for key in overrides or ()):
+        if not isinstance(overrides, Mapping | None):
             raise ConfigError(f"overrides: values by their keys were expected, {{'max_steps': 3}}, got {overrides!r:.80}")
         changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
         if rewards is not None:

@@ -23,6 +23,16 @@ Secret = Annotated[SecretStr, PlainSerializer(_dumped, when_used="json")]
 """A text that no display, tracker, message or report shows: the type of a setting that may hold a key."""
 
 
+def _takes_truth(kind: Any) -> bool:
+    """Whether a truth value may stand in it; a section looks for itself."""
+    return kind in (bool, Any) or isinstance(kind, type(Section)) or any(map(_takes_truth, get_args(kind)))
+
+
+def _holds_truth(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, bool) or any(map(_holds_truth, inner))
+
+
 class Section(BaseModel):
     """A frozen group of settings: unknown keys are refused, every field has a meaning, a unit and a range."""
 
@@ -36,7 +46,7 @@ class Section(BaseModel):
         kind = cls.model_fields[str(info.field_name)].annotation
         if value == "none" and type(None) in get_args(kind):
             return None
-        if isinstance(value, bool) and not {bool, Any}.intersection((kind, *get_args(kind))):
+        if _holds_truth(value) and not _takes_truth(kind):
             raise ValueError("it takes no true or false")
         return (value,) if isinstance(value, str) and kind == tuple[str, ...] else value
 

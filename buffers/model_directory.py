@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from async_rlhf.buffers.errors import ConfigError
 
@@ -27,13 +27,15 @@ def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
 
 def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
     """As `from_pretrained`, a model. Raises ConfigError too where its files lack a tensor, or have one of another shape: else
-    random numbers would stand there."""
+    random numbers would stand there; and as `check_numbers`."""
     model, found = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     if wrong := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
         raise ConfigError(
             f"no tensor {wrong[0]!r} of the shape that config.json asks for is in its files ({len(wrong)} such tensors); "
             "copy it again from where it came"
         )
+    if "gguf_file" not in options:  # which says of each tensor how it is packed
+        check_numbers(directory)
     return model
 
 
@@ -41,6 +43,25 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """By name, from a safetensors file's header. Raises OSError and SafetensorError, also where its bytes do not fill it."""
     with safe_open(path, framework="numpy") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
+
+
+def check_numbers(directory: Path) -> None:
+    """Raises ConfigError for weights of 8 bits or whole numbers that nothing says how to unpack: they would be taken as they
+    are, without their scales; and for a damaged file."""
+    if json.loads((directory / "config.json").read_text()).get("quantization_config"):
+        return
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  no mapping
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model file {str(path)!r} cannot be used: {error}. Copy it again from where it came") from error
+        for name, kind in kinds.items():
+            if kind.startswith(("I8", "F8_", "F6_", "F4")) or (kind[0] in "IU" and name.endswith("weight")):
+                raise ConfigError(
+                    f"model file {str(path)!r} cannot be used: tensor {name!r} is of type {kind}, and config.json has no "
+                    "quantization_config to unpack it; give the model in float32, bfloat16 or float16"
+                )
 
 
 def check_own_code(directory: Path, where: str) -> None:

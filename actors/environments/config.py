@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,10 +48,10 @@ class SourceEnvironment(Section):
         chosen = {name: getattr(self, name) for name in ("max_turns", "timeout_s", "episode_timeout_s")}
         return {name: value for name, value in chosen.items() if value is not None}
 
-    def spec(self, base_dir: Path, columns: AbstractSet[str] | None = None) -> EnvironmentSpec:
+    def spec(self, base_dir: Path) -> EnvironmentSpec:
         """The environment, proven to be loadable (`resolve`). Raises ConfigError for one that is not."""
         try:
-            return resolve(self.function, base_dir, columns, self.options, self.given)
+            return resolve(self.function, base_dir, self.options, self.given)
         except EpisodeError as error:  # before the start an environment that cannot be loaded is a wrong setting
             raise ConfigError(f"environment.function: {error}") from error
 

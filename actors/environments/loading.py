@@ -110,45 +110,31 @@ class EnvironmentSpec(EnvironmentSettings):
 def resolve(
     target: str,
     base_dir: Path,
-    columns: AbstractSet[str] | None = None,
     options: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> EnvironmentSpec:
     """Prove that an environment can be loaded and called; runs in the supervisor before any process starts.
 
-    target: as in `EnvironmentSpec.target`, or `own_name=target`. base_dir: folder that a relative file starts from. columns:
-    those of every row; without them parameters are not checked. options: values for parameters that are no columns. settings:
-    what overrides its `@environment(...)`.
-    Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator, for a parameter that can
-    get no value, and for an unknown option.
+    target: as in `EnvironmentSpec.target`, or `own_name=target`. base_dir: folder that a relative file starts from. options:
+    values for parameters that are no columns. settings: what overrides its `@environment(...)`.
+    Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator.
     """
     own_name, _, target = absolute(target, base_dir, ADAPTERS).rpartition("=")
     found = _found(target, options or {})
     name = own_name or found.settings.name or target.rpartition(":")[2].rpartition(".")[2]
-    return _spec(name, target, found, options or {}, settings or {}, columns)
+    return _spec(name, target, found, options or {}, settings or {})
 
 
 def spec_in_process(
-    name: str,
-    function: EnvironmentFunction,
-    options: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    columns: AbstractSet[str] | None,
+    name: str, function: EnvironmentFunction, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> EnvironmentSpec:
     """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
-    return _spec(name, name, _ours(name, function, options), options, settings, columns)
+    return _spec(name, name, _ours(name, function, options), options, settings)
 
 
-def _spec(
-    name: str,
-    target: str,
-    found: Adapted,
-    options: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    columns: AbstractSet[str] | None,
-) -> EnvironmentSpec:
+def _spec(name: str, target: str, found: Adapted, options: Mapping[str, Any], settings: Mapping[str, Any]) -> EnvironmentSpec:
     given = replace(found.settings, **settings)
-    spec = EnvironmentSpec(
+    return EnvironmentSpec(
         name,
         target,
         "async" if _is(inspect.isasyncgenfunction, found.function) else "sync",
@@ -159,9 +145,6 @@ def _spec(
         found.judges,
         **{each.name: getattr(given, each.name) for each in dataclass_fields(EnvironmentSettings)},
     )
-    if columns is not None:
-        spec.check(columns)
-    return spec
 
 
 def load(spec: EnvironmentSpec) -> EnvironmentFunction:

@@ -69,23 +69,21 @@ class RewardSpec(RewardSettings):
 def resolve(
     targets: Iterable[str],
     base_dir: Path,
-    columns: AbstractSet[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[RewardSpec, ...]:
     """Prove that every target can be loaded and called; runs in the supervisor before any process starts.
 
     targets: each a name as in `RewardSpec.target`, or `own_name=target`. base_dir: folder that relative file targets start
-    from. columns: those of the data; without them parameters are not checked. options: by reward name, values for
-    parameters that are no columns. settings: by reward name, what overrides its `@reward(...)`.
-    Raises RewardError for a target that cannot be loaded, ConfigError for a parameter that can get no value, for two
-    rewards of one name and for none at all.
+    from. options: by reward name, values for parameters that are no columns. settings: by reward name, what overrides its
+    `@reward(...)`.
+    Raises RewardError for a target that cannot be loaded, ConfigError for two rewards of one name and for none at all.
     """
     options, settings = options or {}, settings or {}
     specs: dict[str, RewardSpec] = {}
     for given in targets:
         own_name, _, target = absolute(given, base_dir).rpartition("=")
-        spec = _spec(own_name, target, columns, options, settings)
+        spec = _spec(own_name, target, options, settings)
         if spec.name in specs:
             raise ConfigError(
                 f"two rewards are called {spec.name!r}: {specs[spec.name].target} and {spec.target}; "
@@ -103,36 +101,37 @@ def resolve(
 def _spec(
     own_name: str,
     target: str,
-    columns: AbstractSet[str] | None,
     options: Mapping[str, Mapping[str, Any]],
     given: Mapping[str, Mapping[str, Any]],
 ) -> RewardSpec:
     function = _function(target)
     settings = settings_of(function)
     name = own_name or settings.name or target.rpartition(":")[2].rpartition(".")[2]
-    return _checked(name, target, function, columns, dict(options.get(name, {})), given.get(name, {}))
+    return _checked(name, target, function, dict(options.get(name, {})), given.get(name, {}))
 
 
 def check_columns(spec: RewardSpec, columns: AbstractSet[str]) -> None:
     """columns: those of every row that it judges. Raises ConfigError when a parameter can get no value, and what its own checks
     raise."""
-    function = _function(spec.target)
+    _check_call(spec, _function(spec.target), columns)
+
+
+def _check_call(spec: RewardSpec, function: RewardFunction, columns: AbstractSet[str]) -> None:
     Signature.of(function).check(spec.name, columns, spec.options.keys())
-    _check_options(settings_of(function), spec.stream_tokens, spec.options)
-
-
-def _check_options(settings: Declaration, stream_tokens: int, options: Mapping[str, Any]) -> None:
+    settings = settings_of(function)
     if settings.check is not None:
-        settings.check(**options)
-    if stream_tokens and settings.stream is not None and settings.stream.check is not None:
-        settings.stream.check(**options)
+        settings.check(**spec.options)
+    if spec.stream_tokens and settings.stream is not None and settings.stream.check is not None:
+        settings.stream.check(**spec.options)
 
 
 def spec_in_process(name: str, function: RewardFunction, columns: AbstractSet[str] | None) -> RewardSpec:
     """The spec of a function that only this process has; `load` cannot find it. Raises ConfigError."""
-    spec = _checked(name, f"caller:{name}", function, columns, {}, {})
+    spec = _checked(name, f"caller:{name}", function, {}, {})
     if spec.scope == "group" or spec.stream_tokens or spec.holds_model:
         raise ConfigError(f"reward {name!r} judges groups, reads unfinished completions or loads a model: {_FIX}")
+    if columns is not None:
+        _check_call(spec, function, columns)
     return spec
 
 
@@ -140,16 +139,12 @@ def _checked(
     name: str,
     target: str,
     function: RewardFunction,
-    columns: AbstractSet[str] | None,
     chosen: dict[str, Any],
     given: Mapping[str, Any],
 ) -> RewardSpec:
     """chosen: values of its options; given: settings that override its decorator."""
     signature, settings = Signature.of(function), replace(settings_of(function), **given)
     _check_given(name, given, settings, signature.is_async)
-    if columns is not None:
-        signature.check(name, columns, chosen.keys())
-        _check_options(settings, settings.stream_tokens, chosen)
     if settings.batch_size > 1 and signature.form != "list":
         raise ConfigError(
             f"reward {name!r} has batch_size = {settings.batch_size} but takes one completion; "

@@ -38,7 +38,8 @@ _UNLIMITED: Mapping[str, Any] = {
 # Of plain functions of the calling process at once: they share an interpreter, and gain where they wait for something.
 _CALLER_THREADS = 16
 Place = tuple[str, ...]
-"""Where a reward runs: ("scorer",), ("server", ADDRESS, KEYS), ("event loop",), ("workers", its reward if it has its own)."""
+"""Where a reward runs: ("scorer",), ("server", ADDRESS, KEYS), ("event loop",), ("workers", its reward if it has its own); of
+what only this process has with a last "caller"."""
 _SCORER: Place = ("scorer",)
 
 
@@ -61,7 +62,7 @@ class Dispatcher:
         functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         self._config, self._scorer, self._answered, self._shown = config, scorer, answered, shown
-        self._functions = functions
+        self._functions = functions or {}
         self._specs = {spec.name: spec for spec in specs}
         self._places = {spec.name: self._place(spec) for spec in specs}
         self._queues: dict[str, RewardQueue] = {}
@@ -222,7 +223,8 @@ class Dispatcher:
             return _SCORER
         if spec.target == "remote":
             return "server", str(spec.options["address"]), str(spec.options.get("keys", ""))
-        return ("event loop",) if spec.kind == "async" else ("workers", spec.name if spec.workers else "")
+        own = ("caller",) if spec.name in self._functions else ()
+        return ("event loop", *own) if spec.kind == "async" else ("workers", spec.name if spec.workers else "", *own)
 
     def _made(self, place: Place, specs: tuple[RewardSpec, ...]) -> Sessions:
         if place == _SCORER:
@@ -232,8 +234,9 @@ class Dispatcher:
             names = {spec.name: str(spec.options.get("reward_name", "")) for spec in specs}
             return RemoteRewards(place[1], place[2], names, self._happened, self._shown, is_scorer=False)
         memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
-        kind = RewardKind(specs, self._config.max_concurrency, memory_mb, self._functions)
-        workers = specs[0].workers or (self._config.workers if self._functions is None else _CALLER_THREADS)
+        functions = self._functions if place[-1] == "caller" else None
+        kind = RewardKind(specs, self._config.max_concurrency, memory_mb, functions)
+        workers = specs[0].workers or (self._config.workers if functions is None else _CALLER_THREADS)
         what = f"the worker processes of {', '.join(f'{spec.name} ({spec.target})' for spec in specs)}"
         return WorkerPool(kind, 1 if specs[0].kind == "async" else workers, what, RewardError, self._happened)
 

@@ -20,7 +20,7 @@ from async_rlhf.actors.rewards.answer import Logprobs
 from async_rlhf.actors.rewards.settings import Stream, reward
 from async_rlhf.buffers.attention import FAMILIES, angle_limit, attention
 from async_rlhf.buffers.errors import ConfigError, RewardError
-from async_rlhf.buffers.model_directory import check_own_code
+from async_rlhf.buffers.model_directory import check_numbers, check_own_code
 from async_rlhf.buffers.score import Score
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def check(path: str = "", label: int = 0, max_length: int = _MAX_LENGTH, **other
     check_own_code(directory, "reward_model: path")
     config = json.loads((directory / "config.json").read_text())
     _check_head(config, path, label)
+    check_numbers(directory)
     if (limit := angle_limit(config)) is not None and limit < max_length:
         raise ConfigError(
             f"reward_model: max_length = {max_length}: beyond {limit} tokens the positions of this model depend on how long "

@@ -19,7 +19,7 @@ import numpy as np
 from async_rlhf.actors.config import REFERENCE, ScoringConfig
 from async_rlhf.actors.engine import Completion, Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
-from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.actors.scoring.reward_worker import Answers
@@ -113,9 +113,10 @@ class ScoringPool(Generic[Key]):
         wake: Callable[[], None] = lambda: None,
         scorer: str = "",
         by_source: Mapping[str, Collection[str]] | None = None,
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         """scorer: address of the scoring server of this machine; without one every stage runs here. by_source: as
-        `RewardsConfig.by_source`."""
+        `RewardsConfig.by_source`. functions: as of `Dispatcher`."""
         self._specs = tuple(specs)
         self._wake, self._by_source = wake, by_source or {}
         self._answers: queue.SimpleQueue[Callable[[], list[Scored[Key]]]] = queue.SimpleQueue()
@@ -129,7 +130,7 @@ class ScoringPool(Generic[Key]):
         self._streams: dict[Key, int] = {}
         self._ahead_s: dict[int, dict[str, float]] = {}
         self.counters = {spec.name: RewardCounters() for spec in self._specs}
-        self._dispatcher = Dispatcher(self._specs, config, self._answered, self._shown, scorer)
+        self._dispatcher = Dispatcher(self._specs, config, self._answered, self._shown, scorer, functions)
 
     @property
     def stream_tokens(self) -> int:

@@ -376,8 +376,8 @@ class WorkerPool:
             cause = next(iter(self._book.sessions(worker.number)), _NONE)
         left = self._book.died(worker.number, None if cause is None else (cause,))
         if worker.takes:
-            counts = (len(left.failed), len(left.lost))
-            logger.warning("%s; the process is replaced, %d sessions failed, %d begin again", why.reason, *counts)
+            what = "thread is left behind" if self._kind.in_thread else "process is replaced"
+            logger.warning("%s; the %s, %d sessions failed, %d begin again", why.reason, what, len(left.failed), len(left.lost))
         twice = "its process ended twice while it was in a step: " if cause is None else ""
         for id in left.failed:
             self._over(id, why._replace(reason=twice + why.reason))

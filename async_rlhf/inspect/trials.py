@@ -23,13 +23,13 @@ import numpy as np
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.prompts import Row
-from async_rlhf.actors.rewards import spec_of
 from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
 from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
+from async_rlhf.run.caller import specs_of, split
 from async_rlhf.run.config import Config, section
 from async_rlhf.run.scoring import played_by, reward_specs
 
@@ -96,22 +96,28 @@ def try_rewards(
     scoring: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Trial:
-    """Score completions with rewards given as functions or by name, or with one.
+    """Score completions with rewards given as functions or by name, or with one. What no other process can import runs in
+    threads of this one, as under `train`.
 
     data: a JSONL file, a run directory, or the objects themselves. limit: completions to score. scoring: keys of that
     section (`timeout_s`, `stages`, ...); settings: keys of the section `rewards` (`options`, ...). Raises ConfigError and
     RewardError as a run would before its start, DeadlineError when for `patience_s` nothing is answered.
     """
-    several = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
-    names = [reward if isinstance(reward, str) else spec_of(reward) for reward in several]
+    several = [rewards] if isinstance(rewards, str) or callable(rewards) else [*rewards]
+    targets, own = split([reward for reward in several if not isinstance(reward, str)])
+    named = iter(targets)
+    names = [reward if isinstance(reward, str) else next(named) for reward in several]
     config: RewardsConfig = section("rewards", {**settings, "functions": names})
     running: ScoringConfig = section("scoring", scoring or {})
     groups = _groups(_objects(data), limit)
     members = [member for group in groups for member in group]
     columns = set.intersection(*map(set, members))
-    specs = config.specs(Path.cwd(), running.stages)
+    functions, of_own = specs_of(own, config, running.stages, [Row("", member) for member in members])
+    known = {spec.name: spec for spec in config.specs(Path.cwd(), running.stages)}
+    others = [spec for name, spec in known.items() if name not in own]
     for source in {source_of(member) for member in members}:
-        config.check_columns(specs, source, set.intersection(*(set(each) for each in members if source_of(each) == source)))
+        config.check_columns(others, source, set.intersection(*(set(each) for each in members if source_of(each) == source)))
+    specs = tuple((known | {spec.name: spec for spec in of_own}).values())
     for spec in specs:
         for missing in set(spec.fields or ()) & set(_TOKENS) - columns:
             raise ConfigError(
@@ -120,7 +126,7 @@ def try_rewards(
             )
     began = time.monotonic()
     bell = threading.Event()
-    pool = ScoringPool[int](specs, running, wake=bell.set, by_source=config.by_source)
+    pool = ScoringPool[int](specs, running, wake=bell.set, by_source=config.by_source, functions=functions)
     scored = _score(pool, groups, bell, patience_s)
     wall_s = time.monotonic() - began
     found = [

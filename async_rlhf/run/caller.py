@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from async_rlhf.actors.config import RewardsConfig, StageConfig
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments import settings_of as environment_settings
 from async_rlhf.actors.environments.loading import spec_in_process as environment_in_process
@@ -96,7 +97,7 @@ def served(
         if rewards:
             from async_rlhf.actors.scoring.server import ScoringServer
 
-            functions, specs = _specs(rewards, config, rows)
+            functions, specs = specs_of(rewards, config.rewards, config.scoring.stages, rows)
             scoring = config.scoring.model_copy(update={"placement": "actor"})
             _start(made, ScoringServer(specs, scoring, f"ipc://{directory}/rewards", functions=functions))
             changed |= _reward_overrides(rewards, config)
@@ -124,20 +125,19 @@ def _start(made: ExitStack, server: Any) -> None:
     made.callback(server.stop)
 
 
-def _specs(
-    rewards: Mapping[str, Function], config: Config, rows: Sequence[Row] | None
+def specs_of(
+    rewards: Mapping[str, Function], config: RewardsConfig, stages: Mapping[str, StageConfig], rows: Sequence[Row] | None
 ) -> tuple[dict[str, Function], list[RewardSpec]]:
-    """The functions as ours, and their specs with the time-outs that the configuration gives them."""
+    """The functions as ours, and their specs with the time-outs of their stages. Raises ConfigError."""
 
     def asked(name: str) -> set[str] | None:
-        return _columns(rows, lambda source: name in config.rewards.by_source.get(source, (name,)))
+        return _columns(rows, lambda source: name in config.by_source.get(source, (name,)))
 
     try:
         functions = {name: adapted(function) for name, function in rewards.items()}
         specs = [spec_in_process(name, function, asked(name)) for name, function in functions.items()]
     except RewardError as error:
         raise ConfigError(f"a reward of the calling process {error}") from error
-    stages = config.scoring.stages
     timeouts = {spec.name: stages[spec.name].timeout_s for spec in specs if spec.name in stages}
     return functions, [replace(spec, timeout_s=timeouts.get(spec.name) or spec.timeout_s) for spec in specs]
 
@@ -166,8 +166,10 @@ def _environment_spec(environment: Function, config: Config, rows: Sequence[Row]
         )
     if settings.tools:
         raise ConfigError(f"@environment(tools=...): {own}, and the model would not be shown its tools; {_FILE}")
+    spec = environment_in_process(name, environment, config.environment.options, config.environment.given)
     columns = _columns(rows, lambda source: source not in config.environment.by_source)
-    spec = environment_in_process(name, environment, config.environment.options, config.environment.given, columns)
+    if columns is not None:
+        spec.check(columns)
     if spec.calls:
         raise ConfigError(f"environment: {own}, and an agent is played in one; {_FILE}")
     return spec

@@ -345,7 +345,9 @@ def _written_out(values: dict[str, Any], name: str) -> None:
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:
-    """`a.b = value` as tables."""
+    """`a.b = value` as tables. Raises ConfigError for a key that is no text."""
+    if not isinstance(dotted, str):
+        raise ConfigError(f"unknown key {dotted!r}: a key is a text, as in {{'max_steps': 3}}")
     for part in reversed(dotted.split(".")):
         value = {part: value}
     return dict(value)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from async_rlhf.run.config import Config
 
 # Ways of quantising whose weights have no gradient.
-_PACKED = ("awq", "bitsandbytes", "compressed-tensors", "gptq")
+_PACKED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 
 
 def check(config: Config, *, has_model: bool = True) -> None:
@@ -179,7 +179,7 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
     quantised = model.get("quantization_config")
     if isinstance(quantised, dict) and (kind := quantised.get("quant_method")) in _PACKED:
-        raise ConfigError(f"model = {config.model!r} is packed by {kind}, which cannot be trained; give the model it is of")
+        raise ConfigError(f"model = {config.model!r} is packed by {kind}; give the model that was packed")
     check_own_code(directory, "model")
     check_division(config.learner, text.get)
     if config.engine.kind == "torch":

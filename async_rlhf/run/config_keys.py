@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -129,6 +130,7 @@ def settings(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
             yield Setting(f"{prefix}{name}", field)
 
 
+@cache
 def secret_keys(section: type[BaseModel]) -> frozenset[str]:
     """The settings whose values are shown nowhere."""
     return frozenset(setting.key for setting in settings(section) if _is_secret(setting.field.annotation))

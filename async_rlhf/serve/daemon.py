@@ -156,6 +156,7 @@ class Daemon:
         command = [sys.executable, "-m", "async_rlhf", "train", str(folder / "config.toml")]
         command += ["--set", f"output_dir={self._queue.runs}"]  # wherever the queue has been moved to
         try:
+            self._queue.check_name(entry)
             with ExitStack() as stack:
                 lock = RunLock.take(folder / "lock")
                 stack.callback(lock.release)  # the process that was started holds it

@@ -177,9 +177,21 @@ class QueueDir:
         return 0 if newest is None else int(newest["step"])
 
     def max_steps(self, entry: Entry) -> int | None:
+        value = self._configured(entry, "max_steps")
+        return value if isinstance(value, int) else None
+
+    def check_name(self, entry: Entry) -> None:
+        """Raises DamagedError where the configuration has another: its run would not be found, and begun again at its end."""
+        if (name := self._configured(entry, "name")) not in (None, entry.name):
+            folder = self.folder(entry)
+            raise DamagedError(
+                f"{folder / 'config.toml'} has name = {name!r}; {folder.name!r} ends with another: give both one"
+            )
+
+    def _configured(self, entry: Entry, key: str) -> Any:
+        """None where it cannot be read."""
         with suppress(OSError, DamagedError, ValueError):
-            value = toml_table(read_small(self.folder(entry) / "config.toml")).get("max_steps")
-            return value if isinstance(value, int) else None
+            return toml_table(read_small(self.folder(entry) / "config.toml")).get(key)
         return None
 
     def rows(self) -> list[dict[str, Any]]:

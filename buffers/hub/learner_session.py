@@ -41,11 +41,6 @@ class Outbox:
         """With the next release: one Ack an actor, for all its groups."""
         self._put[identity] = [*self._put.get(identity, ([], 0))[0], group], request
 
-    @property
-    def acknowledging(self) -> list[tuple[int, int]]:
-        """The groups that the next release acknowledges, as (number, attempt)."""
-        return [group for groups, _ in self._put.values() for group in groups]
-
     def release(self, read: Callable[[int], memoryview]) -> None:
         """The journal is durable: send what was held back. read: the bytes of a group, by number."""
         for identity, (groups, request) in self._put.items():

@@ -138,7 +138,7 @@ def _times(results: Sequence[CellResult]) -> Iterator[str]:
         rows = [["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"]]
         for label, each in longer.items():
             mean, low, high = (math.exp(log) for log in (each.mean, each.low, each.high))
-            ratio = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+            ratio = f"{mean:.2f}" if each.count == 1 else f"{mean:.2f} ({low:.2f} to {high:.2f})"
             rows.append([label, ratio, p_value(each), *comparison(sooner.get(label))])
         yield table(rows)
 

@@ -81,7 +81,8 @@ class SourceSession:
         self._publication: WeightUpload | None = None
         self.published = step
         """The newest version that was published, or is being."""
-        self.begun = 0
+        self._began_at = step
+        self.begun = -1
         """Groups of lower numbers may be of weights that are not this learner's, whatever their version."""
         self.waited_s = self.broadcast_s = 0.0
         """Of the last `take`; and for which a publication in this step kept the learner: the beginning of its own, and what was
@@ -126,6 +127,12 @@ class SourceSession:
         self.broadcast_s = 0.0 if self._publication is None else self._publication.blocked_s
         self._publication = None
 
+    def num_nominal(self, groups: Sequence[Group]) -> int:
+        """Tokens whose versions this learner makes again, behind the checkpoint that it began with: they may have been sampled
+        before, by other weights of the same number."""
+        before = (group for group in groups if group.number < self.begun)
+        return sum(tokens for group in before for version, tokens in group.sampled_spans() if version > self._began_at)
+
     def publish(self, step: int) -> None:
         """Begin to publish the weights after `step` steps."""
         self._inform(lambda: self._publish(step, whole=self._exact))
@@ -142,7 +149,9 @@ class SourceSession:
             self._source.register(step, self._committed)
 
     def _register(self, step: int) -> None:
-        self.begun = self._source.register(step, self._committed)
+        begun = self._source.register(step, self._committed)
+        if self.begun < 0:  # what a hub that was restarted has begun meanwhile is of this learner's weights
+            self.begun = begun
         self._recording.begin(step)  # nothing is cut off before the hub has taken this learner
         if self._max_steps is None or step < self._max_steps:
             self._publish(step, whole=True)

@@ -184,6 +184,7 @@ class Trainer:
         elif self.step % config.learner.publish_every == 0 and not config.budget.ended(self._spent):
             self._session.publish(self.step)
         counted = {"groups/zero_advantage": estimates.zero_advantage_groups, "completions/masked_truncated": masked}
+        counted["staleness/nominal"] = self._session.num_nominal(groups)
         self._record(batch, {**data, **self._sources.measure(groups, rewards), **counted}, report)
         self._sample(groups, estimates.advantages, report)
         self._safeguards.count_diverged({**data, **report.metrics}, self.step)

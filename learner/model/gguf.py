@@ -17,7 +17,7 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
-from async_rlhf.buffers.model_directory import LOADING, from_pretrained
+from async_rlhf.buffers.model_directory import LOADING, from_pretrained, load_whole
 
 _DEADLINE_S = 1800.0
 
@@ -60,7 +60,7 @@ def convert(file: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        quantised = from_pretrained(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
+        quantised = load_whole(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = from_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         raise ConfigError(f"{file} cannot be read as a GGUF model: {error}") from error

@@ -290,16 +290,12 @@ def make_backend(
     loss: LossConfig,
     publish_dtype: str = "float32",
     ranks: Ranks | None = None,
-    reference_recorded: bool = False,
-    teacher: Path | None = None,
+    reference: Path | None = None,
 ) -> Controller:
-    """This rank's part of the learner. publish_dtype: what the engines serve. reference_recorded: rollouts carry their
-    log-probabilities under the reference, so it is not loaded here. teacher: the reference's directory, where it is not the
-    initial model. Raises ConfigError as `Machine`."""
+    """This rank's part of the learner. publish_dtype, reference: as of `Machine`, which raises ConfigError."""
     # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
     os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
     kind = Machine
     if config.backend == "deepspeed":
         from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
-    reference = (teacher or model_dir) if loss.needs_reference and not reference_recorded else None
     return Controller(kind(model_dir, config, ranks or Ranks(), publish_dtype, reference), loss)

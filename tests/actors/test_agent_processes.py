@@ -71,7 +71,7 @@ class Killing(ScriptedHub):
 @contextmanager
 def actor(hub: ScriptedHub, engine: Engine, source: Path, name: str, made: Any, path: Path) -> Iterator[Worker]:
     config = EnvironmentConfig(function=f"{source}:{name}")
-    spec = config.spec(source.parent, {"path"})
+    spec = config.spec(source.parent)
     assert spec.calls
     pool = EpisodePool[RolloutKey](spec, config)
     scoring = ScoringPool[RolloutKey]((), ScoringConfig())

@@ -128,4 +128,4 @@ def test_a_reward_that_fails_to_read_along_still_scores_and_is_counted(bench: Ca
 def test_reading_along_without_meaning_is_refused(tmp_path: Path, name: str, settings: dict[str, Any], message: str) -> None:
     (tmp_path / "reader.py").write_text(JUDGES)
     with pytest.raises(ConfigError, match=message):
-        resolve([f"reader.py:{name}"], tmp_path, {"answer"}, None, {name: settings})
+        resolve([f"reader.py:{name}"], tmp_path, None, {name: settings})

@@ -46,7 +46,7 @@ def supported(rollout: Rollout) -> Rollout:
 
 
 def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
-    backend = make_backend(directory, LearnerConfig(), LossConfig(kl_coef=0.1))
+    backend = make_backend(directory, LearnerConfig(), LossConfig(kl_coef=0.1), reference=directory)
     seen = backend.evaluate(make_rows([group], [[1.0] * len(group.rollouts)]))
     return [found for each in seen.values() if (found := each.logp_reference) is not None]
 
@@ -55,7 +55,7 @@ def spec(directory: Path, stream_tokens: int = 0, **options: Any) -> tuple[Rewar
     given = {"path": str(directory), "temperature": TEMPERATURE, **options}
     running = {"stream_tokens": stream_tokens, "batch_size": 4, "batch_wait_s": 0.0}
     targets = ["exact", "reference=async_rlhf.actors.scoring.model_stages:reference"]
-    return resolve(targets, directory, None, {"reference": given}, {"reference": running})
+    return resolve(targets, directory, {"reference": given}, {"reference": running})
 
 
 def scored(specs: Sequence[RewardSpec], group: Group, cuts: Sequence[int] = ()) -> list[Scored[int]]:

@@ -93,7 +93,7 @@ def server() -> Iterator[Judge]:
 def scores(server: Judge) -> Callable[..., list[Score]]:
     def ask(*completions: str, options: dict[str, Any] | None = None, **settings: Any) -> list[Score]:
         chosen = {"url": server.url, "model": "m", "template": "{completion}", **(options or {})}
-        specs = resolve(["judge"], Path.cwd(), {"answer"}, {"judge": chosen}, {"judge": settings})
+        specs = resolve(["judge"], Path.cwd(), {"judge": chosen}, {"judge": settings})
         with Bench(specs) as bench:
             return [each["judge"] for each in bench.score(*completions)]
 

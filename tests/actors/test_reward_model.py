@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from async_rlhf.actors.engine import Completion, RolloutKey
 from async_rlhf.actors.prompts import Row, Template
-from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.rewards import check_columns, resolve
 from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.buffers.errors import ConfigError
@@ -46,7 +47,7 @@ def test_a_text_that_is_too_long_keeps_its_end(judge_directory: Path) -> None:
 @pytest.mark.rest
 def test_the_pool_gathers_completions_into_batches_for_the_model(judge_directory: Path) -> None:
     settings = {"reward_model": {"batch_size": 3, "batch_wait_s": 0.05}}
-    specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge_directory)}}, settings)
+    specs = resolve(["reward_model"], Path.cwd(), {"reward_model": {"path": str(judge_directory)}}, settings)
     with Bench(specs) as bench:
         for key, text in enumerate(TEXTS):
             bench.submit(key, text, prompt="Spell: ")
@@ -61,7 +62,7 @@ def test_the_pool_gathers_completions_into_batches_for_the_model(judge_directory
 def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge_directory: Path, tmp_path: Path) -> None:
     def refuse(path: Path, message: str, **options: Any) -> None:
         with pytest.raises(ConfigError, match=message):
-            resolve(["reward_model"], tmp_path, {"answer"}, {"reward_model": {"path": str(path), **options}})
+            check_columns(*resolve(["reward_model"], tmp_path, {"reward_model": {"path": str(path), **options}}), set())
 
     refuse(tmp_path / "nowhere", "is no Hugging Face model")
     refuse(SHIPPED, "holds LlamaForCausalLM, not a model with a sequence-classification head")
@@ -76,6 +77,10 @@ def test_a_directory_that_is_no_reward_model_is_refused_before_the_run(judge_dir
         (tmp_path / name.name).write_bytes(name.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     refuse(tmp_path, r"max_length = 2048: beyond \d+ tokens the positions of this model depend on how long the other texts")
+    save_file({"score.weight": torch.zeros(1, 8, dtype=torch.int8)}, weights := tmp_path / "model.safetensors")
+    refuse(tmp_path, "'score.weight' is of type I8")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refuse(tmp_path, r"model file '.*model.safetensors' cannot be used: .*Copy it again")
 
 
 def test_a_chat_is_read_with_one_begin_token_as_its_template_writes_it(judge_directory: Path, tmp_path: Path) -> None:
@@ -104,7 +109,7 @@ def test_a_reward_model_reads_what_the_policy_read_and_other_rewards_the_column(
     assert fields_of(row, [1], completion, "sun", Template("{prompt}", chat=True))["model_prompt"] == [
         {"role": "user", "content": "nus"}
     ]
-    specs = resolve(["reward_model"], Path.cwd(), {"answer"}, {"reward_model": {"path": str(judge_directory)}})
+    specs = resolve(["reward_model"], Path.cwd(), {"reward_model": {"path": str(judge_directory)}})
     with Bench(specs) as bench:
         bench.submit(0, "sun", **{name: fields[name] for name in ("prompt", "model_prompt")})
         (found,) = bench.wait().values()

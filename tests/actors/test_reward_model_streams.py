@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from async_rlhf.actors.rewards import resolve
+from async_rlhf.actors.rewards import check_columns, resolve
 from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, RewardHead, Sample
 from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
 from async_rlhf.buffers.errors import ConfigError, RewardError
@@ -197,6 +197,6 @@ def test_a_model_that_looks_ahead_is_refused_by_its_type_and_by_a_probe(tmp_path
     merging_tokenizer().save_pretrained(tmp_path)
     asked = {"reward_model": {"stream_tokens": 8}}
     with pytest.raises(ConfigError, match=r"is of type 'bert', which is not known to read from left to right.*llama"):
-        resolve(["reward_model"], tmp_path, {"answer"}, {"reward_model": {"path": str(tmp_path)}}, asked)
+        check_columns(*resolve(["reward_model"], tmp_path, {"reward_model": {"path": str(tmp_path)}}, asked), set())
     with pytest.raises(RewardError, match=r"has no incremental scoring.*set stream_tokens = 0"):
         Streams(RewardModel(tmp_path), PLENTY)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import reasoning_gym as gym
 
-from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, load, resolve
+from async_rlhf.actors.rewards import Answer, RewardSpec, Signature, check_columns, load, resolve
 from async_rlhf.buffers.errors import ConfigError
 
 ROW = {
@@ -80,7 +80,7 @@ def ask(spec: RewardSpec, columns: dict[str, Any]) -> Answer:
 def test_a_foreign_reward_runs_unchanged(
     folder: Path, target: str, columns: dict[str, Any], value: float, metrics: dict[str, float]
 ) -> None:
-    (spec,) = resolve([target], folder, columns.keys())
+    (spec,) = resolve([target], folder)
     answer = ask(spec, columns)
     assert answer.failure is None and answer.value == pytest.approx(value) and answer.metrics == metrics
 
@@ -89,7 +89,7 @@ def test_a_reasoning_gym_scorer_gets_the_completion_as_its_answer(tmp_path: Path
     (tmp_path / "sums.py").write_text(
         "import reasoning_gym as gym\ndataset = gym.create_dataset('chain_sum', size=2, seed=1)\nscore = dataset.score_answer\n"
     )
-    (spec,) = resolve(["gym:sums.py:score"], tmp_path, {"entry"})
+    (spec,) = resolve(["gym:sums.py:score"], tmp_path)
     entry = gym.create_dataset("chain_sum", size=2, seed=1)[0]
     assert ask(spec, {"entry": entry, "completion": entry["answer"], "answer": "not this"}).value == 1.0
     assert (ask(spec, {"entry": entry, "completion": "nonsense"}).value or 0.0) < 1.0
@@ -100,7 +100,7 @@ def test_a_data_set_without_the_answer_is_refused_with_the_names_that_would_do(f
     with pytest.raises(
         ConfigError, match=r"needs one of the columns .*there is none in every row \(level\)\. Rename one with data\.columns"
     ):
-        resolve([target], folder, {"level"})
+        check_columns(*resolve([target], folder), {"level"})
 
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 2 = "}]
@@ -115,7 +115,7 @@ def test_a_chat_reaches_every_form_as_its_system_would_give_it(tmp_path: Path) -
         "def reward_func(queries, prompts, labels): return [float(queries == ['Add.\\n2 + 2 = 4'])]\n"
     )
     targets = [f"chats.py:{name}" for name in ("trl", "trl_async", "alone", "reward_func")]
-    for spec in (*resolve(targets, tmp_path, {"answer"}), *resolve(["trl:chats.py:trl"], tmp_path, {"answer"})):
+    for spec in (*resolve(targets, tmp_path), *resolve(["trl:chats.py:trl"], tmp_path)):
         assert ask(spec, {**TRUTH, "prompt": CHAT}).value == 1.0, spec.name
 
 
@@ -130,7 +130,7 @@ def test_in_an_episode_of_messages_a_list_form_gets_all_that_stands_behind_the_p
 
 def test_a_text_prompt_gives_a_list_form_texts_though_the_data_has_columns_of_an_episodes_names(tmp_path: Path) -> None:
     (tmp_path / "texts.py").write_text("def trl(completions, messages, turns): return [float(completions == ['4'])]\n")
-    (spec,) = resolve(["texts.py:trl"], tmp_path, {"messages", "turns"})
+    (spec,) = resolve(["texts.py:trl"], tmp_path)
     assert ask(spec, {"messages": "none", "turns": 3}).value == 1.0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.actors.rewards import RewardSpec, load, resolve, reward, spec_in_process, spec_of
+from async_rlhf.actors.rewards import RewardSpec, check_columns, load, resolve, reward, spec_in_process, spec_of
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.rewards.builtins.text import exact
 from async_rlhf.buffers.errors import ConfigError, RewardError
@@ -40,7 +40,7 @@ def test_built_ins_modules_and_files_resolve_and_load(
     monkeypatch.setenv("HOME", str(tmp_path))
     file("async def judge(completion, answer): return 1.0")
     target = "async_rlhf.actors.rewards.builtins.gym:reasoning_gym"
-    specs = resolve(["exact", target, "~/judge.py:judge"], tmp_path / "elsewhere", {"answer", "entry"})
+    specs = resolve(["exact", target, "~/judge.py:judge"], tmp_path / "elsewhere")
     assert specs == (
         RewardSpec("exact", "exact", "sync", ("completion", "answer")),
         RewardSpec("reasoning_gym", target, "sync", ("completion", "entry")),
@@ -143,7 +143,8 @@ def test_what_asks_for_no_column_or_has_the_name_of_another_is_refused(
         "def exact(completion): return 1.0\n"
     )
     with pytest.raises(ConfigError, match=message):
-        resolve(targets, tmp_path, {"answer", "level"})
+        for spec in resolve(targets, tmp_path):
+            check_columns(spec, {"answer", "level"})
 
 
 # Functions to names.

@@ -272,7 +272,9 @@ def test_what_has_succeeded_is_not_suspected_any_more(tmp_path: Path) -> None:
     assert isinstance(came[1], Came) and isinstance(came[3], Failed)
 
 
-def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails_at_once_with_the_reason() -> None:
+def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails_at_once_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     release = threading.Event()
 
     def hangs(completion: str) -> bool:
@@ -291,6 +293,7 @@ def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails
 
     for _ in range(MAX_STUCK + 1):
         assert "timed out" in str(ask("x", 0.05).failure)
+    assert "the thread is left behind" in caplog.text and "process is replaced" not in caplog.text
     assert "never ended; put the function into a .py file" in str(ask("quick", 60.0).failure)
     release.set()
     wait_for(lambda: ask("quick", 60.0).value == 1.0, "an answer")

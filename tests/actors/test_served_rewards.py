@@ -229,7 +229,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ScoringServer]]:
 def ask(address: str, *completions: str, key_dir: Path | None = None, timeout_s: float = 60.0, retries: int = 3) -> list[Score]:
     options: dict[str, Any] = {"address": address, **({"keys": str(key_dir)} if key_dir else {})}
     settings = {"timeout_s": timeout_s, "retries": retries}
-    with Bench(resolve(["remote"], Path.cwd(), {"answer"}, {"remote": options}, {"remote": settings})) as bench:
+    with Bench(resolve(["remote"], Path.cwd(), {"remote": options}, {"remote": settings})) as bench:
         return [scores["remote"] for scores in bench.score(*completions, answer={1, 2})]
 
 

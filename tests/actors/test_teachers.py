@@ -167,7 +167,7 @@ def test_what_may_pass_is_tried_again_by_the_pool_and_no_other_error(server: Ser
 def test_in_a_pool_a_server_that_is_busy_is_asked_again(directories: dict[str, Path], server: Server) -> None:
     options = {"path": str(directories["llama"]), "temperature": 1.0, "by_source": {"numbers": server.url}}
     targets = ["reference=async_rlhf.actors.scoring.model_stages:reference"]
-    specs = resolve(targets, Path(), None, {"reference": options}, {"reference": {"retries": 3}})
+    specs = resolve(targets, Path(), {"reference": options}, {"reference": {"retries": 3}})
     server.busy = 1
     with Bench(specs) as bench:
         for key, (sample, source) in enumerate(zip(SAMPLES, ("words", "numbers", None), strict=True)):

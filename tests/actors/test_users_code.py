@@ -115,7 +115,7 @@ def reward(directory: Path, name: str, how: str = "here") -> Iterator[Ask]:
 
 
 def asking(made: ExitStack, directory: Path, options: dict[str, Any]) -> Completions:
-    specs = resolve(["remote"], directory, set(), {"remote": options}, {"remote": {"timeout_s": 60.0}})
+    specs = resolve(["remote"], directory, {"remote": options}, {"remote": {"timeout_s": 60.0}})
     return made.enter_context(Completions(specs))
 
 

@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as torch_tensors
+from safetensors.torch import save_file as save_torch_tensors
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey, completed
+from async_rlhf.actors.scoring.models import ReferenceModel
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.attention import FAMILIES
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
@@ -95,7 +98,7 @@ def told_by_check(path: Path, kind: str, **own: Any) -> str:
 SCALING = {"rope_type": "longrope", "original_max_position_embeddings": 32}
 REFUSED = {
     **dict.fromkeys(("gpt_neo", "mamba", "rwkv"), ({}, "Set engine.kind = 'vllm', or use one of afmoe,")),
-    "llama": ({"quantization_config": {"quant_method": "awq"}}, "is packed by awq, which cannot be trained"),
+    "llama": ({"quantization_config": {"quant_method": "awq"}}, "is packed by awq; give the model that was packed"),
     "phi3": (
         {"rope_parameters": SCALING},
         "beyond 32 tokens the positions of this model depend on how long the other texts of a batch are",
@@ -130,6 +133,23 @@ def test_a_model_of_which_files_lack_a_part_is_not_begun_with_random_numbers(is_
     for load_it in (lambda: load_model(model, torch.device("cpu")), lambda: load_engine(str(model), EngineConfig())):
         with pytest.raises(ConfigError, match=r"no tensor 'model.norm.weight' of the shape .* \(1 such tensors\)"):
             load_it()
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_weights_of_eight_bits_are_never_taken_for_their_values(kind: torch.dtype, tmp_path: Path) -> None:
+    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
+    tensors = torch_tensors(model / "model.safetensors")
+    save_torch_tensors({**tensors, (name := "model.norm.weight"): tensors[name].to(kind)}, model / "model.safetensors")
+    refused = pytest.raises((ConfigError, RewardError), match=r"'model.norm.weight' is of type (I8|F8_E4M3), and config.json")
+    with refused:
+        load_engine(str(model), EngineConfig())
+    with refused:
+        load_model(model, torch.device("cpu"))
+    with refused:
+        ReferenceModel(model)
+    for command in (["check", str(QUICK), "--set", f"model={json.dumps(str(model))}"], ["evaluate", str(model), str(QUICK)]):
+        code, output = invoke(*command)
+        assert code == CONFIGURATION and "give the model in float32" in output and "train" not in output, output
 
 
 def test_a_deep_check_loads_the_model_and_says_that_learner_and_engine_are_right() -> None:

@@ -232,3 +232,6 @@ def test_variables_of_the_chat_template_are_looked_at(checked: Callable[..., Any
     for variables, message in (({"think": True}, "prompt 0 has 201 tokens"), ({"thnk": True}, "did you mean 'think'")):
         with pytest.raises(ConfigError, match=message):
             checked(rows("a", "b"), **settings, **{"data.chat_template_kwargs": variables})
+    for chat, texts in ((False, ("a", "b")), (False, ("a", [{"role": "user", "content": "b"}])), (True, ("a", "b"))):
+        found = checked(rows(*texts), **{**settings, "data.chat": chat, "data.chat_template_kwargs": {"think": False}})
+        assert ("chat_template_kwargs has no effect" in str(found.remarks)) == (not chat and texts == ("a", "b"))

@@ -119,6 +119,15 @@ def test_the_same_from_python_with_functions_and_groups(folder: Path) -> None:
     assert [each["exact"].value for each in trial.scores] == [0.0, 1.0, 0.0] and trial.num_failed == 0
 
 
+def test_what_no_other_process_can_import_is_tried_beside_what_can(folder: Path) -> None:
+    data = [{"completion": "3", "answer": "4"}, {"completion": "four", "answer": "4"}]
+    trial = try_rewards([lambda completion, answer: abs(int(completion) - int(answer)), "exact"], data)
+    assert [each["exact"].value for each in trial.scores] == [0.0, 0.0]
+    assert trial.scores[0]["reward_0"].value == 1.0 and "ValueError" in str(trial.scores[1]["reward_0"].failure)
+    with pytest.raises(ConfigError, match=r"reward 'reward_0' asks for 'anser'.*did you mean 'answer'"):
+        try_rewards(lambda completion, anser: 1.0, data)
+
+
 def test_each_reward_asks_for_columns_of_the_sources_that_it_judges(folder: Path) -> None:
     (folder / "other.py").write_text("def named(completion, word):\n    return 1.0\n")
     data = [{"completion": "4", "answer": "4", "source": "sums"}, {"completion": "4", "word": "four", "source": "words"}]

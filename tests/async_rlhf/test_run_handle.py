@@ -83,7 +83,7 @@ def test_a_class_given_as_reward_is_refused_by_name_before_anything_starts(tmp_p
         ({"loss": "cispo"}, r"loss: a function was expected, got 'cispo'; a name is given as .*'loss.kind'"),
         ({"rewards": {"a": len}}, "rewards: functions were expected, got {'a'"),
         ({"overrides": "max_steps=3"}, "overrides: values by their keys were expected.* got 'max_steps=3'"),
-        ({"overrides": {1: 2}}, "overrides: values by their keys were expected"),
+        ({"overrides": {1: 2}}, "unknown key 1: a key is a text"),
         ({"on_step": 5}, "on_step: a function of a step's record was expected, got 5"),
         ({"data": 5}, "data is a int, and rows were expected"),
         ({"data": "rows.jsonl"}, "data is a str, and rows were expected: .*'data.source': FILE"),

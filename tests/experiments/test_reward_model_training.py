@@ -80,7 +80,7 @@ def test_a_trained_reward_model_prefers_what_was_preferred_and_is_a_reward(tmp_p
     trained = train(pairs, tmp_path / "judge", Training(epochs=2, batch=16, held_out=0.2, threads=1))
     assert trained.num_training == 128 and trained.gold is None
     assert trained.after.accuracy >= 0.9 and trained.after.loss < trained.before.loss
-    (spec,) = resolve(["reward_model"], tmp_path, {"answer"}, {"reward_model": {"path": str(tmp_path / "judge")}})
+    (spec,) = resolve(["reward_model"], tmp_path, {"reward_model": {"path": str(tmp_path / "judge")}})
     good, bad = RewardModel(tmp_path / "judge").score([INSTRUCTION + "later"] * 2, ["later", "lllll"], 128)
     assert spec.batch_size == 16 and good > bad
     assert json.loads((tmp_path / "judge" / "config.json").read_text())["architectures"] == ["LlamaForSequenceClassification"]

@@ -9,6 +9,7 @@ import pytest
 
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
+from async_rlhf.experiments.staleness.measures import sections
 from async_rlhf.experiments.staleness.outcomes import (
     BLOCK,
     Reached,
@@ -113,6 +114,8 @@ def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_ha
     assert [number(slow), number(quick_seed[1])] == pytest.approx([0.3, 0.3]), "after five steps, whatever another seed took"
     longer = contrasts([result, slow], "loss.kind", log_seconds)["loss.kind = b"]
     assert longer.mean == pytest.approx(math.log(2))
+    page = "\n".join(sections([result, slow], alone=True))
+    assert "| loss.kind = b | 2.00 | - | -0.500 | - |" in page, "one seed has no range"
 
 
 def test_scores_that_tell_no_run_from_another_are_not_looked_at_on_their_own(result: CellResult) -> None:

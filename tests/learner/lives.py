@@ -168,7 +168,7 @@ class Life:
         }  # fmt: skip
         learner = LearnerConfig(**{"batch_size": 6, "learning_rate": 1e-3, "warmup_steps": 2, **settings})
         whole = TrainerConfig(learner=learner, **parts)
-        self.backend = make_backend(model_dir, learner, whole.loss)
+        self.backend = make_backend(model_dir, learner, whole.loss, reference=model_dir if whole.loss.needs_reference else None)
         self.trainer = Trainer(cast(LearnerClient, hub), self.backend, directory, lambda values: changed(whole, values))
         if not background:
             writer, begin = self.trainer._writer, self.trainer._writer.begin

@@ -132,14 +132,12 @@ def make_backend(
     loss: LossConfig | None = None,
     publish_dtype: str = "float32",
     *,
-    reference_recorded: bool = False,
-    teacher: Path | None = None,
+    reference: Path | None = None,
     **settings: Any,
 ) -> Controller:
     """A lone rank; settings: of `[learner]`."""
     learner = LearnerConfig(**{"learning_rate": 1e-3, **settings})
-    held = {"reference_recorded": reference_recorded, "teacher": teacher}
-    return controller.make_backend(path, learner, loss or LossConfig(), publish_dtype, **held)
+    return controller.make_backend(path, learner, loss or LossConfig(), publish_dtype, reference=reference)
 
 
 def save(backend: Controller, directory: Path) -> Path:

@@ -31,9 +31,10 @@ SETTINGS = {"learning_rate": 1e-3, "max_grad_norm": 1e6, "micro_batch_tokens": 4
 def make(job: dict[str, Any], ranks: Ranks | None) -> Controller:
     config = LearnerConfig(**SETTINGS | job.get("settings", {}))
     loss = LossConfig(kl_coef=0.1) if job.get("reference") else LossConfig()
-    teacher = Path(job["teacher"]) if "teacher" in job else None
-    loss = loss if teacher is None else LossConfig(kind="reverse_kl_top_k", teacher_top_k=5)
-    return make_backend(Path(job["model"]), config, loss, ranks=ranks, teacher=teacher)
+    reference = Path(job["model"]) if job.get("reference") else None
+    if "teacher" in job:
+        loss, reference = LossConfig(kind="reverse_kl_top_k", teacher_top_k=5), Path(job["teacher"])
+    return make_backend(Path(job["model"]), config, loss, ranks=ranks, reference=reference)
 
 
 def control(backend: Any, job: dict[str, Any], out: Path) -> None:

@@ -109,7 +109,7 @@ def test_whatever_its_family_a_teacher_in_the_learner_gives_the_divergence_of_pl
 ) -> None:
     """Of all tokens; its rows are shared as both models can."""
     families.model(family).save_pretrained(tmp_path)
-    own = make_backend(model_dir, LossConfig(kind="reverse_kl_top_k", teacher_top_k=1024), teacher=tmp_path)
+    own = make_backend(model_dir, LossConfig(kind="reverse_kl_top_k", teacher_top_k=1024), reference=tmp_path)
     assert own.machine.policy.packs == (family != "mpt")
     found = own.step([ROWS], 0).metrics
     plain = [AutoModelForCausalLM.from_pretrained(each) for each in (model_dir, tmp_path)]
@@ -185,8 +185,8 @@ def test_twenty_steps_on_what_the_first_version_sampled_come_nearer_to_the_teach
         replace(group, rollouts=tuple(replace(r, logprobs=p, reference=q) for r, (p, q) in zip(group.rollouts, told)))  # noqa: B905
         for group in GROUPS
     ]
-    held = {"teacher": tmp_path / "teacher"} if "top_k" in loss_spec(kind).needs else {"reference_recorded": True}
-    own = make_backend(model_dir, LossConfig(kind=kind), **held)
+    held = tmp_path / "teacher" if "top_k" in loss_spec(kind).needs else None
+    own = make_backend(model_dir, LossConfig(kind=kind), reference=held)
     rows = make_rows(groups, [[0.0] * 3] * 4)
     reports = [own.step([rows], step) for step in range(20)]
     assert all(report.applied and math.isfinite(report.metrics["loss"]) for report in reports)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.model.gguf import model_directory
+from async_rlhf.learner.model.gguf import convert, model_directory
 
 # Name in the file -> name in the model.
 LAYER = {
@@ -34,7 +35,7 @@ def interleaved(weights: np.ndarray) -> np.ndarray:
     return weights.reshape(HEADS, 2, rows // HEADS // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
+def write_gguf(path: Path, model: LlamaForCausalLM, layer: Mapping[str, str] = LAYER) -> None:
     config, state = model.config, {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
@@ -58,7 +59,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
         getattr(writer, f"add_{name}")(value)
     for theirs, ours in {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}.items():
         writer.add_tensor(f"{theirs}.weight", state[f"{ours}.weight"])
-    for theirs, ours in LAYER.items():
+    for theirs, ours in layer.items():
         weights = state[f"model.layers.0.{ours}.weight"]
         writer.add_tensor(f"blk.0.{theirs}.weight", interleaved(weights) if theirs in ("attn_q", "attn_k") else weights)
     writer.write_header_to_file()
@@ -67,11 +68,15 @@ def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
     writer.close()
 
 
-def test_a_gguf_file_becomes_a_directory_with_the_same_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def tiny() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 32}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=HEADS, tie_word_embeddings=False))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=HEADS, tie_word_embeddings=False))
+
+
+def test_a_gguf_file_becomes_a_directory_with_the_same_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tiny()
     write_gguf(tmp_path / "tiny.gguf", model)
     directory = model_directory(str(tmp_path / "tiny.gguf"))
     again = LlamaForCausalLM.from_pretrained(directory).state_dict()
@@ -82,6 +87,13 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_once(tmp_path: Pa
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"
     (Path(directory) / "made-once").touch()
     assert model_directory(str(tmp_path / "tiny.gguf")) == directory and (Path(directory) / "made-once").exists()
+
+
+def test_a_gguf_file_that_lacks_a_tensor_is_not_filled_with_random_numbers(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny(), {theirs: ours for theirs, ours in LAYER.items() if theirs != "ffn_norm"})
+    with pytest.raises(ConfigError, match=r"tiny.gguf cannot be read as a GGUF model: no tensor '.*post_attention_layernorm"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
 
 
 @pytest.mark.rest

@@ -122,7 +122,7 @@ def test_compiled_layers_give_the_same_steps_and_are_not_compiled_anew_for_other
 def test_a_reference_in_half_precision_gives_nearly_the_divergence_of_a_whole_one(model_dir: Path) -> None:
     found = []
     for kind in ("float32", "bfloat16"):
-        backend = make_backend(model_dir, LossConfig(kl_coef=0.1), reference_dtype=kind)
+        backend = make_backend(model_dir, LossConfig(kl_coef=0.1), reference=model_dir, reference_dtype=kind)
         reference: Any = backend.machine._reference
         assert {p.dtype for p in reference.parameters()} == {getattr(torch, kind)}
         found.append(backend.evaluate(ROWS)[0].logp_reference)

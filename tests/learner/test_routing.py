@@ -136,7 +136,7 @@ def test_layers_that_are_computed_again_see_the_experts_of_their_own_pass() -> N
 
 def test_the_reference_chooses_its_own_experts(tmp_path: Path) -> None:
     moe("qwen3_moe").save_pretrained(tmp_path)
-    backend = making.make_backend(tmp_path, LossConfig(kl_coef=0.1))
+    backend = making.make_backend(tmp_path, LossConfig(kl_coef=0.1), reference=tmp_path)
     machine = backend.machine
     assert machine.policy.routing is not None
     group = routed(MIXED[0], machine.policy.routing)

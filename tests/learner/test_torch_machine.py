@@ -347,7 +347,7 @@ TEMPERED = [make_group(n, [3, 1, 6], temperature=0.8) for n in range(4)]
 
 def trained_with(path: Path, loss: LossConfig, *, recorded: bool = True) -> Controller:
     config = LearnerConfig(learning_rate=1e-2, micro_batch_tokens=40)
-    return controller.make_backend(path, config, loss, reference_recorded=recorded)
+    return controller.make_backend(path, config, loss, reference=None if recorded else path)
 
 
 def with_reference(path: Path, loss: LossConfig, less: float = 0.0) -> list[Group]:

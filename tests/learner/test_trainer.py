@@ -152,6 +152,15 @@ def test_an_engine_that_samples_from_another_policy_than_the_learner_s_ends_the_
         run("fresh", 1, 0.01)
 
 
+def test_tokens_of_versions_that_are_made_again_are_counted(live: Live) -> None:
+    """Group 0 was begun before, by the checkpoint's weights and by later ones of an earlier life; group 1 was not."""
+    spans = (Span(0, 2), Span(1, 10))
+    before = with_members(make_group(0, [12] * 6, version=1, rewards=[0.0, 1.0] * 3), range(6), spans=spans)
+    life = live([[], [before, make_group(1, [12] * 6, version=1, rewards=[0.0, 1.0] * 3)]], max_steps=2)
+    life.hub.begun = 1
+    assert [record["staleness/nominal"] for record in life.ran().metrics()] == [0, 60]
+
+
 @pytest.mark.parametrize(("proximal", "tokens"), [("recompute", 144), ("interpolate", 72)])
 def test_where_the_policy_before_a_step_is_interpolated_only_the_first_update_is_compared_with_the_engine(
     live: Live, proximal: Any, tokens: int

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.planning.model.stages import generation_ends_s
-from async_rlhf.experiments.planning.simulation.run import simulate
+from async_rlhf.experiments.planning.simulation.actor import SimulatedActor
+from async_rlhf.experiments.planning.simulation.run import Simulation, simulate
 from async_rlhf.experiments.planning.simulation.virtual_time import Clock
 from async_rlhf.experiments.planning.simulation.workload import Costs, Workload
 
@@ -52,9 +53,27 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
+class LooksAtAll(Simulation):
+    """At all actors whatever happens. looks: at idle ones, of any."""
+
+    looks = 0
+
+    def _pump(self, changed: SimulatedActor | None = None) -> None:
+        self._announced = self._awaited = None
+        super()._pump(changed)
+
+    def waits_for(self, actor: SimulatedActor) -> str:
+        self.looks += 1
+        return super().waits_for(actor)
+
+
+class Looks(LooksAtAll):
+    _pump = Simulation._pump
+
+
 @settings(max_examples=60, deadline=None)
 @given(workloads())
-def test_the_ledger_closes_no_token_is_too_old_and_a_run_again_is_the_same(workload: Workload) -> None:
+def test_the_ledger_closes_no_token_is_too_old_and_a_run_that_looks_at_all_actors_is_the_same(workload: Workload) -> None:
     found = simulate(workload, COSTS, steps=6, warm_up=0)
     assert found.ledger.closes and found.ledger.trained == 6 * workload.groups_per_batch
     assert max(found.staleness) <= workload.max_staleness
@@ -62,7 +81,13 @@ def test_the_ledger_closes_no_token_is_too_old_and_a_run_again_is_the_same(workl
     assert found.samples_per_s == pytest.approx(6 * workload.samples / found.total_s)
     for time in found.roles.values():
         assert sum(time.shares.values()) == pytest.approx(1)
-    assert simulate(workload, COSTS, steps=6, warm_up=0) == found
+    assert LooksAtAll(workload, COSTS, 6, 0).run() == found
+
+
+def test_an_actor_that_reports_costs_no_look_at_hundreds_of_others() -> None:
+    workload = replace(EVEN, actors=300, groups_per_batch=50, max_staleness=2)
+    few, all_ = Looks(workload, COSTS, 3, 0), LooksAtAll(workload, COSTS, 3, 0)
+    assert few.run() == all_.run() and few.looks < all_.looks / 20
 
 
 def test_without_staleness_a_step_generates_scores_trains_and_publishes_one_after_the_other() -> None:

@@ -238,6 +238,16 @@ def test_an_entry_of_a_newer_format_is_set_aside_and_left_as_it_is_and_the_other
     assert queued("next").number == 3 and state.read_text() == newer
 
 
+def test_a_run_that_is_called_otherwise_in_its_configuration_is_not_begun_where_nobody_looks_for_it(
+    queue: QueueDir, queued: Queued
+) -> None:
+    config = queue.folder(queued("first")) / "config.toml"
+    config.write_text(config.read_text().replace('name = "first"', 'name = "other"'))
+    Daemon(queue, say=print).look()
+    assert states(queue) == {"first": "failed"} and not list(queue.runs.iterdir())
+    assert "config.toml has name = 'other'; '000001-first' ends with another" in queue.find("first").reason
+
+
 def test_a_run_directory_of_a_newer_format_is_not_started(queue: QueueDir, queued: Queued, small: Any) -> None:
     queued("run")
     queue_run = RunDir.create(small(name="other", output_dir=str(queue.runs)))

@@ -229,7 +229,7 @@ class HubRole:
         assert exchange is not None and journal is not None
         admission = exchange._admission
         entries = {**admission._queued, **{n: entry for batch in admission._batches.of.values() for n, entry in batch.items()}}
-        kept = exchange.outbox.acknowledging
+        kept = [group for groups, _ in exchange.outbox._put.values() for group in groups]
         acks = [(number, attempt, entries[number].oldest_version) for number, attempt in kept if number in entries]
         filtered = {number for number, _ in kept}.difference(entries, admission.order.quarantined)
         exchange.settle()

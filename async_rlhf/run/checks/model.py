@@ -16,7 +16,7 @@ from async_rlhf.actors.reference import is_address
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.config import MAX_FRAME_BYTES
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.model_directory import INDEX, check_own_code, from_pretrained, tensor_shapes
+from async_rlhf.buffers.model_directory import INDEX, check_numbers, check_own_code, from_pretrained, tensor_shapes
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.routing import read_routing
 from async_rlhf.learner.registry import loss_spec
@@ -43,6 +43,7 @@ def check_model_files(directory: Path, of: str = "model") -> None:
                 raise _wrong(index, f"tensor {tensor!r} should be in {file!r}, and is not there")
     found = {name: _json(directory / name) for name in _TOKENIZER if (directory / name).exists()}
     _check_architecture(directory, of)
+    check_numbers(directory)
     _check_vocabulary(directory, found.get("tokenizer.json", {}))
 
 

@@ -184,6 +184,8 @@ def check_model(config: Config, rows: Rows, environments: Environments) -> Prepa
         )
     known = [*remarks(config.learner, config.max_steps), *check_routing(config), *_of_prompts(config, found, len(repeated))]
     known += [*tokenizer.remarks(texts, are_chats), *_of_answers(config, kept[0])]
+    if template.variables and everyone and not any(are_chats) and not environments:
+        known.append("data.chat_template_kwargs has no effect: all prompts are texts; set data.chat = true, or leave it out.")
     return Prepared(kept, len(epoch_of(config.data, kept[0])), environments, len(left_out), known)
 
 

@@ -121,6 +121,5 @@ def _make_backend(config: Config, ranks: Ranks) -> Controller:
         config.loss,
         publish_dtype=config.engine.dtype,
         ranks=ranks,
-        reference_recorded=config.scoring.reference_is_stage,
-        teacher=Path(config.scoring.reference.path) if config.scoring.reference.path else None,
+        reference=Path(config.held_reference) if config.held_reference else None,
     )

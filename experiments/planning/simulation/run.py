@@ -95,6 +95,8 @@ class Simulation:
         self._versions = dict[int, dict[int, int]]()  # of groups that are ready: tokens by version
         self._takes = self._sent = False  # the learner waits for its batch; a set of weights is on its way
         self._trained = False  # the step is done and not reported yet
+        self._announced: int | None = None  # what actors were last given to adopt
+        self._awaited: tuple[bool, int | None] | None = None  # all that `waits_for` depends on but the actor
         self._began = 0.0
         self._staleness = dict[int, int]()
         self._depth = self._deepest = 0
@@ -158,14 +160,14 @@ class Simulation:
         self._versions[credit.number] = versions
         known.capacity = actor.capacity
         self._count_depth()
-        self._pump()
+        self._pump(actor)
 
     def reported(self, actor: SimulatedActor) -> None:
         known = self._admission.fleet.actors[actor.name]
         if actor.version >= 0:
             known.fence, known.version = self._admission.fence, actor.version
         known.capacity = actor.capacity
-        self._pump()
+        self._pump(actor)
 
     def waits_for(self, actor: SimulatedActor) -> str:
         """With groups that are being scored it waits for the scores where the learner does; else for a version that may begin
@@ -177,18 +179,23 @@ class Simulation:
 
     # -- the hub -----------------------------------------------------------------------------------------------------
 
-    def _pump(self) -> None:
-        """What follows from a change, in the order of `Exchange`: adoptions, credits, the learner's batch."""
+    def _pump(self, changed: SimulatedActor | None = None) -> None:
+        """What follows from a change, in the order of `Exchange`: adoptions, credits, the learner's batch. Of thousands of
+        actors it looks at those alone for which something may have changed. changed: the one that reports."""
         admission = self._admission
-        for name, actor in self._actors.items():
-            target = admission.target(name)
-            if target is not None and target != actor.version:
-                actor.adopt(target)
+        if admission.bound.exact or admission.published != self._announced:
+            self._announced = admission.published
+            for name, actor in self._actors.items():
+                target = admission.target(name)
+                if target is not None and target != actor.version:
+                    actor.adopt(target)
         for name, credits in admission.credits().items():
             self._actors[name].begin(credits)
         if self._takes and admission.num_queued >= self.workload.groups_per_batch:
             self._take()
-        for actor in self._actors.values():
+        before, self._awaited = self._awaited, (self._takes, admission.order.next_number())
+        own = () if changed is None else (changed,)
+        for actor in own if self._awaited == before else self._actors.values():
             if actor.is_idle:
                 actor.account.turn_to(self.waits_for(actor))
 

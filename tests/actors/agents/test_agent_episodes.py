@@ -264,12 +264,12 @@ def test_what_is_an_agent_and_what_is_said_of_what_is_none(tmp_path: Path) -> No
         "@environment(tools=[{'function': {'name': 'f'}}])\ndef with_tools(llm): ...\n"
         "def neither(question): ...\n"
     )
-    spec = resolve(f"{path}:agent", tmp_path, {"question"}, {"level": 2})
+    spec = resolve(f"{path}:agent", tmp_path, {"level": 2})
     assert (spec.kind, spec.calls, spec.max_turns, spec.timeout_s) == ("sync", True, 64, 120.0)
     assert (spec.required, spec.fields) == (("question",), ("question", "level", "response_template"))
-    spec = resolve(f"{path}:awaiting", tmp_path, {"question"})
+    spec = resolve(f"{path}:awaiting", tmp_path)
     assert (spec.kind, spec.fields, spec.tools) == ("async", None, ())
-    spec = resolve(f"{path}:declared", tmp_path, set(), settings={"timeout_s": 5.0})
+    spec = resolve(f"{path}:declared", tmp_path, settings={"timeout_s": 5.0})
     assert (spec.name, spec.max_turns, spec.timeout_s) == ("other", 3, 5.0)
     for name, options, reason in [
         ("agent", {"levl": 1}, "did you mean 'level'"),
@@ -278,7 +278,7 @@ def test_what_is_an_agent_and_what_is_said_of_what_is_none(tmp_path: Path) -> No
         ("neither", {}, "has no yield; .* an agent has a parameter llm, and returns its reward"),
     ]:
         with pytest.raises(ConfigError, match=reason):
-            resolve(f"{path}:{name}", tmp_path, {"question"}, options)
+            resolve(f"{path}:{name}", tmp_path, options).check({"question"})
 
 
 # -- in processes of their own

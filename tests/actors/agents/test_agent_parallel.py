@@ -23,7 +23,7 @@ from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.agents.by_hand import reply
-from tests.actors.environments.played import COLUMNS, Bench
+from tests.actors.environments.played import Bench
 from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
 from tests.actors.environments.test_environment_server import Server
 from tests.actors.torch_models import own_model
@@ -176,7 +176,7 @@ def test_the_built_in_engine_decodes_several_calls_of_one_episode_together(tmp_p
     model = own_model("llama", 0, vocab_size=len(made), max_position_embeddings=1000)
     engine = load_engine(str(save_model(model, tmp_path / "model")), EngineConfig(slots=8), version=0)
     config = EnvironmentConfig(function=f"{tmp_path / 'parallel_agents.py'}:plain")
-    spec = config.spec(tmp_path, COLUMNS)
+    spec = config.spec(tmp_path)
     pool = EpisodePool[RolloutKey](spec, config)
     play, key = Play(spec, pool, Renderer(made, chat=True), 300, 900), RolloutKey(0, 0, 0)
     episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))

@@ -179,7 +179,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def spec_of(folder: Path, target: str, **options: Any) -> EnvironmentSpec:
-    return resolve(f"verifiers:{folder / target}", folder, {"answer"}, {**HERE, **options})
+    return resolve(f"verifiers:{folder / target}", folder, {**HERE, **options})
 
 
 async def walk(spec: EnvironmentSpec, *texts: str, **row: Any) -> Played:

@@ -14,8 +14,6 @@ from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.buffers.score import Score
 
-COLUMNS = frozenset({"question", "answer", "act", "path", "n", "task"})
-
 
 class Bench:
     """Begins episodes and replies to them; a lost one is begun again."""
@@ -24,7 +22,7 @@ class Bench:
         """source: its file, or the folder from where another target is given by name. own: to be played by threads."""
         target = f"{source}:{name}" if source.suffix else name
         config = EnvironmentConfig(**{"function": target, **settings})
-        spec = config.spec(source.parent if source.suffix else source, COLUMNS)
+        spec = config.spec(source.parent if source.suffix else source)
         assert spec is not None
         self.woken = threading.Event()
         self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set, own)

@@ -24,7 +24,7 @@ from async_rlhf.actors.environments import EnvironmentConfig, from_harbor
 from async_rlhf.actors.environments.yields import End
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.buffers.errors import ConfigError
-from tests.actors.environments.played import COLUMNS, Bench, call, walk
+from tests.actors.environments.played import Bench, call, walk
 from tests.actors.environments.test_environment_server import Server
 from tests.conftest import kept_port, wait_for
 
@@ -335,7 +335,7 @@ def test_what_hangs_or_dies_is_failed_and_counted(case: Case, bench: Callable[..
 def test_what_is_not_there_is_refused_before_any_work(case: Case, bench: Callable[..., Bench], tmp_path: Path) -> None:
     target, message = case.absent
     with pytest.raises(ConfigError, match=message):
-        EnvironmentConfig(function=target).spec(tmp_path, COLUMNS)
+        EnvironmentConfig(function=target).spec(tmp_path)
     assert not [each for each in workers() if case.package != "zmq"]
 
 
@@ -371,7 +371,7 @@ def test_a_task_that_cannot_be_played_as_it_says_is_refused_before_any_work(
             (tmp_path / "tasks" / "one" / missing).unlink()
         request.getfixturevalue("monkeypatch").setenv("PATH", str(tmp_path))
         with pytest.raises(ConfigError, match=message):
-            EnvironmentConfig(function=target).spec(tmp_path, COLUMNS)
+            EnvironmentConfig(function=target).spec(tmp_path)
 
 
 @pytest.mark.rest
@@ -384,7 +384,7 @@ async def test_what_runs_in_a_sandbox_has_neither_files_nor_secrets_nor_the_netw
         "echo > /dev/tcp/127.0.0.1/22", "nsenter --target=1 --mount true", "cat /etc/shadow", "ls /proc/1/root",
     )  # fmt: skip
     with harbor_tasks("process")(tmp_path, request) as target:
-        spec = EnvironmentConfig(function=target).spec(tmp_path, COLUMNS)
+        spec = EnvironmentConfig(function=target).spec(tmp_path)
         commands = [call("bash", command=f"({each}) > /dev/null 2>&1 && echo done") for each in tries]
         read, score = await walk(
             spec, "".join(commands), call("bash", command="env; echo 4 > said"), "Done.", prompt="", task="one"

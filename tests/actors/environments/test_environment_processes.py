@@ -200,7 +200,7 @@ def own(prompt: str, level: int = 0) -> Iterator[str]:
 
 
 def test_threads_that_take_each_others_place_have_one_function_with_its_options() -> None:
-    kind = EpisodeKind(spec_in_process("own", own, {"level": 2}, {}, None), EnvironmentConfig(), own)
+    kind = EpisodeKind(spec_in_process("own", own, {"level": 2}, {}), EnvironmentConfig(), own)
     functions = []
     for _ in range(3):  # as each thread does
         kind.load()
@@ -216,7 +216,7 @@ def wants_memory() -> Iterator[str]:
 
 def test_want_of_memory_in_a_function_of_the_calling_process_is_of_no_limit() -> None:
     config = EnvironmentConfig()
-    spec = spec_in_process("wants", wants_memory, {}, {}, None)
+    spec = spec_in_process("wants", wants_memory, {}, {})
     pool, events = EpisodePool[str](spec, config, function=wants_memory), list[Event[str]]()
     pool.begin("a", {})
     wait_for(lambda: events.extend(pool.poll()) or events, "its first words")

@@ -17,7 +17,7 @@ from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.workers import client
 from async_rlhf.actors.workers.messages import Beat, Describe, Gone, Leave, Missing, Refused, Step, Stepped
 from async_rlhf.buffers.errors import ConfigError
-from tests.actors.environments.played import COLUMNS, Bench
+from tests.actors.environments.played import Bench
 from tests.actors.served import Peer, running
 from tests.conftest import kept_port, wait_for
 
@@ -104,11 +104,11 @@ def test_a_served_environment_is_as_it_would_be_in_the_actor(
 def test_what_a_run_must_know_of_it_is_requested_from_the_server(server: Server, tmp_path: Path) -> None:
     server.start()
     config = EnvironmentConfig(function=f"remote:{server.address}")
-    spec = config.spec(tmp_path, COLUMNS)
+    spec = config.spec(tmp_path)
     assert spec is not None
     assert (spec.name, spec.max_turns, spec.at_limit, spec.required) == ("echo", 3, None, ("question", "answer", "path"))
     with pytest.raises(ConfigError, match="environment 'echo' asks for 'answer', which is neither"):
-        config.spec(tmp_path, {"question", "path"})
+        spec.check({"question", "path"})
     with pytest.raises(
         ConfigError, match=r"environment.options.depth: a remote environment takes keys; others are its server's"
     ):

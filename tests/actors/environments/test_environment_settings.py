@@ -42,7 +42,7 @@ def spec_of(folder: Path, name: str, **given: Any) -> EnvironmentSpec:
 
 
 def test_a_file_of_the_configuration_names_an_environment_with_its_settings(folder: Path) -> None:
-    spec = spec_of(folder, "calculator", columns={"question", "answer"}, settings={"timeout_s": 3.0})
+    spec = spec_of(folder, "calculator", settings={"timeout_s": 3.0})
     assert (spec.name, spec.kind, spec.max_turns, spec.timeout_s) == ("sums", "async", 4, 3.0)
     assert spec.usable({"question": "?", "answer": "4", "level": 2, "prompt": "", "seed": 1}) == {
         "question": "?", "answer": "4", "level": 2}  # fmt: skip
@@ -59,20 +59,20 @@ def test_a_function_that_is_given_in_python_is_named_by_its_file(folder: Path) -
 def test_a_module_that_is_called_as_a_form_is_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     (folder / "remote.py").write_text("def play(question): yield question")
-    spec = resolve("remote:play", folder, {"question"}, {"question": "?"})
+    spec = resolve("remote:play", folder, {"question": "?"})
     assert spec.required == ("question",) and next(load(spec)()) == "?"
 
 
 def test_an_environment_may_take_every_column_and_be_an_object(folder: Path) -> None:
-    assert spec_of(folder, "everything", columns=set()).usable({"prompt": "", "x": 1}) == {"prompt": "", "x": 1}
-    assert (spec_of(folder, "game", columns=set()).kind, spec_of(folder, "game").fields) == ("sync", ("seed",))
+    assert spec_of(folder, "everything").usable({"prompt": "", "x": 1}) == {"prompt": "", "x": 1}
+    assert (spec_of(folder, "game").kind, spec_of(folder, "game").fields) == ("sync", ("seed",))
 
 
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("calculator", {"columns": {"question", "answers"}}, "asks for 'answer', .*did you mean 'answers'"),
-        ("calculator", {"columns": {"question", "answer"}, "options": {"levle": 2}}, "no such parameter; did you mean 'level'"),
+        ("calculator", {}, "asks for 'answer', .*did you mean 'answers'"),
+        ("calculator", {"options": {"answer": "4", "levle": 2}}, "no such parameter; did you mean 'level'"),
         ("plain", {}, "has no yield; an environment is a generator: it yields the prompt"),
         ("no_yield", {}, "has no yield"),
         ("Score", {}, "is type, no function"),
@@ -82,7 +82,7 @@ def test_an_environment_may_take_every_column_and_be_an_object(folder: Path) -> 
 )
 def test_what_cannot_work_is_refused_before_the_run(folder: Path, name: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        spec_of(folder, name, **given)
+        spec_of(folder, name, **given).check({"question", "answers"})
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def of_no_tool(prompt):
 
 
 def spec_of(folder: Path, name: str) -> EnvironmentSpec:
-    return resolve(f"tasks.py:{name}", folder, {"answer"})
+    return resolve(f"tasks.py:{name}", folder)
 
 
 @pytest.mark.parametrize("name", ["shop", "by_schema"])

@@ -113,7 +113,7 @@ ROW = {"prompt": QUESTION, "answer": "3"}
 
 
 def spec_of(folder: Path, name: str, **options: Any) -> EnvironmentSpec:
-    return resolve(f"trl:tasks.py:{name}", folder, {"answer"}, options)
+    return resolve(f"trl:tasks.py:{name}", folder, options)
 
 
 async def test_an_environment_of_trl_is_played_with_its_tools_and_scored_by_itself(folder: Path) -> None:
@@ -261,4 +261,4 @@ def test_what_cannot_be_played_is_refused_before_a_run(folder: Path, name: str, 
 
 def test_a_column_that_reset_asks_for_must_be_there(folder: Path) -> None:
     with pytest.raises(ConfigError, match="'Counter' asks for 'answer'"):
-        resolve("trl:tasks.py:Counter", folder, {"question"})
+        resolve("trl:tasks.py:Counter", folder).check({"question"})
