@@ -198,7 +198,10 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
             {"launch.command": [sys.executable, "-c", "print('Welcome to {host}')"]},
             "may pass on nothing.*It is b'Welcome to",
         ),
-        ({"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"]}, r"no answer within 5 s"),
+        (
+            {"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"], "launch.lost_after_s": 2},
+            r"no answer within 5 s",
+        ),
         ({"launch.command": [sys.executable, "-c", ANOTHER_VERSION]}, "async-rlhf 0.0.1 is installed there, and .* here"),
     ],
 )
