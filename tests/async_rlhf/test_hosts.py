@@ -226,6 +226,7 @@ def config(tmp_path: Path) -> Config:
     (folder / "near.py").write_text("from far import ONE\n")
     (folder / "far.py").write_text("import json\nimport near\nONE = 1.0\n")
     (folder / "other.py").write_text("raise SystemExit\n")
+    (folder / "model" / "._config.json").touch()  # of a copy made on a Mac: no host is given it
     (folder / "played.py").write_text("def play(prompt):\n    yield prompt\n")
     keys.create(folder / "keys", ["actor-0"], link.new_pair)
     taught = {"loss.kl_coef": 0.1, "scoring.reference.path": "tiny-speller", "scoring.reference.by_source.code": "http://t/v1"}
