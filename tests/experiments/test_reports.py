@@ -35,7 +35,8 @@ def run(small: Any) -> RunDir:
         {
             "step": i, "reward": min(1.0, i / 10), "groups": [0, 1, 2, 3], "num_tokens": 100 + i, "step_time": 2.0,
             "staleness/histogram": {"0": 30, "1": 70 + i}, "staleness/violations": 0, "staleness/mean": 0.7,
-            "is/ess": 0.9, "is/ratio_max": 2.0 if i > 1 else None, "clip_ratio/region_mean": 0.2, "kl/behaviour": 0.1, "kl/reference": 0.1 * i,
+            "is/ess": 0.9, "is/ratio_max": 2.0 if i > 1 else None,
+            "clip_ratio/region_mean": 0.2, "kl/behaviour": 0.1, "kl/reference": 0.1 * i,
         }
         for i in range(1, 13)
     ]  # fmt: skip
