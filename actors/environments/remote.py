@@ -18,7 +18,6 @@ from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
 from async_rlhf.actors.environments.settings import Call, Content, Declaration, Message, Reply
 from async_rlhf.actors.environments.yields import End, Read, fails, read_yield
 from async_rlhf.actors.workers import CALLER
-from async_rlhf.actors.workers.book import timed_out
 from async_rlhf.actors.workers.client import Failure, SessionClient, describe
 from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, ReplyFields, Step, Stepped, to_answers
 from async_rlhf.actors.workers.sessions import Came, Happened
@@ -160,7 +159,7 @@ class RemoteEpisodes:
         if came.kind == "late" and episode.ends_at <= time.monotonic():
             return fails("timed out", f"the episode took longer than {self._spec.episode_timeout_s:g} s (episode_timeout_s)")
         if came.kind == "late":
-            return fails(*timed_out(self._spec.timeout_s, "timeout_s"))
+            return fails("timed out", f"{came.reason}: {self._spec.timeout_s:g} s (timeout_s)")
         return fails("lost" if came.kind == "lost" else "died", came.reason)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from async_rlhf.actors.rewards import Answer, reward
 from async_rlhf.actors.scoring.reward_worker import Call
-from async_rlhf.actors.workers.book import Failed, timed_out
+from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.client import Failure, SessionClient
 from async_rlhf.actors.workers.messages import SERVED, STAGES, Show, Step, Stepped, to_answers
 from async_rlhf.actors.workers.messages import Shown as ShownThere
@@ -78,7 +78,7 @@ class RemoteRewards:
         if isinstance(came, Stepped):
             self._happened(id, Came(id, to_answers(came.answers)))
         elif came.kind == "late":
-            self._happened(id, timed_out(timeout_s, "scoring.timeout_s"))
+            self._happened(id, Failed("timed out", f"{came.reason}: {timeout_s:g} s (scoring.timeout_s)"))
         else:
             self._happened(id, Failed("died", came.reason))
 

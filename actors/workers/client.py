@@ -214,6 +214,8 @@ class SessionClient:
 
     def _look(self, now: float) -> None:
         if self._is_there and now - self._beaten >= (BEAT_S if self._heard_beat else _UNANSWERED_BEAT_S):
+            if not self._heard_beat:
+                _log.warning("%s has not answered for %.0f s", self._address, now - self._beaten)
             self._beaten, self._heard_beat = now, False
             self.send(Beat(open=[(id, -1 if step is None else step.turn) for id, step in self._open.items()]))
         for id in [id for id, limit in self._limits.items() if limit <= now]:

@@ -216,9 +216,12 @@ class Connection:
         try:
             given = self._pack(node, f"{self._directory}/{node.name}")
             digests = {name: known_digest(path) for name, path in given.files.items()}
+            fields: dict[str, Any] = {name: getattr(node, name) for name in orders.OF_NODE}
+            fields |= {"files": digests, "inline": dict(given.inline), "returns": list(given.returns)}
+            start = orders.Start(life=process.life, **fields)
         except (OSError, SyntaxError, ValueError) as error:
             del self._processes[process.life]
-            process.ends(FAILED, f"what it needs cannot be read here: {error}")
+            process.ends(FAILED, f"what it needs cannot be sent: {error}")
             return
         self._send(orders.Want(places={digests[name]: place_elsewhere(path) for name, path in given.files.items()}))
         missing = set(self._answer(orders.Missing).digests)  # it may read gigabytes, and beats
@@ -227,9 +230,7 @@ class Connection:
                 missing.remove(digests[name])
                 self._send_file(digests[name], path)
         process.returns = list(given.returns.values())
-        fields: dict[str, Any] = {name: getattr(node, name) for name in orders.OF_NODE}
-        fields |= {"files": digests, "inline": dict(given.inline), "returns": list(given.returns)}
-        self._send(orders.Start(life=process.life, **fields))
+        self._send(start)
 
     def _send_file(self, name: str, path: Path) -> None:
         left = path.stat().st_size
@@ -275,7 +276,7 @@ class Connection:
         try:
             while not self.lost and silent_s < self._opening.lost_after_s:
                 if (frame := channel.receive(_ALIVE_S)) is None:
-                    silent_s += _ALIVE_S
+                    silent_s += _ALIVE_S * self.ready.is_set()  # before, `_open` waits for the first answer
                 else:
                     silent_s = 0.0
                     self._handle(orders.EVENTS.unpack(frame))

@@ -27,8 +27,8 @@ _MAX_INLINE_BYTES = 2 << 20
 
 def _relative(name: str) -> str:
     """A name that stays below the folder it is seen from, on every system."""
-    if not re.fullmatch(r"[\w@+-][\w.@+-]*(/[\w@+-][\w.@+-]*)*", name) or len(name) > 1000:
-        raise ValueError("no plain relative name (letters, digits, '.', '_', '-', '@', '+', parts between '/')")
+    if not name.isprintable() or not re.fullmatch(r"[^.~/\\:][^/\\:]*(/[^.~/\\:][^/\\:]*)*", name) or len(name) > 1000:
+        raise ValueError(r"no relative name: printable parts between '/', without '\' and ':', that begin with no '.' or '~'")
     return name
 
 

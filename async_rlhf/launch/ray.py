@@ -196,7 +196,8 @@ def join(address: str, setting: str, *, or_local: bool = False) -> None:
             ray.init(address="local", include_dashboard=False, _temp_dir=temporary, **_QUIET)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
-            f"{setting} = {address!r}: the Ray cluster cannot be joined: {first_line(error)}; `ray start --head` begins one"
+            f"{setting} = {address!r}: the Ray cluster cannot be joined: {first_line(error)}; `ray start --head` begins one, "
+            "and one with a token is joined with RAY_AUTH_MODE=token in the environment"
         ) from error
 
 

@@ -75,6 +75,10 @@ def put(
         if rows:
             files.replace(temporary, directory / name)
             files.sync_path(directory)
+            if END in files.names(directory):  # since it was looked for: who claims may have looked for the last time
+                with suppress(FileNotFoundError):  # it has been claimed
+                    files.replace(directory / name, temporary)
+                    check_open(directory, files)
     except OSError as error:
         raise SpoolError(f"spool {str(directory)!r} cannot be written: {error}; nothing was put into it") from error
     finally:

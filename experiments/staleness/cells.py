@@ -197,7 +197,7 @@ def read_run(directory: RunDir, setting: Setting | None = None, swept: Iterable[
             set(step["staleness/histogram"]) == {str(min(step["step"] - 1, config.queue.max_staleness))} for step in metrics
         ),
         is_ess_mean=mean(step.get("is/ess") for step in metrics),
-        is_ratio_max=max((step["is/ratio_max"] for step in metrics if "is/ratio_max" in step), default=None),
+        is_ratio_max=max((most for step in metrics if (most := step.get("is/ratio_max")) is not None), default=None),
         kl_behaviour_mean=mean(step.get("kl/behaviour") for step in metrics),
         generated_tokens=ledger.get("tokens_put"),
         trained_tokens=num_tokens,

@@ -129,7 +129,7 @@ def run_sweep(
         return False
     sets = (f"{key}={masked(key.strip(), value, Config)}" for key, _, value in (text.partition("=") for text in overrides))
     command = shlex.join(["async-rlhf", "sweep", str(path), *(word for text in sets for word in ("--set", text))])
-    again = command if ray is None else f"{command} --ray {shlex.quote(ray)}"
+    again = command + ("" if ray is None else f" --ray {shlex.quote(ray)}") + ("" if jobs is None else f" --jobs {jobs}")
     with place as where:
         keep_sweep(sweep, command, where.at_once)
         ended, signals = _run_all(where, [job for job in mine if states[job.head] != "finished"], states, say)

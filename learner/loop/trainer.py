@@ -168,12 +168,14 @@ class Trainer:
             self._safeguards.certify(groups, step)
             rewards = self._rewards(groups, self._statistics)
             data = data_metrics(groups, rewards, step, config.max_staleness)
-            self._safeguards.check_scores(groups, data["rewards/failed_ratio"])
+            is_new = all(group.number >= self._session.begun for group in groups)
+            # What scored groups that are older may have been repaired since, and they are taken again at each resumption.
+            self._safeguards.check_scores(groups, data["rewards/failed_ratio"] if is_new else 0.0)
             masked = num_masked(groups, rewards, config.loss)
             estimates, constant = self._estimate(groups, rewards)
             self._safeguards.count_constant(groups, masked, constant=constant)
             report = self._update(groups, estimates)
-            if all(group.number >= self._session.begun for group in groups):
+            if is_new:
                 self._safeguards.check_mismatch(report)
         self._staleness.adjust(report.metrics, step)
         self._session.trained(step, groups)

@@ -16,6 +16,7 @@ from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardSpec, resolve
 from async_rlhf.actors.scoring.pool import Place
 from async_rlhf.actors.scoring.server import ScoringServer
+from async_rlhf.actors.workers import client
 from async_rlhf.actors.workers.client import describe
 from async_rlhf.actors.workers.messages import (
     SERVED,
@@ -243,7 +244,10 @@ def test_a_served_reward_answers_as_it_would_in_the_actor(serve: Callable[..., S
     assert server.counters["answered"] == 204
 
 
-def test_with_keys_only_those_on_the_list_are_answered(serve: Callable[..., ScoringServer], tmp_path: Path) -> None:
+def test_with_keys_only_those_on_the_list_are_answered_and_the_others_name_the_server_that_is_silent(
+    serve: Callable[..., ScoringServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "_UNANSWERED_BEAT_S", 0.1)
     keys.create(tmp_path / "keys", ["friend"], new_pair)
     keys.create(tmp_path / "other", ["stranger"], new_pair)
     server = serve(key_dir=tmp_path / "keys")
@@ -251,7 +255,8 @@ def test_with_keys_only_those_on_the_list_are_answered(serve: Callable[..., Scor
     assert score.value == 6.0
     for key_dir in (None, tmp_path / "other" / "for-stranger"):
         (score,) = ask(server.address, "3", key_dir=key_dir, timeout_s=0.5, retries=0)
-        assert "timed out after 0.5 s" in (score.failure or "")
+        assert f"{server.address} did not answer in time: 0.5 s (scoring.timeout_s)" in (score.failure or "")
+    assert f"{server.address} has not answered for 0 s" in caplog.text
 
 
 def test_without_keys_nothing_is_served_beyond_this_machine_and_never_at_an_address_that_is_taken(

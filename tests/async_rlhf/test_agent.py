@@ -19,7 +19,7 @@ from async_rlhf.launch import orders
 from async_rlhf.launch.agent import Agent, serve
 from async_rlhf.launch.connection import Connections, NodeFiles
 from async_rlhf.launch.depot import Depot
-from async_rlhf.launch.exit_codes import HOST_LOST
+from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
 from async_rlhf.launch.hosts import CommandChannel, CommandHosts, Pipe
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.machine import assigned_threads
@@ -252,6 +252,20 @@ def test_no_order_names_a_file_outside_the_agent_s_directory(name: str) -> None:
         values = {"files": {name: "0" * 32}, "inline": {name: b""}, "returns": [name], "name": name}
         with pytest.raises(WireError, match=rf"field 'start\.{field}"):
             ORDERS.unpack(msgpack.packb([1, {"type": good.type, **good.model_dump(), field: values[field]}]))
+
+
+def test_a_file_whose_name_cannot_be_sent_ends_its_node_and_not_the_host(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    names = {"far": "rewards/judge it (2).py", "unfit": "rewards/.judge.py"}
+    hosts = CommandHosts(("far",), [sys.executable, "-m", "async_rlhf.launch.agent"])
+    given = {name: NodeFiles({file: tmp_path / "log"}, {}, {"log": tmp_path / "log"}) for name, file in names.items()}
+    connections = Connections(hosts, opening(tmp_path / "there"), lambda node, directory: given[node.name])
+    try:
+        fits, unfit = (connections.start(tmp_path, Node(name, "hub", (), tmp_path / "log", host="far")) for name in given)
+        wait_for(lambda: fits.pid and unfit.poll(), "both starts")
+        assert unfit.poll() == FAILED and "what it needs cannot be sent: " in unfit.failure_message()
+    finally:
+        connections.close()
 
 
 def test_a_content_is_kept_only_when_it_is_whole(tmp_path: Path) -> None:

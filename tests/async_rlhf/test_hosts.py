@@ -198,7 +198,10 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
             {"launch.command": [sys.executable, "-c", "print('Welcome to {host}')"]},
             "may pass on nothing.*It is b'Welcome to",
         ),
-        ({"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"]}, r"no answer within 5 s"),
+        (
+            {"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"], "launch.lost_after_s": 2},
+            r"no answer within 5 s",
+        ),
         ({"launch.command": [sys.executable, "-c", ANOTHER_VERSION]}, "async-rlhf 0.0.1 is installed there, and .* here"),
     ],
 )
@@ -223,6 +226,7 @@ def config(tmp_path: Path) -> Config:
     (folder / "near.py").write_text("from far import ONE\n")
     (folder / "far.py").write_text("import json\nimport near\nONE = 1.0\n")
     (folder / "other.py").write_text("raise SystemExit\n")
+    (folder / "model" / "._config.json").touch()  # of a copy made on a Mac: no host is given it
     (folder / "played.py").write_text("def play(prompt):\n    yield prompt\n")
     keys.create(folder / "keys", ["actor-0"], link.new_pair)
     taught = {"loss.kl_coef": 0.1, "scoring.reference.path": "tiny-speller", "scoring.reference.by_source.code": "http://t/v1"}

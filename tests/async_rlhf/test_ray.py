@@ -196,7 +196,7 @@ def test_where_no_cluster_is_and_no_address_was_given_a_local_ray_is_started_and
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     join("auto", "launch.address", or_local=True)
     assert asked == ["auto", "local"] and "one of this machine alone is started" in caplog.text
-    with pytest.raises(ConfigError, match=r"--ray = 'auto': the Ray cluster cannot be joined: Could not find"):
+    with pytest.raises(ConfigError, match=r"--ray = 'auto': the Ray cluster cannot be joined: Could not find.*AUTH_MODE=token"):
         join("auto", "--ray")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match="cannot be joined"):

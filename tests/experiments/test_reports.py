@@ -30,12 +30,13 @@ COMMAND = "async-rlhf sweep s.toml --set max_steps=12"
 
 @pytest.fixture
 def run(small: Any) -> RunDir:
-    """A run of 12 steps with 4 groups of 4 each."""
+    """A run of 12 steps with 4 groups of 4 each; of the first no ratio is known, as where nothing was to be learned."""
     lines = [
         {
             "step": i, "reward": min(1.0, i / 10), "groups": [0, 1, 2, 3], "num_tokens": 100 + i, "step_time": 2.0,
             "staleness/histogram": {"0": 30, "1": 70 + i}, "staleness/violations": 0, "staleness/mean": 0.7,
-            "is/ess": 0.9, "is/ratio_max": 2.0, "clip_ratio/region_mean": 0.2, "kl/behaviour": 0.1, "kl/reference": 0.1 * i,
+            "is/ess": 0.9, "is/ratio_max": 2.0 if i > 1 else None,
+            "clip_ratio/region_mean": 0.2, "kl/behaviour": 0.1, "kl/reference": 0.1 * i,
         }
         for i in range(1, 13)
     ]  # fmt: skip

@@ -106,14 +106,13 @@ def test_an_interrupt_drains_the_cell_and_the_sweep_and_the_cell_can_be_resumed(
 ) -> None:
     path, directory = sweep([0, 1]), tmp_path / "sweeps" / "tiny"
     first = RunDir(directory / "queue.max_staleness-0_seed-3")
-    started = command("sweep", str(path), "--set", "max_steps=300")
+    started = command("sweep", str(path), "--jobs", "1", "--set", "max_steps=300")
     wait_for(first.read_metrics, "the first step")
     started.process.send_signal(signal.SIGINT)
     code, output = started.finish()
     assert code == 0, output
-    assert (
-        f"drained: 2 of 2 cells are left. The same command goes on here: async-rlhf sweep {path} --set max_steps=300" in output
-    )
+    again = f"async-rlhf sweep {path} --set max_steps=300 --jobs 1"
+    assert f"drained: 2 of 2 cells are left. The same command goes on here: {again}" in output
     steps_done = len(first.read_metrics())
     assert 0 < steps_done < 300
     assert not list(directory.glob("results*")) and not list(directory.glob("*-1_seed-3"))

@@ -123,13 +123,14 @@ def test_a_token_over_the_bound_is_refused_before_any_gradient(live: Live) -> No
 
 
 @pytest.mark.parametrize(
-    ("failed", "size", "ratio"),
-    [(2, 8, 0.25), (1, 7, 0.1), (8, 8, 1.0), (0, 8, 0.0)],
-    ids=["at the limit", "too few to say", "anything goes", "none"],
+    ("failed", "size", "ratio", "begun"),
+    [(2, 8, 0.25, 0), (1, 7, 0.1, 0), (8, 8, 1.0, 0), (0, 8, 0.0, 0), (8, 8, 0.25, 1)],
+    ids=["at the limit", "too few to say", "anything goes", "none", "made before this learner"],
 )
-def test_failed_scores_up_to_the_limit_are_left_out(live: Live, failed: int, size: int, ratio: float) -> None:
+def test_failed_scores_up_to_the_limit_are_left_out(live: Live, failed: int, size: int, ratio: float, begun: int) -> None:
     group = make_group(0, [2] * size, rewards=[None] * failed + [float(n % 2) for n in range(size - failed)])
     life = live([[group]], max_steps=1, max_failed_ratio=ratio)
+    life.hub.begun = begun
     assert life.trainer.run() == "finished"
     assert life.metrics()[0]["rewards/failed_ratio"] == pytest.approx(failed / size)
 

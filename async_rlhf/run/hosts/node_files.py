@@ -137,4 +137,4 @@ def _files(path: Path) -> list[Path]:
     """The file itself, or those of a model in a folder."""
     if not path.is_dir():
         return [path]
-    return sorted(each for each in path.iterdir() if each.suffix in _MODEL_FILES and each.is_file())
+    return sorted(each for each in path.iterdir() if each.suffix in _MODEL_FILES and each.is_file() and each.name[0] != ".")

@@ -80,6 +80,24 @@ def test_of_lines_that_cannot_be_rows_or_are_too_many_none_comes_in(lines: list[
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("claimed", [False, True])
+def test_of_rows_that_are_written_while_the_spool_ends_none_is_left_unclaimed(tmp_path: Path, claimed: bool) -> None:
+    class Ends(Disk):
+        def replace(self, old: Path, new: Path) -> None:
+            super().replace(old, new)
+            if new.suffix == ".jsonl":
+                end(tmp_path)
+                if claimed:
+                    new.unlink()
+
+    if claimed:
+        assert put(tmp_path, [b"{}"], files=Ends()).rows == 1
+    else:
+        with pytest.raises(ConfigError, match="has ended"):
+            put(tmp_path, [b"{}"], files=Ends())
+    assert [path.name for path in tmp_path.iterdir()] == [END]
+
+
 def test_nothing_comes_in_behind_the_end_or_where_there_is_no_spool(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no directory; a run makes its own when it starts"):
         put(tmp_path / "none", [b"{}"])
