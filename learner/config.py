@@ -208,6 +208,10 @@ class CriticConfig(Section):
     freeze_attention: bool = False
     """`model`: the attention layers of its trunk stay what the policy's are at first."""
 
+    def learns_alone(self, step: int) -> bool:
+        """Whether nothing but the critic learns in step `step` (from 0)."""
+        return self.kind != "none" and step < self.warmup_steps
+
 
 class LearnerConfig(Section):
     """The optimiser and the machine it runs on."""

@@ -41,7 +41,6 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     """Settings and sections, and what they are about."""
     learner = config.learner
     parts = {
-        "data.curriculum": (config.data.curriculum.is_on, "a curriculum (data.curriculum.reward)"),
         "environment": (bool(config.environment.all), "environments (environment.function)"),
         "engine.kv": (config.engine.kv_budget is not None, "engine.kv_policy = 'window' and 'chunk_sink'"),
         "engine.vllm": (config.engine.kind == "vllm", "engine.kind = 'vllm'"),
@@ -61,6 +60,7 @@ def _unused_in_loss(config: Config) -> Iterator[tuple[str, str]]:
     loss, spec = config.loss, loss_spec(config.loss.kind)
     has_weight = spec.corrects == "weights and masks" and loss.is_cap is not None
     has_sequence_weight = has_weight and "sequence" in (spec.level, loss.is_level)
+    has_divergence_mask = loss.divergence_mean is not None or loss.divergence_max is not None
     parts = {
         "fixed_length": (loss.reduction == "fixed", "loss.reduction = 'fixed'"),
         "kl_estimator": (loss.kl_coef > 0, "a divergence from the reference (loss.kl_coef)"),
@@ -70,11 +70,11 @@ def _unused_in_loss(config: Config) -> Iterator[tuple[str, str]]:
             "losses that weigh or truncate the ratio to the policy that sampled",
         ),
         "sequence_ratio": (
-            loss.sequence_mask is not None or has_sequence_weight,
+            (spec.corrects != "nothing" and loss.sequence_mask is not None) or has_sequence_weight,
             "loss.sequence_mask, and weights of completions (loss.is_level)",
         ),
         "divergence_estimator": (
-            loss.divergence_mean is not None or loss.divergence_max is not None,
+            spec.corrects != "nothing" and has_divergence_mask,
             "loss.divergence_mean and loss.divergence_max",
         ),
     }

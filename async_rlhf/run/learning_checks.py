@@ -15,6 +15,7 @@ from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.registry import advantage_settings, advantage_spec, advantages, loss_spec, losses
 
 if TYPE_CHECKING:
+    from async_rlhf.actors.config import EngineConfig
     from async_rlhf.run.config import Config
 
 
@@ -23,7 +24,7 @@ def check(config: Config) -> None:
     learner, advantage, loss = config.learner, config.advantage, config.loss
     machine = _shared_rows(learner), _ranks(learner, config.groups_per_batch), _schedule(learner, config.max_steps)
     meaning = _estimator(learner, advantage), _advantages_and_loss(advantage, loss), _groups(config), _corrections(loss)
-    for message in chain(*machine, _backend(learner), *meaning, _asynchrony(config), _guard(config)):
+    for message in chain(*machine, _backend(learner, config.engine), *meaning, _asynchrony(config), _guard(config)):
         raise ConfigError(message)
 
 
@@ -42,6 +43,8 @@ def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[s
     for name in ("lam_alpha", "lam_critic"):
         if getattr(advantage, name) is not None and "lam" not in advantage_settings(advantage.kind):
             yield f"advantage.{name} is set, and {kind} has no lam: leave it out, or set advantage.kind = 'traced'"
+    if critic == "none" and (alone := learner.critic.warmup_steps):
+        yield f"learner.critic.warmup_steps = {alone} and no critic: set learner.critic.kind, or leave it out"
     own = learner.critic.model_dump(include={"updates", "freeze_attention"}, exclude_defaults=True)
     if own and (critic != "model" or learner.backend != "torch"):
         yield (
@@ -239,8 +242,13 @@ def _schedule(config: LearnerConfig, max_steps: int | None) -> Iterator[str]:
         )
 
 
-def _backend(config: LearnerConfig) -> Iterator[str]:
+def _backend(config: LearnerConfig, engine: EngineConfig) -> Iterator[str]:
     sharing, file = config.backend == "deepspeed", config.deepspeed_config
+    if sharing and config.dtype == "bfloat16" and engine.dtype == "float32" and engine.canary_limit is None:
+        yield (
+            "learner.backend = 'deepspeed' with learner.dtype = 'bfloat16' computes from weights of 16 bits, from which an engine "
+            "in float32 differs by more than the canary allows: set engine.dtype = 'bfloat16', or engine.canary_limit"
+        )
     if file is not None and not sharing:
         yield "learner.deepspeed_config is for learner.backend = 'deepspeed'; set that, or leave it out"
     if file is not None and not Path(file).is_file():

@@ -228,19 +228,20 @@ class Controller:
     def _accumulate(self, update: Update, proximal: Sequence[Tensor] | None, step: int, sums: StepSums) -> float:
         """The gradient of an update, left in the machine; its loss comes back, over all ranks."""
         self.machine.begin()
-        loss = 0.0
+        loss, learns = 0.0, not self._learner.critic.learns_alone(step)
         for index, batch in enumerate(self._placed(update.batches)):
             seen = self.machine.predict(batch, others=self._others)
             if batch.num_tokens:
                 inputs = self._inputs(batch, seen, None if proximal is None else proximal[index], step)
                 outputs = objective(inputs, self._loss)
                 total = self._critic(batch, seen.value_N, update, sums)
-                if step >= self._learner.critic.warmup_steps:  # before, only the critic learns
+                if learns:
                     total = total + outputs.total / denominator(self._loss, update.counts)
                 sums.add(batch, inputs, outputs)
             else:  # takes part in what ranks do together, and adds nothing
                 self._reference(batch, seen.others_NK)
-                total = seen.logp_N.sum() + seen.entropy_N.sum() + (0.0 if seen.value_N is None else seen.value_N.sum())
+                of_policy = (seen.logp_N, seen.entropy_N) if learns else ()
+                total = torch.cat([each for each in (*of_policy, seen.value_N) if each is not None]).sum()
             loss += float(total.detach())
             self.machine.backward(total, last=index == len(update.batches) - 1)
         return self._adding.total(loss)

@@ -23,11 +23,10 @@ from deepspeed.utils import (
     groups,
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
 )
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.nn.functional import pad
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.protocol.message import Canary
@@ -128,8 +127,9 @@ class DeepSpeedMachine(Machine):
 
     def apply(self, step: int, finite: bool, rate: float | None = None) -> tuple[float, bool]:
         set_learning_rate(self._optimizer, self.config, step, rate)
-        # What has no gradient has one of 0 here: the policy would decay, and its updates be counted.
-        resting = () if step >= self.config.critic.warmup_steps else [*self._shards("policy")]
+        # What has no gradient has one of 0 here: a policy that rests would decay, and its updates be counted.
+        critic = self.config.critic
+        resting = [*self._shards("policy")] if critic.kind == "model" and critic.learns_alone(step) else []
         for group in self._optimizer.param_groups if resting else ():
             group["lr"] *= group["name"] == "critic"
         if not finite:  # the last it calls before it looks whether to refuse, at every stage and in every type
@@ -215,10 +215,10 @@ class DeepSpeedMachine(Machine):
                     p.data.copy_(value)
                 if not p.requires_grad:
                     continue
-                safe_set_full_fp32_param(p, value.float())
+                self._set(p, value.float())
                 for key in _MOMENTS:
                     moment = saved.get(f"{name.removeprefix('model.')}.{key}", torch.zeros_like(weights[name]))
-                    safe_set_full_optimizer_state(p, _own_part(moment, self._dimensions[name]).to(self.device), key)
+                    self._set(p, _own_part(moment, self._dimensions[name]).to(self.device), key)
                 counts[_group(name)] = saved.get(f"{name.removeprefix('model.')}.step", counts[_group(name)])
         for part, count in counts.items():
             for shard in self._shards(part):
@@ -245,6 +245,16 @@ class DeepSpeedMachine(Machine):
             shards = self._optimizer.single_partition_of_fp32_groups
             numbers = range(len(shards))
         yield from (shard for index, shard in enumerate(shards) if names[numbers[index]] == group)
+
+    def _set(self, p: Any, value: Tensor, key: str | None = None) -> None:
+        """What the optimizer keeps of a parameter: its weights in float32, or a moment."""
+        if self._stage < 3:
+            p.set_full_hp_param(value, key)
+            return
+        size = p.ds_tensor.numel()
+        own = value.flatten()[self._optimizer._get_param_partition_rank(p) * size :][:size]
+        # Filled up: of one number, or an odd many, DeepSpeed's function for whole values takes what is not there.
+        self._optimizer.set_local_hp_param(pad(own, (0, size - len(own))), p, key)
 
     def _state(self, shard: Tensor) -> dict[str, Tensor]:
         return self._optimizer.optimizer.state[shard]  # type: ignore[no-any-return]

@@ -124,8 +124,11 @@ class Machine:
         """Add this rank's gradient; after the `last` of an update it is summed over the ranks."""
         loss.backward()  # type: ignore[no-untyped-call]
         if last and self.ranks.size > 1:
-            for p in self._learning():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            reached_P = torch.tensor([float(p.grad is not None) for p in self._learning()], device=self.device)
+            self.ranks.add_up([reached_P])
+            for p, num_ranks in zip(self._learning(), reached_P.tolist(), strict=True):
+                if num_ranks and p.grad is None:  # what the loss reaches on no rank has none, as on one: it is left as it is
+                    p.grad = torch.zeros_like(p)
             self.ranks.add_up([p.grad for p in self._learning() if p.grad is not None])
 
     def gradient(self) -> Tensor:

@@ -101,6 +101,8 @@ MACHINES: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "cosine"}, "needs learner.schedule_steps; over the whole run: 100"),
     ({"schedule": "linear", "schedule_steps": 5, "warmup_steps": 5}, "within the warm-up.*lowest: 6"),
     ({"deepspeed_config": "ds.json"}, "is for learner.backend = 'deepspeed'"),
+    ({"backend": "deepspeed", "dtype": "bfloat16"}, "weights of 16 bits, .*: set engine.dtype = 'bfloat16', or engine.canary"),
+    ({"critic": {"warmup_steps": 3}}, "critic.warmup_steps = 3 and no critic: set learner.critic.kind"),
     ({"backend": "deepspeed", "compile": True}, "set learner.compile = false, or learner.backend ="),
     ({"backend": "deepspeed", "deepspeed_config": "/nowhere/ds.json"}, "'/nowhere/ds.json' is no file"),
     (DEEPSPEED | {"sequence_parallel": 2, "ranks": 4}, "all ranks share a row, or none; set it to 4 or 1"),

@@ -14,10 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from making import make_group
 
 from async_rlhf.learner.batch.rows import make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.objective.estimation import TokenTargets
 from async_rlhf.learner.step.controller import Controller, make_backend
 from async_rlhf.learner.step.ranks import Ranks
 
@@ -44,6 +46,8 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
     if "load" in job:
         backend.load(Path(job["load"]))
     seen = backend.evaluate(make_rows(GROUPS, ADVANTAGES))
+    returns = {member: np.full_like(each.logp_proximal, 2.0) for member, each in seen.items() if each.value is not None}
+    targets = {member: TokenTargets(seen[member], advantage=each, returns=each) for member, each in returns.items()}
     first, last = job.get("first", 0), job["steps"]
     reports = []
     for step in range(first, last):
@@ -51,7 +55,7 @@ def control(backend: Any, job: dict[str, Any], out: Path) -> None:
         if job.get("dry_run"):
             for values in (ADVANTAGES, [[float("nan"), *ADVANTAGES[0][1:]], *ADVANTAGES[1:]]):
                 backend.dry_run(split_updates(make_rows(GROUPS, values), 2), step)
-        updates = split_updates(make_rows(GROUPS, advantages), job.get("updates", 1))
+        updates = split_updates(make_rows(GROUPS, advantages, targets), job.get("updates", 1))
         reports.append(backend.step(updates, step, job.get("rates", {}).get(str(step))))
         if job.get("watch"):
             sys.stdout.write(f"step {step}\n")

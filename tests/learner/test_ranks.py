@@ -42,6 +42,8 @@ SPLIT = ("llama", "qwen3", "llama-tied")
 CLIPPED = {"max_grad_norm": 1.0}
 RATES = {"1": 1e-2, "2": 1e-2}
 LORA = {"lora": {"rank": 2, "alpha": 4.0}}
+# The policy rests for two of three steps.
+CRITIC = {"critic": {"kind": "model", "warmup_steps": 2, "learning_rate": 1e-2}}
 # Sums in another order: far below what one step of AdamW moves a weight by (1e-3).
 WEIGHTS, MOMENTS = 1e-6, 1e-6
 # Where a product is summed in two halves and the gradient is next to nothing, AdamW divides rounding by rounding.
@@ -51,7 +53,7 @@ FURTHER = {
     "zero-2", "zero-2-on", "zero-1-on", "torch-from-one", "zero-1-poisoned", "zero-2-poisoned", "lora-zero-1", "lora-zero-2",
     "lora-on", "sequence-zero-2", "tensor-qwen3", "tensor-llama-tied", "tensor-poisoned", "tensor-from-zero",
     "zero-from-tensor", "updates-zero-3", "updates-tensor", "reference-bfloat16",
-    "taught-sequence", "taught-tensor",
+    "taught-sequence", "taught-tensor", "critic-zero-2",
 }  # fmt: skip
 
 
@@ -101,6 +103,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "updates": {"steps": 2, "updates": 2, "reference": True},
         "lora": {"steps": 2, "settings": LORA},
         "lora-three": {"steps": 3, "settings": LORA},
+        "critic": {"steps": 3, "settings": CRITIC},
+        "critic-warm": {"steps": 2, "settings": CRITIC},
+        "critic-on": {"steps": 3, "first": 2, "settings": CRITIC, "load": str(directory / "critic-warm")},
         "taught": {"steps": 2, "teacher": str(directory / "llama-tied-model")},
         **{name: {"steps": 2, "settings": CLIPPED, "model": str(directory / f"{name}-model")} for name in SPLIT},
     }.items():
@@ -133,6 +138,10 @@ def jobs(alone: Path, directory: Path) -> dict[str, dict[str, Any]]:
         **{f"{name}-poisoned": {"steps": 3, "poison": 1, "settings": own} for name, own in ZERO.items()},
         **{f"lora-{name}": {"settings": own | LORA} for name, own in ZERO.items()},
         "lora-on": loaded | {"settings": zero_3 | {"lora": LORA["lora"] | {"publish": "adapter"}}, "load": str(alone / "lora")},
+        "critic-torch": {"steps": 3, "settings": CRITIC},
+        **{f"critic-{name}": {"steps": 3, "settings": own | CRITIC} for name, own in ZERO.items()},
+        "critic-warm": {"settings": ZERO["zero-1"] | CRITIC},
+        "critic-on": loaded | {"settings": zero_3 | CRITIC, "load": str(directory / "critic-warm")},
         **{f"sequence-{name}": {"settings": ZERO[name] | SEQUENCE} for name in ("zero-2", "zero-3")},
         **{
             f"tensor-{name}": {"model": str(alone / f"{name}-model"), "settings": zero | TENSOR | CLIPPED}
@@ -249,6 +258,17 @@ def test_two_ranks_learn_from_a_teacher_that_they_share_what_one_learns(alone: P
     ours, theirs = (report(each)["metrics"][-1] for each in (together / name, alone / "taught"))
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4) and ours["top_k/mass"] == pytest.approx(theirs["top_k/mass"])
     assert 0 < ours["top_k/mass"] < 1 and ours["kl/reference"] == pytest.approx(theirs["kl/reference"], rel=1e-4)
+
+
+@each("critic-torch", *(f"critic-{name}" for name in ZERO), "critic-on")
+def test_two_ranks_warm_up_a_critic_as_one_does_while_the_policy_rests(alone: Path, together: Path, name: str) -> None:
+    """It neither decays nor are its updates counted; nor by a learner that goes on from a checkpoint of the warm-up."""
+    one = alone / (name if name == "critic-on" else "critic")
+    assert_same_state(together / name, one, ODD)
+    ours, theirs = (load_file(each / "critic.safetensors") for each in (together / name, one))
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=ODD)
 
 
 @pytest.mark.rest
