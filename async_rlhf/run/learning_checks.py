@@ -246,8 +246,8 @@ def _backend(config: LearnerConfig, engine: EngineConfig) -> Iterator[str]:
     sharing, file = config.backend == "deepspeed", config.deepspeed_config
     if sharing and config.dtype == "bfloat16" and engine.dtype == "float32" and engine.canary_limit is None:
         yield (
-            "learner.backend = 'deepspeed' with learner.dtype = 'bfloat16' computes from weights of 16 bits, from which an engine "
-            "in float32 differs by more than the canary allows: set engine.dtype = 'bfloat16', or engine.canary_limit"
+            "learner.backend = 'deepspeed' with learner.dtype = 'bfloat16' computes from weights of 16 bits, and an engine in "
+            "float32 differs by more than the canary allows: set engine.dtype = 'bfloat16', or engine.canary_limit"
         )
     if file is not None and not sharing:
         yield "learner.deepspeed_config is for learner.backend = 'deepspeed'; set that, or leave it out"
