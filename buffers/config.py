@@ -28,9 +28,10 @@ def _takes_truth(kind: Any) -> bool:
     return kind in (bool, Any) or isinstance(kind, type(Section)) or any(map(_takes_truth, get_args(kind)))
 
 
-def _holds_truth(value: Any) -> bool:
+def _holds_truth(value: Any, depth: int = 4) -> bool:
+    """depth: of the tables and lists to look into; no setting has more."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return isinstance(value, bool) or any(map(_holds_truth, inner))
+    return isinstance(value, bool) or (depth > 0 and any(_holds_truth(each, depth - 1) for each in inner))
 
 
 class Section(BaseModel):

@@ -119,9 +119,10 @@ def test_twenty_steps_end_with_the_same_bits_whichever_channel_the_weights_take(
 
 
 NUM_STEPS = 24
-# Metrics that tell of time, of how many actors there are, or of what a hub that was away had not been told yet.
+# Metrics that tell of time, of how many actors there are, of what a hub that was away had not been told yet, or of steps made
+# again.
 OF_TIME = ("time", "step_time", "samples_per_second", "tokens_per_second", "broadcast/", "checkpoint/", "idle/", "stages/")
-OF_OTHERS = ("actors", "canary/", "queue/depth", "version")
+OF_OTHERS = ("actors", "canary/", "queue/depth", "version", "staleness/nominal")
 
 
 def trained(run: Path) -> list[bytes]:
