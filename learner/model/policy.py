@@ -64,8 +64,9 @@ class Critic(nn.Module):
             hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[source_N]
         assert hidden_ND is not None, "a head without the policy's states"
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            values: Tensor = self.value(hidden_ND.float()).squeeze(-1)
-        return values
+            # DeepSpeed's weights may have 16 bits.
+            values: Tensor = self.value(hidden_ND.to(self.value.weight.dtype)).squeeze(-1)
+        return values.float()
 
 
 class Predicted(NamedTuple):

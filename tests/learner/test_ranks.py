@@ -53,7 +53,7 @@ FURTHER = {
     "zero-2", "zero-2-on", "zero-1-on", "torch-from-one", "zero-1-poisoned", "zero-2-poisoned", "lora-zero-1", "lora-zero-2",
     "lora-on", "sequence-zero-2", "tensor-qwen3", "tensor-llama-tied", "tensor-poisoned", "tensor-from-zero",
     "zero-from-tensor", "updates-zero-3", "updates-tensor", "reference-bfloat16",
-    "taught-sequence", "taught-tensor", "critic-zero-2",
+    "taught-sequence", "taught-tensor", "critic-zero-2", "critic-bfloat16",
 }  # fmt: skip
 
 
@@ -140,6 +140,7 @@ def jobs(alone: Path, directory: Path) -> dict[str, dict[str, Any]]:
         "lora-on": loaded | {"settings": zero_3 | {"lora": LORA["lora"] | {"publish": "adapter"}}, "load": str(alone / "lora")},
         "critic-torch": {"steps": 3, "settings": CRITIC},
         **{f"critic-{name}": {"steps": 3, "settings": own | CRITIC} for name, own in ZERO.items()},
+        "critic-bfloat16": {"steps": 3, "settings": ZERO["zero-2"] | CRITIC | {"dtype": "bfloat16"}},
         "critic-warm": {"settings": ZERO["zero-1"] | CRITIC},
         "critic-on": loaded | {"settings": zero_3 | CRITIC, "load": str(directory / "critic-warm")},
         **{f"sequence-{name}": {"settings": ZERO[name] | SEQUENCE} for name in ("zero-2", "zero-3")},
@@ -269,6 +270,15 @@ def test_two_ranks_warm_up_a_critic_as_one_does_while_the_policy_rests(alone: Pa
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=ODD)
+
+
+@pytest.mark.rest
+def test_a_critic_of_sixteen_bits_learns_what_one_in_float32_does(alone: Path, together: Path) -> None:
+    losses, expected = (
+        [m["critic/loss"] for m in report(each / name)["metrics"]]
+        for each, name in ((together, "critic-bfloat16"), (alone, "critic"))
+    )
+    assert losses == pytest.approx(expected, rel=0.1) and losses[-1] < losses[0]
 
 
 @pytest.mark.rest
