@@ -234,7 +234,7 @@ class Dispatcher:
             names = {spec.name: str(spec.options.get("reward_name", "")) for spec in specs}
             return RemoteRewards(place[1], place[2], names, self._happened, self._shown, is_scorer=False)
         memory_mb = None if any(spec.holds_model for spec in specs) else self._config.worker_memory_mb
-        functions = self._functions if place[-1] == "caller" else None
+        functions = self._functions if specs[0].name in self._functions else None
         kind = RewardKind(specs, self._config.max_concurrency, memory_mb, functions)
         workers = specs[0].workers or (self._config.workers if functions is None else _CALLER_THREADS)
         what = f"the worker processes of {', '.join(f'{spec.name} ({spec.target})' for spec in specs)}"

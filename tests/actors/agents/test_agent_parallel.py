@@ -133,7 +133,7 @@ def test_a_retry_of_one_of_several_calls_joins_it_and_an_agent_that_ends_leaves_
         answers(played, "one", read)
     end = to_the_end(played, "one")
     assert end.score.value == 2.0 and end.score.metrics.items() >= {"calls": 4, "retries_joined": 1}.items()
-    until_open(played, "two", 1, act="leaves")
+    until_open(played, "two", 0, act="leaves")  # whether its open call is read before its end depends on who is faster
     played.until(lambda: played.ended("two") is not None)
     assert played.ended("two").score.value == 1.0  # type: ignore[union-attr]
 
