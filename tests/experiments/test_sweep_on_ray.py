@@ -118,9 +118,8 @@ def test_an_interrupt_drains_the_cells_and_says_where_their_runs_are_kept(
     assert not run.with_name("queue.max_staleness-0_seed-6").exists() and 0 < len(RunDir(run).read_metrics()) < 500
     *_, kept, last = said
     assert f"not ended; its run is kept in {run} of " in kept
-    assert last == (
-        f"drained: 2 of 2 cells are left. The same command goes on here: async-rlhf sweep {path} --ray {cluster.address}"
-    )
+    again = f"async-rlhf sweep {path} --ray {cluster.address} --jobs 1"
+    assert last == f"drained: 2 of 2 cells are left. The same command goes on here: {again}"
 
 
 def test_a_node_that_has_another_file_is_given_no_run(
