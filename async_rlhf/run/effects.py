@@ -85,13 +85,13 @@ def _unused_in_loss(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _unused_in_advantages(config: Config) -> Iterator[tuple[str, str]]:
-    advantage, learns_from = config.advantage, loss_spec(config.loss.kind).learns_from
-    if learns_from in ("pair", "best"):
-        names = {"kind", "level", "normalise", *(name for kind in advantages() for name in advantage_settings(kind))}
-        yield from ((f"advantage.{name}", "losses that take advantages") for name in sorted(names))
+    advantage, of = config.advantage, {kind: advantage_settings(kind) for kind in advantages()}
+    settings = {name for names in of.values() for name in names}
+    if loss_spec(config.loss.kind).learns_from in ("pair", "best"):
+        names = ("kind", "level", "normalise", *settings)
+        yield from ((f"advantage.{name}", "losses that take advantages") for name in names)
         return
-    of = {kind: advantage_settings(kind) for kind in advantages()}
-    for name in {name for names in of.values() for name in names} - set(advantage_settings(advantage.kind)):
+    for name in settings - {*advantage_settings(advantage.kind)}:
         kinds = " or ".join(repr(kind) for kind, names in of.items() if name in names)
         yield f"advantage.{name}", f"advantage.kind = {kinds}"
     if not advantage.needs_critic:

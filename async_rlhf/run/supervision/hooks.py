@@ -5,8 +5,8 @@
     guard             the target staleness has moved                  best       `checkpoints/best` leads to another checkpoint
     failing_rewards   the share of failed scores nears its limit      disk_low   little room is left on the disk
 
-`Events` recognises these. Each is a line of `events.jsonl`, which begins anew when it has grown,
-and goes to a command, a webhook, or both (`Hooks`):
+`Events` recognises these. Each is a line of `events.jsonl`, which begins anew when it has grown, and goes to a command, a
+webhook, or both (`Hooks`):
 
     owns        a thread, the process of one command, logs/hooks.log
     waits for   a command to end, or a webhook to answer: `hooks.timeout_s` each; the command is then killed with all it started
