@@ -3,8 +3,9 @@
 `async-rlhf try chaos CONFIG --kills 200 --long-freezes 6 --seed S` runs the configuration as `train` does. Beside it a thread
 ends (SIGKILL) or freezes (SIGSTOP, later SIGCONT) one process of the run after another; a long freeze outlasts leases and
 requests, some outlast the watchdog. On other hosts it ends processes and agents, with all that these run, and freezes nothing.
-It waits for finished steps between two blows, so that a run whose checkpoints are made often enough always gets on. `problems`
-then reads what the run left behind.
+Every process is struck once before any is struck again, and the kinds of blows are drawn before the first: timing changes
+neither. It waits for finished steps between two blows, so that a run whose checkpoints are made often enough always gets on.
+`problems` then reads what the run left behind.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ class Monkey:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._long = set(self._random.sample(range(self.num_blows), min(self.num_long, self.num_blows)))
+        num_long = min(self.num_long, self.num_blows)
+        num_freezes = round((self.num_blows - num_long) * _FREEZE_SHARE)
+        num_kills = self.num_blows - num_long - num_freezes
+        self._kinds = ["long freeze"] * num_long + ["freeze"] * num_freezes + ["kill"] * num_kills
+        self._random.shuffle(self._kinds)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._strike_all, name="chaos", daemon=True)
 
@@ -98,23 +103,24 @@ class Monkey:
             waited += _LOOK_S
 
     def _strike(self) -> None:
-        processes, long = self.processes(), len(self.blows) in self._long
+        processes, kind = self.processes(), self._kinds[len(self.blows)]
         away = {name: each.kill for name, each in processes.items() if isinstance(each, RemoteProcess)}
         away |= {f"agent of {name}": end for name, end in self.agents().items()}
         here = {name: each for name, each in processes.items() if name not in away}
-        if not (names := sorted(here if long else {**here, **away})):
+        if not (names := sorted(here if kind == "long freeze" else {**here, **away})):
             return
-        name = self._random.choice(names)
+        struck_before = {blow.name for blow in self.blows}
+        name = self._random.choice([each for each in names if each not in struck_before] or names)
         if name in away:
             away[name]()
             self.blows.append(Blow(self.steps(), name, "kill"))
             return
-        struck, freeze = here[name], long or self._random.random() < _FREEZE_SHARE
+        struck = here[name]
         with suppress(ProcessLookupError):
-            os.kill(struck.pid, signal.SIGSTOP if freeze else signal.SIGKILL)
-            self.blows.append(Blow(self.steps(), name, "long freeze" if long else "freeze" if freeze else "kill"))
-            if freeze:
-                seconds = self._random.uniform(*self.long_freeze_s) if long else self._random.random() * _FREEZE_S
+            os.kill(struck.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            self.blows.append(Blow(self.steps(), name, kind))
+            if kind != "kill":
+                seconds = self._random.uniform(*(self.long_freeze_s if kind == "long freeze" else (0.0, _FREEZE_S)))
                 until = time.monotonic() + seconds
                 while self.processes().get(name) is struck and time.monotonic() < until and not self._closing.wait(_LOOK_S):
                     pass
