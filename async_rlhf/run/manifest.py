@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +18,12 @@ import xxhash
 from async_rlhf.actors.data.config import HUB_PREFIX
 from async_rlhf.buffers.files import RUN, content_digest
 from async_rlhf.learner.checkpoint.store import complete, step_of
-from async_rlhf.run.config import Config
+from async_rlhf.run.config import Config, flat
 
 _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym")
 _SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(/.+)?")
 _ROOMS = ("actors", "buffers", "launch", "learner", "run")
+_FUNCTION_IN_FILE = re.compile(r"(?<=\.py):[^/]*$")
 
 
 def manifest(config: Config) -> dict[str, Any]:
@@ -32,11 +35,38 @@ def manifest(config: Config) -> dict[str, Any]:
         "origin": _origin(Path(config.model)),
         "published": [each._asdict() for each in map(published, places(config)) if each.commit],
         "git_commit": _commit(),
+        "platform": platform.platform(),
+        **_code(config),
+    }
+
+
+def continued(known: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """That of a run that goes on: of the newest format; `later` lists other code that it has gone on with since."""
+    later, code = known.get("later", []), _code(config)
+    changed = any((later or [known])[-1].get(key) != value for key, value in code.items())
+    since = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **code}
+    return {**known, "format": RUN.newest, **({"later": [*later, since]} if changed else {})}
+
+
+def _code(config: Config) -> dict[str, Any]:
+    """What computes the run, so that two runs can be told to have been computed by the same."""
+    return {
         "sources": _sources(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "files": _files(config),
     }
+
+
+def _files(config: Config) -> dict[str, str]:
+    """Digests of the files that settings name (absolute paths: functions of the user's, prompts, a model in one file)."""
+    found: dict[str, str] = {}
+    for value in dict(flat(config.model_dump())).values():
+        for text in value if isinstance(value, list | tuple) else (value,):
+            path = _FUNCTION_IN_FILE.sub("", text) if isinstance(text, str) else ""
+            if os.path.isabs(path) and os.path.isfile(path):
+                found[path] = content_digest(Path(path))
+    return found
 
 
 class Published(NamedTuple):

@@ -42,7 +42,7 @@ from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
 from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.config_keys import known
-from async_rlhf.run.manifest import manifest
+from async_rlhf.run.manifest import continued, manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
 
@@ -147,7 +147,7 @@ class RunDir:
         try:
             run.lock = RunLock.take(run.lock_file)
             run.check_same(config)
-            run._keep_format()
+            write_whole(run._manifest, json.dumps(continued(run._read_manifest(), config), indent=1) + "\n")
             keep_config(config, run._config)
             with suppress(DamagedError):  # it only names what a killed supervisor left
                 if (left := run._announced()) is not None:
@@ -339,12 +339,6 @@ class RunDir:
     def _check_format(self) -> None:
         """Raises FormatError."""
         RUN.check(self._read_manifest().get("format", 1), self.path)
-
-    def _keep_format(self) -> None:
-        """What is written from now on is of this format. Raises OSError."""
-        known = self._read_manifest()
-        if known.get("format") != RUN.newest:
-            write_whole(self._manifest, json.dumps({**known, "format": RUN.newest}, indent=1) + "\n")
 
     def _read_manifest(self) -> dict[str, Any]:
         """What has no readable manifest has no number, and is taken for one of the first format."""

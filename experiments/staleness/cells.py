@@ -107,12 +107,14 @@ class CellResult:
     settings: Mapping[str, Any]
     """That configuration: keys that have another value than their default."""
     code: tuple[str, ...]
-    """Digest of the sources, Python and package versions."""
+    """Digest of the sources, Python and package versions; more than one of each where the run went on with another."""
     curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step,
     to 6 digits."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Digests of each file that the settings name; more than one where it had changed when the run went on."""
     budget: Budget | None = None
     """Where tokens or seconds were to end the run."""
 
@@ -175,6 +177,7 @@ def read_run(directory: RunDir, setting: Setting | None = None, swept: Iterable[
     samples = [len(step["groups"]) * config.generation.group_size for step in metrics]
     later_s = sum(step["step_time"] for step in metrics[1:])
     ledger = directory.read_ledger().get("ledger", {})
+    code, files = _made_by(directory.path)
     return CellResult(
         cell=config.name,
         setting=tuple((setting or {}).items()),
@@ -206,7 +209,8 @@ def read_run(directory: RunDir, setting: Setting | None = None, swept: Iterable[
         fingerprint=fingerprint(config, ("name", "output_dir", "seed", *swept)),
         whole=fingerprint(config, WATCHING),
         settings=given(config),
-        code=_code(directory.path),
+        code=code,
+        files=files,
         curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
         budget=config.budget if config.budget.may_cut_steps else None,
         ledger={word: count for word, count in ledger.items() if type(count) is int},
@@ -281,13 +285,21 @@ def _held_out(directory: RunDir, label: str) -> HeldOut:
     return HeldOut(record.get("mean_reward"), accuracy, record.get("mean_length"), record.get("rewards", {}))
 
 
-def _code(path: Path) -> tuple[str, ...]:
+def _made_by(path: Path) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """`code` and `files` of a run directory."""
     manifest = path / "manifest.json"
     if not manifest.exists():
-        return ("unknown",)
-    found = json.loads(manifest.read_text())
-    packages = (f"{name} {version}" for name, version in found.get("packages", {}).items() if name in ("torch", "transformers"))
-    return (f"sources {found.get('sources') or 'unknown'}", f"python {found.get('python')}", *packages)
+        return ("unknown",), {}
+    begun = json.loads(manifest.read_text())
+    code: dict[str, None] = {}
+    files: dict[str, dict[str, None]] = {}
+    for made in (begun, *begun.get("later", ())):
+        packages = made.get("packages", {})
+        named = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
+        code |= dict.fromkeys((f"sources {made.get('sources') or 'unknown'}", f"python {made.get('python')}", *named))
+        for file, digest in made.get("files", {}).items():
+            files.setdefault(file, {})[digest] = None
+    return tuple(code), {file: tuple(digests) for file, digests in files.items()}
 
 
 def last_quarter(values: Sequence[float | None]) -> float | None:

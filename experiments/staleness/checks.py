@@ -29,12 +29,24 @@ def checks(results: Sequence[CellResult]) -> list[Check]:
     """All checks of a sweep, each with what it found."""
     prints = {r.fingerprint for r in results}
     code = {r.code for r in results}
+    one_code = len(code) == 1 and not any(len({text.split()[0] for text in each}) < len(each) for each in code)
     return [
         *checks_of_each(results),
         Check(*_equal_budget(results)),
         Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
-        Check("all cells ran the same code", len(code) == 1, " / ".join(", ".join(each) for each in sorted(code))),
+        Check("all cells ran the same code", one_code, " / ".join(", ".join(each) for each in sorted(code))),
+        *_same_files(results),
     ]
+
+
+def _same_files(results: Sequence[CellResult]) -> list[Check]:
+    """Of the files that settings name, where any does."""
+    digests: dict[str, set[str]] = {}
+    for file, found in (item for result in results for item in result.files.items()):
+        digests.setdefault(file, set()).update(found)
+    changed = sorted(file for file, found in digests.items() if len(found) > 1)
+    claim = "no file that the settings name changed while the cells ran"
+    return [Check(claim, not changed, ", ".join(changed) or f"{len(digests)} files")] if digests else []
 
 
 def checks_of_each(results: Sequence[CellResult]) -> list[Check]:

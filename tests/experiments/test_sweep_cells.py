@@ -126,12 +126,34 @@ BREAKS: dict[str, dict[str, Any]] = {
     "ledger closes": {"ledger_closes": False},
     "every setting that is not swept": {"fingerprint": "0" * 12},
     "same code": {"code": ("commit f00",)},
+    "no file": {"files": {"/judge.py": ("aa", "bb")}},
 }
 
 
 @pytest.mark.parametrize("claim", BREAKS)
 def test_a_broken_claim_is_found(claim: str, result: CellResult) -> None:
     assert any(claim in each for each in broken([result, replace(result, **BREAKS[claim])]))
+
+
+def test_a_reward_that_changes_between_two_cells_or_before_one_goes_on_is_seen_and_other_code_too(
+    write: Write, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text("def exact(completion): return 1.0\n")
+    named = {"rewards.functions": [f"{judge}:exact"]}
+    one, two = write(name="one", **named), write(name="two", **named)
+    assert broken([read(one), read(two)]) == [], "the same file"
+    judge.write_text("def exact(completion): return 2.0\n")
+    later = read(write(name="later", **named))
+    (claim,) = broken([read(one), later])
+    assert "no file" in claim and broken([later]) == []
+    for _ in range(2):  # the second time nothing is new
+        RunDir.reopen(two.config()).retire()
+    (seen,) = read(two).files.values()
+    assert broken([read(two)]) == [claim] and seen == (*read(one).files[str(judge)], *later.files[str(judge)])
+    manifest = two.path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"sources": "', '"sources": "0', 1))
+    assert broken([read(two)]) == ["all cells ran the same code", claim], "it went on with other code"
 
 
 LIMITED: dict[str, tuple[Budget, str]] = {
