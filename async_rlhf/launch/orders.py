@@ -92,7 +92,7 @@ class Alive(message.Message):
 
 
 class Opened(message.Message):
-    """version: of async-rlhf there. name: what the agent calls its host. directory: of this agent alone, absolute. has: the
+    """version: of async-rlhf there (`machine.installed`). name: what the agent calls its host. directory: of this agent alone, absolute. has: the
     fields of a `placement.Host`."""
 
     version: Name

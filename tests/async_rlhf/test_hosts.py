@@ -58,7 +58,7 @@ from async_rlhf.launch import agent
 sys.exit(agent.main())
 """
 ANOTHER_VERSION = (
-    "import sys; from async_rlhf.launch import agent; agent.version = lambda name: '0.0.1'; sys.exit(agent.main())"
+    "import sys; from async_rlhf.launch import agent; agent.installed = lambda: '0.0.1'; sys.exit(agent.main())"
 )
 
 

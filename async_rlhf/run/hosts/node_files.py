@@ -39,6 +39,9 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
     own_keys = f"{directory}/keys" if reaches_hub else None
     changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": own_keys})}
     changed["hooks"] = type(config.hooks)()  # they run here, and may hold keys
+    for section in ("loss", "advantage"):  # every role reads what they declare
+        own: Any = getattr(config, section)
+        changed[section] = own.model_copy(update={"kind": contents.code(own.kind, section)})
     inline, returns = dict[str, bytes](), {f"logs/{node.name}.log": node.log}
     if reaches_hub:
         assert config.security.directory is not None
@@ -47,7 +50,6 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
     if node.role != "relay":
         changed["model"] = contents.there(config.model, "model")
     if node.role == "learner_rank":
-        changed["loss"] = config.loss.model_copy(update={"kind": contents.code(config.loss.kind, "loss")})
         changed["scoring"] = contents.scoring() if config.held_reference else config.scoring
         if (own := config.learner.deepspeed_config) is not None:
             settings = {"deepspeed_config": contents.there(own, "deepspeed")}
@@ -84,7 +86,7 @@ class _Contents:
         if (file := own_file(target)) is None:
             return target
         folder = self._folders.setdefault(file.parent, f"{name}/{len(self._folders)}")
-        self.files |= {f"{folder}/{each.name}": each for each in with_neighbours(file)}
+        self.files |= {f"{folder}/{each.relative_to(file.parent)}": each for each in with_neighbours(file)}
         return target.replace(str(file), f"{self._directory}/{folder}/{file.name}")
 
     def environment(self) -> EnvironmentConfig:
@@ -112,19 +114,26 @@ class _Contents:
 
 
 def with_neighbours(file: Path) -> Iterator[Path]:
-    """A Python file, and those of its folder that it imports, and so on. Raises OSError."""
-    seen, waiting = set[Path](), [file]
+    """A Python file, and of its folder the files and packages that it imports, and so on. Raises OSError."""
+    known, seen, waiting = {"async_rlhf"}, set[Path](), [file]
     while waiting:
         if (each := waiting.pop()) in seen:
             continue
         seen.add(each)
         yield each
-        for statement in ast.walk(ast.parse(each.read_bytes())):
+        for statement in ast.walk(ast.parse(each.read_bytes(), str(each))):
             modules = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
             if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
                 modules.append(statement.module)
-            neighbours = (file.parent / f"{module.partition('.')[0]}.py" for module in modules)
-            waiting += [neighbour for neighbour in neighbours if neighbour.is_file()]
+            names = {module.partition(".")[0] for module in modules} - known
+            known |= names
+            found = (path for name in names for path in (file.parent / f"{name}.py", *(file.parent / name).rglob("*.py")))
+            waiting += [path for path in found if path.is_file() and _is_module(path.relative_to(file.parent))]
+
+
+def _is_module(path: Path) -> bool:
+    """Whether a statement can import it."""
+    return all(map(str.isidentifier, path.with_suffix("").parts))
 
 
 def _read_by_rewards(config: Config) -> dict[str, str]:
