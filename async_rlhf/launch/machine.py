@@ -43,7 +43,7 @@ def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_device
 
 
 def installed() -> str:
-    """What a host of a run must have too: the version of async-rlhf, and the digest of its code, for clones have one version."""
+    """What all hosts of a run must have: a version of async-rlhf, and its code, which clones of one version may differ in."""
     return f"{version('async-rlhf')} (code {sources()})"
 
 
