@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,7 +30,7 @@ from async_rlhf.launch.depot import Depot
 from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
 from async_rlhf.launch.hosts import Pipe
 from async_rlhf.launch.local import LocalLauncher, LocalProcess, warm
-from async_rlhf.launch.machine import this_machine
+from async_rlhf.launch.machine import installed, this_machine
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import ON_HOST
 
@@ -135,7 +134,7 @@ class Agent:
     def _opened(self, directory: str, accelerators: bool) -> orders.Event:
         host = this_machine(look_for_devices=accelerators)
         host = host if self._devices is None else host.model_copy(update={"devices": self._devices})
-        return orders.Opened(version=version("async-rlhf"), name=self._name, directory=directory, has=dict(host))
+        return orders.Opened(version=installed(), name=self._name, directory=directory, has=dict(host))
 
     def _started(self, number: int, found: _Life | orders.Event) -> orders.Event:
         if not isinstance(found, _Life):

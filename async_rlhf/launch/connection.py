@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -27,6 +26,7 @@ from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.launch import orders
 from async_rlhf.launch.depot import known_digest, place_elsewhere
 from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
+from async_rlhf.launch.machine import installed
 from async_rlhf.launch.placement import Host, Inventory
 from async_rlhf.launch.program import Launcher, Node, Process
 from async_rlhf.launch.tether import BEAT
@@ -202,7 +202,7 @@ class Connection:
         self._receiver.start()
         self._send(self._opening)
         opened = self._answer(orders.Opened, START_S)
-        if (ours := version("async-rlhf")) != opened.version:
+        if (ours := installed()) != opened.version:
             raise ConnectionRefusedError(f"async-rlhf {opened.version} is installed there, and {ours} here; install the same")
         self._directory = opened.directory
         own = {"name": self._name, "own": opened.name == self._hosts.here}
@@ -301,7 +301,7 @@ class Connection:
                 process.wrote(found.number, found.data)
             else:
                 del self._processes[found.life]
-                process.ends(found.code, found.words)
+                process.ends(found.code, found.words and f"host {self._name!r}: {found.words}")
 
     def _lose(self, reason: str) -> None:
         with self._guard:

@@ -15,14 +15,20 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import xxhash
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.files import content_digest
 from async_rlhf.launch.placement import Host
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 _DEADLINE_S = 20.0  # a driver that nothing keeps loaded takes seconds
 _CUDA = "CUDA_VISIBLE_DEVICES"
 _THREADS = "ASYNC_RLHF_THREADS"
+_ROOMS = ("actors", "buffers", "launch", "learner", "run")
 
 
 def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_devices: bool = True) -> Host:
@@ -34,6 +40,20 @@ def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_device
     devices = shown_devices(environment) if look_for_devices else []
     sizes = [size for _, size in devices if size is not None]
     return Host(devices=len(devices), device_memory=min(sizes, default=None), cpus=cpus, memory=memory)
+
+
+def installed() -> str:
+    """What all hosts of a run must have: a version of async-rlhf, and its code, which clones of one version may differ in."""
+    return f"{version('async-rlhf')} (code {sources()})"
+
+
+def sources() -> str:
+    """Digest of the code that processes of a run execute, 12 hexadecimal digits: what a commit says nothing of where there are
+    changes, and says too much of where only documents differ."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(path for room in _ROOMS for path in (package / room).rglob("*.py"))
+    lines = "".join(f"{path.relative_to(package)} {content_digest(path)}\n" for path in files)
+    return xxhash.xxh3_128_hexdigest(lines.encode())[:12]
 
 
 def shown_devices(environment: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:

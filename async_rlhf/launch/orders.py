@@ -92,8 +92,8 @@ class Alive(message.Message):
 
 
 class Opened(message.Message):
-    """version: of async-rlhf there. name: what the agent calls its host. directory: of this agent alone, absolute. has: the
-    fields of a `placement.Host`."""
+    """version: as `machine.installed` there. name: what the agent calls its host. directory: of this agent alone, absolute.
+    has: the fields of a `placement.Host`."""
 
     version: Name
     name: Name

@@ -13,16 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import xxhash
-
 from async_rlhf.actors.data.config import HUB_PREFIX
 from async_rlhf.buffers.files import RUN, content_digest
+from async_rlhf.launch.machine import sources
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.run.config import Config, flat
 
 _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym")
 _SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(/.+)?")
-_ROOMS = ("actors", "buffers", "launch", "learner", "run")
 _FUNCTION_IN_FILE = re.compile(r"(?<=\.py):[^/]*$")
 
 
@@ -51,7 +49,7 @@ def continued(known: Mapping[str, Any], config: Config) -> dict[str, Any]:
 def _code(config: Config) -> dict[str, Any]:
     """What computes the run, so that two runs can be told to have been computed by the same."""
     return {
-        "sources": _sources(),
+        "sources": sources(),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "files": _files(config),
@@ -100,15 +98,6 @@ def _origin(model: Path) -> dict[str, Any] | None:
     if not (run / "config.toml").exists() or checkpoint not in complete(checkpoint.parent):
         return None
     return {"run": str(run), "step": step_of(checkpoint)}
-
-
-def _sources() -> str:
-    """Digest of the code that processes of a run execute, 12 hexadecimal digits: what a commit says nothing of where there are
-    changes, and says too much of where only documents differ."""
-    package = Path(__file__).resolve().parents[1]
-    files = sorted(path for room in _ROOMS for path in (package / room).rglob("*.py"))
-    lines = "".join(f"{path.relative_to(package)} {content_digest(path)}\n" for path in files)
-    return xxhash.xxh3_128_hexdigest(lines.encode())[:12]
 
 
 def _commit() -> str | None:

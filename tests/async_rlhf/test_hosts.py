@@ -21,6 +21,7 @@ from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.transport import keys, link
 from async_rlhf.inspect.chaos import problems
 from async_rlhf.launch import connection, depot
+from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.orders import Start
 from async_rlhf.launch.program import Node, actor_node, rank_node, role_of
 from async_rlhf.launch.sockets import LOOPBACK, free_port, interface_towards, own_address
@@ -57,9 +58,7 @@ if "{host}" == "localhost":
 from async_rlhf.launch import agent
 sys.exit(agent.main())
 """
-ANOTHER_VERSION = (
-    "import sys; from async_rlhf.launch import agent; agent.version = lambda name: '0.0.1'; sys.exit(agent.main())"
-)
+ANOTHER_VERSION = "import sys; from async_rlhf.launch import agent; agent.installed = lambda: '0.0.1'; sys.exit(agent.main())"
 
 
 AHEAD_S = 300.0
@@ -220,10 +219,15 @@ LAUNCH = {"launch.kind": "hosts", "launch.hosts": ["gpu1"]}
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Of a folder with model, teacher, data, environment, and a reward that imports its neighbour, which imports another."""
+    """Of a folder with model, teacher, data, environment, and a reward that imports its neighbour, which imports another and a
+    package."""
     folder = machine(tmp_path)
     (folder / "judge.py").write_text("import near\n\ndef judge(completion):\n    return near.ONE\n")
-    (folder / "near.py").write_text("from far import ONE\n")
+    (folder / "near.py").write_text("import package.deep.part\nfrom far import ONE\n")
+    (folder / "package" / "deep").mkdir(parents=True)
+    (folder / "package" / "deep" / "part.py").write_text("from . import other\n")
+    (folder / "package" / "deep" / "other.py").touch()
+    (folder / "package" / ".hidden.py").touch()
     (folder / "far.py").write_text("import json\nimport near\nONE = 1.0\n")
     (folder / "other.py").write_text("raise SystemExit\n")
     (folder / "model" / "._config.json").touch()  # of a copy made on a Mac: no host is given it
@@ -235,17 +239,21 @@ def config(tmp_path: Path) -> Config:
     return load(folder / "config.toml", {**own, **taught, **played, **LAUNCH})
 
 
+def lay_out(given: NodeFiles, there: Path) -> None:
+    for name, data in ({name: path.read_bytes() for name, path in given.files.items()} | dict(given.inline)).items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(data)
+        (there / name).chmod(0o600)
+
+
 def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Config, tmp_path: Path) -> None:
     run, there = RunDir.create(config, load_rows(config.data)), tmp_path / "there" / "actor-0"
     given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there))
     Start(life=1, name="actor-0", role="actor", arguments=(), files=dict.fromkeys(given.files, "0" * 32),
           inline=dict(given.inline), returns=list(given.returns))  # fmt: skip
-    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far", "played")}
+    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far", "played", "package/deep/part", "package/deep/other")}
     assert {name for name in given.files if name.endswith(".py")} == own
-    for name, data in ({name: path.read_bytes() for name, path in given.files.items()} | dict(given.inline)).items():
-        (there / name).parent.mkdir(parents=True, exist_ok=True)
-        (there / name).write_bytes(data)
-        (there / name).chmod(0o600)
+    lay_out(given, there)
     # Nothing of here is left: the config there names only files that are there.
     (tmp_path / "judge.py").rename(tmp_path / "judge.away")
     (tmp_path / "near.py").unlink()
@@ -258,6 +266,33 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     assert keys.load_peer(Path(its.security.keys or "")).secret.decode() == secret
     assert "hub.secret" not in {Path(name).name for name in (*given.inline, *given.files)}
     (tmp_path / "judge.away").rename(tmp_path / "judge.py")
+    assert shared(its, RunData(there, its.data)) == shared(config, RunData(run.path, config.data))
+    run.retire()
+
+
+def test_each_role_is_given_the_loss_and_the_estimator_that_it_reads_and_the_keys_of_a_server(
+    config: Config, tmp_path: Path
+) -> None:
+    declared = "from async_rlhf import advantage, loss\n\n@{}()\ndef {}(inputs, weight_N, config):\n    ...\n"
+    (tmp_path / "learned").mkdir()
+    for kind in ("loss", "advantage"):
+        (tmp_path / "learned" / f"{kind}.py").write_text(declared.format(kind, "own"))
+    keys.create(tmp_path / "served", ["gpu1"], link.new_pair)
+    served = {"keys": f"{tmp_path}/served/for-gpu1/"}
+    own = {f"{kind}.kind": f"{tmp_path}/learned/{kind}.py:own" for kind in ("loss", "advantage")}
+    config = override(config, {**own, "rewards.options.own": served, "environment.by_source.games.options": served})
+    run = RunDir.create(config, load_rows(config.data))
+    for role in ("relay", "scorer", "actor"):
+        there = tmp_path / "there" / role
+        given = pack(config, Node(role, role, ("ipc://{sockets}/relay",), tmp_path / "log"), str(there))
+        lay_out(given, there)
+        its = RunDir.existing(there).config()
+        assert (its.loss.kind, its.advantage.kind) == (f"{there}/loss/0/loss.py:own", f"{there}/loss/0/advantage.py:own")
+        chosen = [its.rewards.options["own"], its.environment.by_source["games"].options]
+        for options, is_given in zip(chosen, (role != "relay", role == "actor"), strict=True):
+            assert (options != served) == is_given
+            if is_given:
+                assert keys.load_peer(Path(options["keys"])).secret == keys.load_peer(Path(served["keys"])).secret
     assert shared(its, RunData(there, its.data)) == shared(config, RunData(run.path, config.data))
     run.retire()
 
@@ -280,7 +315,8 @@ def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config:
     own = {"backend": "deepspeed", "deepspeed_config": str(tmp_path / "zero.json")}
     config = override(config, {"loss.kind": f"{tmp_path}/own.py:plain", "learner": own})
     given = pack(config, rank_node(1, "10.0.0.1:2222", tmp_path / "log"), "/own/rank")
-    files = {"loss/0/own.py", "loss/0/far.py", "loss/0/near.py", "deepspeed/zero.json"}
+    of_package = {f"loss/0/package/deep/{name}.py" for name in ("part", "other")}
+    files = {"loss/0/own.py", "loss/0/far.py", "loss/0/near.py", "deepspeed/zero.json", *of_package}
     assert {name for name in given.files if not name.startswith("model/")} == files
     assert given.files["model/model.safetensors"] and list(given.inline) == ["config.toml"]
     its = tomllib.loads(given.inline["config.toml"].decode())

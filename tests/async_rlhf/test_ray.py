@@ -156,7 +156,7 @@ def test_actors_on_three_nodes_have_devices_of_their_own_and_check_shows_the_sam
         node = placement.placed(actor_node("", number, tmp_path / f"{number}.log"))
         process = connections.start(tmp_path, node)
         wait_for(lambda process=process: process.poll() is not None, f"the end of {node.name}")
-        assert (node.host, process.failure_message()) == (f"ray-{number % 3}", f"sees {number // 3}")
+        assert (node.host, process.failure_message()) == (f"ray-{number % 3}", f"host {node.host!r}: sees {number // 3}")
     connections.close()
     sets = [word for key, value in {**SMALL, **launch, **overrides}.items() for word in ("--set", f"{key}={toml(value)}")]
     checked = CliRunner().invoke(app, ["check", str(QUICK), *sets])

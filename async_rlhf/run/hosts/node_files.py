@@ -1,9 +1,10 @@
 """What a process on another host is given: the configuration as it is there, and what its role needs beside.
 
-    actor           its keys where it reaches the hub itself, the rows, the files of rewards, the model, teachers
-    scorer          the files of rewards, the model, teachers
+    each            the files of loss and estimator, which declare what a configuration is checked for
+    actor           its keys where it reaches the hub itself, the rows, the files and keys of rewards, the model, teachers
+    scorer          the files and keys of rewards, the model, teachers
     relay           its keys
-    learner rank    the model, a teacher, the file of a loss, DeepSpeed's settings; a checkpoint comes from rank 0
+    learner rank    the model, a teacher, DeepSpeed's settings; a checkpoint comes from rank 0
 
 Pure but for reading the names of files: `launch.connection` sends what the host does not have.
 """
@@ -11,7 +12,7 @@ Pure but for reading the names of files: `launch.connection` sends what the host
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from async_rlhf.run.config import Config, dump
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import own_file
 
+_OF_A_PEER = ("hub.public", "peer.secret")
 _MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
 
 
@@ -36,18 +38,19 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
     """See `connection.Pack`. Raises OSError for a file that cannot be read."""
     run, contents = RunDir(config.run_dir), _Contents(config, directory)
     reaches_hub = node.role in ("actor", "relay") and node.arguments[0] == config.address
-    own_keys = f"{directory}/keys" if reaches_hub else None
-    changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": own_keys})}
+    changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": None})}
     changed["hooks"] = type(config.hooks)()  # they run here, and may hold keys
-    inline, returns = dict[str, bytes](), {f"logs/{node.name}.log": node.log}
+    for section in ("loss", "advantage"):  # every role reads what they declare
+        own: Any = getattr(config, section)
+        changed[section] = own.model_copy(update={"kind": contents.code(own.kind, section)})
+    returns = {f"logs/{node.name}.log": node.log}
     if reaches_hub:
         assert config.security.directory is not None
-        keys = config.security.directory / f"for-{node.name}"
-        inline |= {f"keys/{name}": (keys / name).read_bytes() for name in ("hub.public", "peer.secret")}
+        own_keys = contents.keys(config.security.directory / f"for-{node.name}", "keys")
+        changed["security"] = config.security.model_copy(update={"keys": own_keys})
     if node.role != "relay":
         changed["model"] = contents.there(config.model, "model")
     if node.role == "learner_rank":
-        changed["loss"] = config.loss.model_copy(update={"kind": contents.code(config.loss.kind, "loss")})
         changed["scoring"] = contents.scoring() if config.held_reference else config.scoring
         if (own := config.learner.deepspeed_config) is not None:
             settings = {"deepspeed_config": contents.there(own, "deepspeed")}
@@ -59,18 +62,19 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
         contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}
         returns[f"spans/{node.name}.jsonl"] = run.spans(node.name)
         changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew
-    inline["config.toml"] = dump(config.model_copy(update=changed)).encode()
-    return NodeFiles(contents.files, inline, returns)
+    contents.inline["config.toml"] = dump(config.model_copy(update=changed)).encode()
+    return NodeFiles(contents.files, contents.inline, returns)
 
 
 _NEVER = 1 << 62
 
 
 class _Contents:
-    """files: name below the node's directory there -> file here. Each method returns what is called how there."""
+    """files: name below the node's directory there -> file here. inline: -> what is in it. Each method returns what is called
+    how there."""
 
     def __init__(self, config: Config, directory: str) -> None:
-        self.files: dict[str, Path] = {}
+        self.files, self.inline = dict[str, Path](), dict[str, bytes]()
         self._config, self._directory = config, directory
         self._folders: dict[Path, str] = {}
 
@@ -84,23 +88,40 @@ class _Contents:
         if (file := own_file(target)) is None:
             return target
         folder = self._folders.setdefault(file.parent, f"{name}/{len(self._folders)}")
-        self.files |= {f"{folder}/{each.name}": each for each in with_neighbours(file)}
+        self.files |= {f"{folder}/{each.relative_to(file.parent)}": each for each in with_neighbours(file)}
         return target.replace(str(file), f"{self._directory}/{folder}/{file.name}")
+
+    def keys(self, directory: Path, name: str) -> str:
+        """Of a peer: what it needs to reach who has made them."""
+        self.inline |= {f"{name}/{file}": (directory / file).read_bytes() for file in _OF_A_PEER}
+        return f"{self._directory}/{name}"
 
     def environment(self) -> EnvironmentConfig:
         own = self._config.environment
-        there = {name: self.code(each.function, "environment") for name, each in {**own.by_source, "": own}.items()}
-        by_source = {name: each.model_copy(update={"function": there[name]}) for name, each in own.by_source.items()}
-        return own.model_copy(update={"function": there[""], "by_source": by_source})
+        there = {
+            source: {
+                "function": self.code(each.function, "environment"),
+                "options": self._options(each.options, f"environment/options/{number}"),
+            }
+            for number, (source, each) in enumerate({**own.by_source, "": own}.items())
+        }
+        by_source = {source: each.model_copy(update=there[source]) for source, each in own.by_source.items()}
+        return own.model_copy(update={**there[""], "by_source": by_source})
 
     def rewards(self) -> RewardsConfig:
         own = self._config.rewards
-        options = {
-            name: {**own.options[name], "path": self.there(path, f"options/{name}/{Path(path).name}")}
-            for name, path in _read_by_rewards(self._config).items()
-        }
+        options = {name: self._options(each, f"options/{name}") for name, each in own.options.items()}
+        for name, path in _read_by_rewards(self._config).items():
+            options[name]["path"] = self.there(path, f"options/{name}/{Path(path).name}")
         functions = tuple(self.code(target, "rewards") for target in own.functions)
-        return own.model_copy(update={"functions": functions, "options": own.options | options})
+        return own.model_copy(update={"functions": functions, "options": options})
+
+    def _options(self, own: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """With the keys of its server as they are there: by their folder's name, which all of a run must share."""
+        there, keys = {**own}, own.get("keys")
+        if isinstance(keys, str) and all((Path(keys) / file).is_file() for file in _OF_A_PEER):
+            there["keys"] = self.keys(Path(keys), f"{name}/{Path(keys).name}")
+        return there
 
     def scoring(self) -> ScoringConfig:
         """With the teachers as they are there."""
@@ -112,19 +133,26 @@ class _Contents:
 
 
 def with_neighbours(file: Path) -> Iterator[Path]:
-    """A Python file, and those of its folder that it imports, and so on. Raises OSError."""
-    seen, waiting = set[Path](), [file]
+    """A Python file, and of its folder the files and packages that it imports, and so on. Raises OSError."""
+    known, seen, waiting = {"async_rlhf"}, set[Path](), [file]
     while waiting:
         if (each := waiting.pop()) in seen:
             continue
         seen.add(each)
         yield each
-        for statement in ast.walk(ast.parse(each.read_bytes())):
+        for statement in ast.walk(ast.parse(each.read_bytes(), str(each))):
             modules = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
             if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
                 modules.append(statement.module)
-            neighbours = (file.parent / f"{module.partition('.')[0]}.py" for module in modules)
-            waiting += [neighbour for neighbour in neighbours if neighbour.is_file()]
+            names = {module.partition(".")[0] for module in modules} - known
+            known |= names
+            found = (path for name in names for path in (file.parent / f"{name}.py", *(file.parent / name).rglob("*.py")))
+            waiting += [path for path in found if path.is_file() and _is_module(path.relative_to(file.parent))]
+
+
+def _is_module(path: Path) -> bool:
+    """Whether a statement can import it."""
+    return all(map(str.isidentifier, path.with_suffix("").parts))
 
 
 def _read_by_rewards(config: Config) -> dict[str, str]:

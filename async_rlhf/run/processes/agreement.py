@@ -92,7 +92,7 @@ def portable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [portable(each) for each in value]
     if isinstance(value, str) and "/" in value:
-        return value.rpartition("/")[2]
+        return value.rstrip("/").rpartition("/")[2]
     return value
 
 
