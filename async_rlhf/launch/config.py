@@ -48,7 +48,7 @@ Strategy = Literal["flattening", "interleaving", "separation"]
 class HostConfig(Section):
     """A host of the run."""
 
-    name: str = Field(default="", max_length=100, pattern=r"^[A-Za-z0-9._:@-]*$")
+    name: str = Field(default="", max_length=100, pattern=r"^([A-Za-z0-9._:@][A-Za-z0-9._:@-]*)?$")
     """How launchers reach it; the first host is the supervisor's own and may go without."""
     devices: int = Field(default=0, ge=0, le=64)
     """CUDA devices of it that the run may use, numbered from 0."""

@@ -206,6 +206,7 @@ def test_on_each_host_actors_have_a_scorer_and_where_they_are_several_a_relay(sm
             {"placement.hosts": [{"devices": 1}, {"name": "b", "devices": 1}, {"name": "b"}]},
             "placement.hosts.*two hosts are called 'b'",
         ),
+        ({"placement.hosts": [{"name": "me@a"}, {"name": "-v"}]}, r"placement.hosts.*'-v'"),
         ({"placement.hosts": [{"devices": 1}, {"devices": 1}]}, "host 2 has no name; only the first may go without"),
         ({"actors.count": "all"}, "actors.count = 'all': it is a whole number from 1 to 1024, or \"fill\""),
     ],
