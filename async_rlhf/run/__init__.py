@@ -1,7 +1,7 @@
 """One run, from its configuration to its end. `async_rlhf.preparation` begins it; `async_rlhf.api` and the command call that.
 
 what a reader looks for                  where
-the configuration, its keys and checks   config, config_keys, config_checks, watching, scoring; shipped
+the configuration, its keys and checks   config, config_keys, config_checks, watching, scoring, own_code; shipped
 what is refused before anything starts   checks/: preflight, model, memory, spool
 which process runs on which host         hosts/: placement, connections, node_files; `async_rlhf.launch` starts them
 what each process does                   processes/: roles, learner, evaluation, tracking, agreement

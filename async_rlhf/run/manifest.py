@@ -18,10 +18,10 @@ from async_rlhf.buffers.files import RUN, content_digest
 from async_rlhf.launch.machine import sources
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.run.config import Config, flat
+from async_rlhf.run.own_code import own_code
 
 _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym")
 _SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(/.+)?")
-_FUNCTION_IN_FILE = re.compile(r"(?<=\.py):[^/]*$")
 
 
 def manifest(config: Config) -> dict[str, Any]:
@@ -57,14 +57,11 @@ def _code(config: Config) -> dict[str, Any]:
 
 
 def _files(config: Config) -> dict[str, str]:
-    """Digests of the files that settings name (absolute paths: functions of the user's, prompts, a model in one file)."""
-    found: dict[str, str] = {}
-    for value in dict(flat(config.model_dump())).values():
-        for text in value if isinstance(value, list | tuple) else (value,):
-            path = _FUNCTION_IN_FILE.sub("", text) if isinstance(text, str) else ""
-            if os.path.isabs(path) and os.path.isfile(path):
-                found[path] = content_digest(Path(path))
-    return found
+    """Digests of the user's own code, and of the files that settings name: prompts, a judge's words, a model in one file."""
+    values = (*places(config), *dict(flat(config.model_dump())).values())
+    named = (value for value in values if isinstance(value, str) and os.path.isabs(value))
+    files = {*filter(os.path.isfile, named), *map(str, own_code(config))}
+    return {file: content_digest(Path(file)) for file in sorted(files)}
 
 
 class Published(NamedTuple):

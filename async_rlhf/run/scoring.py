@@ -227,9 +227,3 @@ def _check_incremental(config: Config, where: str, stream_tokens: int) -> None:
         )
     if Path(own.path or config.model).is_dir():
         check_incremental(own.path or config.model, where)
-
-
-def own_file(target: str) -> Path | None:
-    """The file of a reward or environment `[NAME=][FORM:]path.py:name`; one of a package is found by its name."""
-    file = Path((target.partition("=")[2] or target).rpartition(":")[0].rpartition(":")[2])
-    return file if file.suffix == ".py" and file.is_file() else None

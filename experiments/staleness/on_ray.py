@@ -39,11 +39,11 @@ from async_rlhf.run import shipped
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
 from async_rlhf.run.display import Progress
-from async_rlhf.run.hosts.node_files import large_files, with_neighbours
+from async_rlhf.run.hosts.node_files import large_files
 from async_rlhf.run.hosts.placement import on_cuda
+from async_rlhf.run.own_code import own_code
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import own_file
 
 _LOST_AFTER_S = 30.0
 _TRIES = 3
@@ -229,11 +229,7 @@ def contents(configs: Sequence[Config], *, is_here: bool = True) -> dict[str, st
         preflight(config, rows, is_here=is_here)
         written = json.dumps([[row.prompt, row.columns] for part in rows for row in part])
         found[f"the rows of {config.data.source or 'data.sources'}"] = xxhash.xxh3_128_hexdigest(written.encode())
-        files = list(large_files(config))
-        environments = [own.function for own in config.environment.all.values()]
-        for target in (*config.rewards.functions, *environments, config.loss.kind, config.advantage.kind):
-            if (file := own_file(target)) is not None:
-                files += with_neighbours(file)
+        files = [*large_files(config), *own_code(config)]
         found |= {name: content_digest(file) for file in files if (name := shipped.portable(str(file))) not in found}
     return found
 

@@ -228,6 +228,7 @@ def config(tmp_path: Path) -> Config:
     (folder / "package" / "deep" / "part.py").write_text("from . import other\n")
     (folder / "package" / "deep" / "other.py").touch()
     (folder / "package" / ".hidden.py").touch()
+    (folder / "package" / "old.py").write_text("print 'of Python 2'\n")
     (folder / "far.py").write_text("import json\nimport near\nONE = 1.0\n")
     (folder / "other.py").write_text("raise SystemExit\n")
     (folder / "model" / "._config.json").touch()  # of a copy made on a Mac: no host is given it
@@ -251,7 +252,10 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     given = pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there))
     Start(life=1, name="actor-0", role="actor", arguments=(), files=dict.fromkeys(given.files, "0" * 32),
           inline=dict(given.inline), returns=list(given.returns))  # fmt: skip
-    own = {f"rewards/0/{name}.py" for name in ("judge", "near", "far", "played", "package/deep/part", "package/deep/other")}
+    own = {
+        f"rewards/0/{name}.py"
+        for name in ("judge", "near", "far", "played", "package/deep/part", "package/deep/other", "package/old")
+    }
     assert {name for name in given.files if name.endswith(".py")} == own
     lay_out(given, there)
     # Nothing of here is left: the config there names only files that are there.
@@ -315,7 +319,7 @@ def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config:
     own = {"backend": "deepspeed", "deepspeed_config": str(tmp_path / "zero.json")}
     config = override(config, {"loss.kind": f"{tmp_path}/own.py:plain", "learner": own})
     given = pack(config, rank_node(1, "10.0.0.1:2222", tmp_path / "log"), "/own/rank")
-    of_package = {f"loss/0/package/deep/{name}.py" for name in ("part", "other")}
+    of_package = {f"loss/0/package/{name}.py" for name in ("deep/part", "deep/other", "old")}
     files = {"loss/0/own.py", "loss/0/far.py", "loss/0/near.py", "deepspeed/zero.json", *of_package}
     assert {name for name in given.files if not name.startswith("model/")} == files
     assert given.files["model/model.safetensors"] and list(given.inline) == ["config.toml"]

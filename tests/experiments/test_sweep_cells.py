@@ -139,18 +139,24 @@ def test_a_reward_that_changes_between_two_cells_or_before_one_goes_on_is_seen_a
     write: Write, tmp_path: Path
 ) -> None:
     judge = tmp_path / "judge.py"
-    judge.write_text("def exact(completion): return 1.0\n")
-    named = {"rewards.functions": [f"{judge}:exact"]}
+    judge.write_text("import near\n\ndef exact(completion): return near.ONE\n")
+    near = tmp_path / "near.py"
+    near.write_text("ONE = 1.0\n")
+    named = {"rewards.functions": [f"own={judge}:exact"]}
     one, two = write(name="one", **named), write(name="two", **named)
     assert broken([read(one), read(two)]) == [], "the same file"
-    judge.write_text("def exact(completion): return 2.0\n")
+    near.write_text("ONE = 2.0\n")
     later = read(write(name="later", **named))
     (claim,) = broken([read(one), later])
     assert "no file" in claim and broken([later]) == []
     for _ in range(2):  # the second time nothing is new
         RunDir.reopen(two.config()).retire()
-    (seen,) = read(two).files.values()
-    assert broken([read(two)]) == [claim] and seen == (*read(one).files[str(judge)], *later.files[str(judge)])
+    seen = read(two).files
+    assert broken([read(two)]) == [claim] and {file: len(digests) for file, digests in seen.items()} == {
+        str(judge): 1,
+        str(near): 2,
+    }
+    assert seen[str(near)] == (*read(one).files[str(near)], *later.files[str(near)])
     manifest = two.path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sources": "', '"sources": "0', 1))
     assert broken([read(two)]) == ["all cells ran the same code", claim], "it went on with other code"

@@ -11,7 +11,6 @@ Pure but for reading the names of files: `launch.connection` sends what the host
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.program import Node
 from async_rlhf.run.config import Config, dump
+from async_rlhf.run.own_code import own_file, with_neighbours
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import own_file
 
 _OF_A_PEER = ("hub.public", "peer.secret")
 _MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
@@ -130,29 +129,6 @@ class _Contents:
         by_source = {source: there.get(path, path) for source, path in own.reference.by_source.items()}
         changed = {"path": there.get(own.reference.path, own.reference.path), "by_source": by_source}
         return own.model_copy(update={"reference": own.reference.model_copy(update=changed)})
-
-
-def with_neighbours(file: Path) -> Iterator[Path]:
-    """A Python file, and of its folder the files and packages that it imports, and so on. Raises OSError."""
-    known, seen, waiting = {"async_rlhf"}, set[Path](), [file]
-    while waiting:
-        if (each := waiting.pop()) in seen:
-            continue
-        seen.add(each)
-        yield each
-        for statement in ast.walk(ast.parse(each.read_bytes(), str(each))):
-            modules = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
-            if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-                modules.append(statement.module)
-            names = {module.partition(".")[0] for module in modules} - known
-            known |= names
-            found = (path for name in names for path in (file.parent / f"{name}.py", *(file.parent / name).rglob("*.py")))
-            waiting += [path for path in found if path.is_file() and _is_module(path.relative_to(file.parent))]
-
-
-def _is_module(path: Path) -> bool:
-    """Whether a statement can import it."""
-    return all(map(str.isidentifier, path.with_suffix("").parts))
 
 
 def _read_by_rewards(config: Config) -> dict[str, str]:

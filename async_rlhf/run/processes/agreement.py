@@ -18,8 +18,9 @@ from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.buffers.routing import read_routing
 from async_rlhf.run.config import Config
+from async_rlhf.run.own_code import own_file
 from async_rlhf.run.run_data import RunData
-from async_rlhf.run.scoring import environment_specs, own_file, score_names, stage_specs
+from async_rlhf.run.scoring import environment_specs, score_names, stage_specs
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
