@@ -71,8 +71,9 @@ def _facts(run: RunDir, config: Config, made: Mapping[str, Any], data: Sequence[
     yield "loss, advantage", f"{config.loss.kind}, {config.advantage.kind}"
     yield "batch", f"{config.learner.batch_size} completions in groups of {config.generation.group_size}"
     yield "seed", config.seed
-    packages = [f"{package} {version}" for package, version in made.get("packages", {}).items()]
-    yield "versions", ", ".join([*packages, f"Python {made.get('python')}", f"sources {made.get('sources')}"])
+    for what, code in (("versions", made), *((f"versions since {each['since']}", each) for each in made.get("later", ()))):
+        packages = [f"{package} {version}" for package, version in code.get("packages", {}).items()]
+        yield what, ", ".join([*packages, f"Python {code.get('python')}", f"sources {code.get('sources')}"])
 
 
 def _evaluations(run: RunDir, step: int) -> Iterator[tuple[object, ...]]:

@@ -178,6 +178,11 @@ class RunDir:
         """Whether a run has begun here."""
         return self._config.exists()
 
+    @property
+    def started(self) -> str:
+        """When the run began; empty where its manifest cannot be read."""
+        return str(self._read_manifest().get("started", ""))
+
     def config(self) -> Config:
         """As it was written, without the keys that are none any more. Raises ConfigError, DamagedError for what is no TOML."""
         try:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.cli.commands import app
+from async_rlhf.run import manifest
 from async_rlhf.run.checks.preflight import check_tracking
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.processes.tracking import _alone, _Lines, _Sent, measures, rewind, track, tracker_nodes
@@ -24,6 +25,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision import supervisor
 from async_rlhf.run.supervision.child import Child
 from async_rlhf.run.supervision.supervisor import Supervisor
+from async_rlhf.run.tracking import opened, to_tensorboard
 from async_rlhf.run.watching import TrackingConfig
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import wait_for
@@ -184,6 +186,19 @@ def test_mlflow_has_steps_settings_and_tables_and_a_run_that_is_resumed_is_the_s
     assert (found.data.params["seed"], found.info.status) == ("7", "FINISHED")
     tables = [Path(client.download_artifacts(found.info.run_id, name)) for name in ("rollouts", "evaluation_samples")]
     assert [file.name for table in tables for file in table.iterdir()] == ["step_000001.json", "step_000002.json"]
+
+
+def test_a_run_that_goes_on_with_other_code_is_the_same_in_its_tracker(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_tensorboard, "Service", lambda run: run)
+    run = RunDir.create(config := small())
+    run.retire()
+    before: Any = opened("tensorboard", run, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "sources", lambda: "f00")
+        RunDir.reopen(config).retire()
+    assert json.loads((run.path / "manifest.json").read_text())["later"][0]["sources"] == "f00"
+    after: Any = opened("tensorboard", run, 1)
+    assert after == before
 
 
 def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,7 @@ def _may_have_key() -> bool:
 def opened(kind: TrackerKind, run: RunDir, branch: int) -> Tracker:
     """The service, going on with what it has of the run. branch: from 1. Raises ConfigError, and what its library raises."""
     path, behind = run.path.resolve(), f"-{branch}" if branch > 1 else ""
-    begun = (run.path / "manifest.json").read_bytes() + f"{path}{behind}".encode()
-    identity = hashlib.blake2b(begun, digest_size=8).hexdigest()
+    identity = hashlib.blake2b(f"{run.started}{path}{behind}".encode(), digest_size=8).hexdigest()
     config = without_secrets(json.loads(run.config().model_dump_json()))
     check_place(kind)
     service = import_module(f"{__name__}.to_{kind}").Service
