@@ -72,11 +72,13 @@ def test_a_checkpoint_is_one_commit_and_what_is_there_is_only_added_to_when_that
 def test_a_dry_run_shows_the_card_and_the_files_and_contacts_nobody(run: RunDir, server: Hub) -> None:
     record_evaluation(run, {"label": "end", "step": 2, "num_prompts": 200, "accuracy": 0.78, "mean_reward": 0.8585})
     record_evaluation(run, {"label": "end", "step": 3, "num_prompts": 200, "accuracy": 0.9, "mean_reward": 0.9})
+    RunDir.reopen(run.config()).retire()  # it goes on with the code of this version
     code, said = invoke("push", run.path / "checkpoints" / "latest", "me/speller", "--dry-run")
     assert code == 0 and server.requests == [] and "nothing was sent" in said
     assert "| 2 | 200 | 0.780 (0.718 to 0.832) | 0.859 |" in said and "0.900" not in said, "it is of step 2"
     assert "Oldest token trained on: 1. Tokens over the bound: 0." in said and "| 1 | 48 | 50.0% |" in said
     assert RunData(run.path, run.config().data).digest in said and "transformers 5.19.0" in said
+    assert "sources a115e3cfded5 |" in said and "| versions since 2" in said
     assert f"{(run.path / 'checkpoints/step_000002/model/model.safetensors').stat().st_size:,} bytes  model.safetensors" in said
     assert str(run.path) not in said and 'function = "thrice.py:thrice"' in said
     assert said.startswith("---\nlibrary_name: transformers\n")
