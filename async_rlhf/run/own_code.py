@@ -13,8 +13,9 @@ from async_rlhf.run.config import Config
 def own_code(config: Config) -> Iterator[Path]:
     """Files of rewards, environments, loss and estimator, each `with_neighbours`. Raises OSError."""
     environments = [own.function for own in config.environment.all.values()]
-    for target in (*config.rewards.functions, *environments, config.loss.kind, config.advantage.kind):
-        if (file := own_file(target)) is not None:
+    targets = (*config.rewards.functions, *environments, config.loss.kind, config.advantage.kind)
+    for file in dict.fromkeys(map(own_file, targets)):
+        if file is not None:
             yield from with_neighbours(file)
 
 

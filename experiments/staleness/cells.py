@@ -114,7 +114,7 @@ class CellResult:
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Digests of each file that the settings name; more than one where it had changed when the run went on."""
+    """Digests of files of the user's code, and of those that the settings name; several of one that changed between starts."""
     budget: Budget | None = None
     """Where tokens or seconds were to end the run."""
 

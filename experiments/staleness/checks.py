@@ -29,7 +29,8 @@ def checks(results: Sequence[CellResult]) -> list[Check]:
     """All checks of a sweep, each with what it found."""
     prints = {r.fingerprint for r in results}
     code = {r.code for r in results}
-    one_code = len(code) == 1 and not any(len({text.split()[0] for text in each}) < len(each) for each in code)
+    # A run that went on with other code has two texts of a kind.
+    one_code = len(code) == 1 and all(len({text.split()[0] for text in each}) == len(each) for each in code)
     return [
         *checks_of_each(results),
         Check(*_equal_budget(results)),
@@ -40,12 +41,12 @@ def checks(results: Sequence[CellResult]) -> list[Check]:
 
 
 def _same_files(results: Sequence[CellResult]) -> list[Check]:
-    """Of the files that settings name, where any does."""
+    """Of `CellResult.files`, where there are any."""
     digests: dict[str, set[str]] = {}
     for file, found in (item for result in results for item in result.files.items()):
         digests.setdefault(file, set()).update(found)
     changed = sorted(file for file, found in digests.items() if len(found) > 1)
-    claim = "no file that the settings name changed while the cells ran"
+    claim = "no file of the user's changed while the cells ran"
     return [Check(claim, not changed, ", ".join(changed) or f"{len(digests)} files")] if digests else []
 
 

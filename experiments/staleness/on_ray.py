@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -34,6 +33,7 @@ from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.experiments.staleness.sweep import Here, Job, Outcome
+from async_rlhf.launch.machine import installed
 from async_rlhf.launch.ray import first_line, join
 from async_rlhf.run import shipped
 from async_rlhf.run.checks.preflight import preflight
@@ -222,7 +222,7 @@ class Nodes:
 def contents(configs: Sequence[Config], *, is_here: bool = True) -> dict[str, str]:
     """Digests of what these runs read, by name: their rows, the model, what rewards read, and code in files of one's own.
     is_here: whether they will be on this machine; then ConfigError is raised for one that could not begin. Raises OSError."""
-    found, known = {f"async-rlhf {version('async-rlhf')}": ""}, dict[str, Rows]()
+    found, known = {f"async-rlhf {installed()}": ""}, dict[str, Rows]()
     for config in configs:
         data = config.data.model_dump_json()
         rows = known[data] = known.get(data) or load_rows(config.data)

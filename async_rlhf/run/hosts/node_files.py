@@ -40,8 +40,8 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
     changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": None})}
     changed["hooks"] = type(config.hooks)()  # they run here, and may hold keys
     for section in ("loss", "advantage"):  # every role reads what they declare
-        own: Any = getattr(config, section)
-        changed[section] = own.model_copy(update={"kind": contents.code(own.kind, section)})
+        chosen: Any = getattr(config, section)
+        changed[section] = chosen.model_copy(update={"kind": contents.code(chosen.kind, section)})
     returns = {f"logs/{node.name}.log": node.log}
     if reaches_hub:
         assert config.security.directory is not None
