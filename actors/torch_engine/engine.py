@@ -27,7 +27,7 @@ from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, Reco
 from async_rlhf.actors.torch_engine.kept import KeptCache, KeptForward, KeptLlamaForward
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
-from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward, columns_step
+from async_rlhf.actors.torch_engine.llama_invariant import CACHE_STEP, InvariantLlamaForward
 from async_rlhf.actors.torch_engine.reserved import ReservedCache
 from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import sample
@@ -88,7 +88,7 @@ class TorchEngine:
         self._rows = Rows(slots)
         self._is_bounded = max_places is not None
         kind = ReservedCache if self._device.type == "cpu" and recorder is None else RowCache
-        self._cache = kind(slots, max_length, max_places, columns_step(model) if batch_invariant else COLUMNS_STEP)
+        self._cache = kind(slots, max_length, max_places, CACHE_STEP if batch_invariant else COLUMNS_STEP)
         self.kv_policy = kv_policy
         self._forward: Forward
         if kv_policy is not None:

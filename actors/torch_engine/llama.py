@@ -216,16 +216,25 @@ class LlamaForward(Forward):
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(ids, self._embedding).float()
         for index, layer in self._layers.items():
-            q, k, v = self._rotated(layer.qkv(self._normed(x, layer.norm)), cos, sin)
-            attended = attend(index, q, k, v)
+            attended = attend(index, *self._before(layer, x, cos, sin))
             if index == len(self._layers) - 1:
                 # Of the others only the keys and values are wanted, and the last of them are stored.
                 x, attended = x[:num_wanted], attended[:num_wanted]
-            # In place wherever possible: fresh memory costs more than arithmetic on tensors of this size.
-            x.add_(layer.out(attended))
-            gate, up = layer.gate_up(self._normed(x, layer.post_norm)).chunk(2, dim=-1)
-            x.add_(layer.down(F.silu(gate, inplace=True).mul_(up)))
+            self._after(layer, x, attended)
         return self._head(self._normed(x, self._norm))
+
+    def _before(
+        self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a layer, up to attention: [S, C] -> q [S, H, D], k and v [S, J, D] as they are kept."""
+        return self._rotated(layer.qkv(self._normed(x, layer.norm)), cos, sin)
+
+    def _after(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> None:
+        """Of a layer, from attention [S, H D] on: x [S, C] in place, since fresh memory costs more than arithmetic on
+        tensors of this size."""
+        x.add_(layer.out(attended))
+        gate, up = layer.gate_up(self._normed(x, layer.post_norm)).chunk(2, dim=-1)
+        x.add_(layer.down(F.silu(gate, inplace=True).mul_(up)))
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._epsilon)

@@ -1,14 +1,13 @@
 """`LlamaForward` whose numbers for a token do not depend on what else is in the pass, nor on how its row came to be there.
 
 A product's rounding depends on its shape, so here every product that a token takes part in has a shape that its request
-alone decides. Prompts are cut into *pieces* at multiples of `PIECE` positions, and the tokens of a piece attend in one
-product, in their places, whichever of them are there. Every token after a prompt attends in a product of its own, as it
-did when it was sampled, also where a row that was sent back is computed again. Visible columns are rounded up, those a token
-must not see get the weight 0, and values are added in blocks of so many columns that a product adds them one after the
-other: then zeros at the end change nothing. Products with weights treat rows alike, if there are more than a few.
+alone decides, or one that gives the same bits (`shapes`). Prompts are cut into *pieces* at multiples of `PIECE` positions,
+and the tokens of a piece attend in one product, in their places, whichever of them are there. Every token after a prompt
+attends in a product of its own, as it did when it was sampled, also where a row that was sent back is computed again.
+Columns that a token must not see get the weight 0. What a layer does beside attention is computed in blocks of tokens.
 
-Nothing here is promised by the libraries that compute the products: `tests/actors/test_torch_engine_invariance.py` holds
-it on the processor it runs on, for one thread.
+`tests/actors/test_torch_engine_invariance.py` holds it on the processor it runs on and on libraries that round by the whole
+shape, for one thread.
 
 Axes: as in `llama`; a group has `B` pieces of `L` tokens.
 """
@@ -17,40 +16,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
-from async_rlhf.actors.torch_engine.chunks import position_mask
-from async_rlhf.actors.torch_engine.llama import LlamaForward, can_pack, can_serve
+from async_rlhf.actors.torch_engine.chunks import additive, position_mask
+from async_rlhf.actors.torch_engine.llama import Attend, LlamaForward, can_serve
 from async_rlhf.actors.torch_engine.scheduler import Chunk
 from async_rlhf.actors.torch_engine.segments import segments
+from async_rlhf.actors.torch_engine.shapes import MOST_COLUMNS, SAFE, Columns, Sizes, choose_columns
 from async_rlhf.buffers.attention import FULL
 
 # Tokens of a prompt that attend in one product.
 PIECE = 16
-# Columns whose values are added in one product, and below how many rows a product adds any number one after the other.
-BLOCK, FEW_ROWS = 128, 4
-# Libraries have another way to multiply one row with weights, and where weights are not packed, a few.
-MIN_ROWS, MIN_ROWS_NOT_PACKED = 2, 16
-# torch has another way to multiply where rows x columns x width are fewer.
-_SMALL_PRODUCT = 400
-# Pieces after a prompt that attend together: each of them gets a copy of its row's keys and values.
-_SINGLES = 64
+# Pieces of chunks that attend together, where they are short: each of them gets a copy of its row's keys and values, at most so
+# many numbers of each. Longer ones read them where they lie.
+_TOGETHER, _COPIED = 64, 1 << 14
+# The cache has columns in multiples of this: a row's last block may have so many more than it needs.
+CACHE_STEP = 256
 
 
 def can_be_invariant(model: PreTrainedModel) -> bool:
     """Whether a head is whole vectors of 16 bytes: products depend on where else in memory a head begins."""
     return can_serve(model) and model.model.layers[0].self_attn.head_dim % 4 == 0
-
-
-def columns_step(model: LlamaForCausalLM) -> int:
-    """Visible columns are a multiple of this: 16, or more where that many columns of one head are a small product."""
-    head_width, step = model.model.layers[0].self_attn.head_dim, 16
-    while step * head_width < _SMALL_PRODUCT and step < BLOCK:
-        step *= 2
-    return step
 
 
 @dataclass(frozen=True)
@@ -81,14 +72,20 @@ class _Piece:
 
 
 class InvariantLlamaForward(LlamaForward):
-    """As `LlamaForward`; the cache must have columns in multiples of `columns_step`."""
+    """As `LlamaForward`; the cache must have columns in multiples of `CACHE_STEP`."""
 
     _few = 0  # a product rounds alike however many rows there are
 
     def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
         super().__init__(model, cache)
-        self._step = columns_step(model)
-        self._min_rows = MIN_ROWS if can_pack(model.dtype) else MIN_ROWS_NOT_PACKED
+        self._any_token = _random(0, 1, model.config.hidden_size)
+        self._layer_sizes, self._output_sizes = Sizes(self._try_layer), Sizes(self._try_output)
+        longest = cache.columns_within(MOST_COLUMNS)
+        keys, values = (_random(seed, self._num_key_heads, -(-longest // SAFE) * SAFE, self._width) for seed in range(2))
+        # By tokens that a piece has places for.
+        self._columns = {size: choose_columns(partial(self._try_columns, size, keys, values), longest) for size in (1, PIECE)}
+        # By tokens of a piece and columns: how many pieces may attend together.
+        self._group_sizes: dict[tuple[int, int], Sizes] = {}
 
     def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
         """As in `Forward`, in one pass."""
@@ -97,26 +94,39 @@ class InvariantLlamaForward(LlamaForward):
         for chunk in chunks:
             ids.append(torch.tensor(chunk.ids))
             at.append(torch.arange(chunk.start, chunk.start + len(chunk.ids)))
-        num_missing = self._min_rows - sum(map(len, ids))
-        if num_missing > 0:
-            ids.append(tokens[:1].expand(num_missing))
-            at.append(positions[:1].expand(num_missing))
         stored, rows = _written(chunks, num_rows)
         places = torch.cat(at)
-        self._cache.begin_tokens(places[stored], self._columns(length), rows)
+        num_columns = max(columns.padded(length) for columns in self._columns.values())
+        self._cache.begin_tokens(places[stored], num_columns, rows)
         groups = [*self._row_groups(positions.tolist()), *self._prefix_groups(chunks, num_rows)]
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if chunks:
-                k, v = k[stored], v[stored]
-            keys, values = self._cache.write_tokens(index, k[: len(rows)], v[: len(rows)])
+            k, v = (k[stored], v[stored]) if chunks else (k[:num_rows], v[:num_rows])
+            keys, values = self._cache.write_tokens(index, k, v)
             attended = q.new_zeros(len(q), self._num_heads * self._width)
             for group in groups:
                 self._attend_group(group, q, keys, values, attended)
             return attended
 
         self._extend_rotations(length)
-        return self._compute(torch.cat(ids), places, max(num_rows, self._min_rows), attend)[:num_rows]
+        return self._compute(torch.cat(ids), places, num_rows, attend)
+
+    def _compute(self, ids: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
+        """As in `LlamaForward`, in blocks of tokens."""
+        sizes, wanted = self._layer_sizes.blocks(len(ids)), self._output_sizes.blocks(num_wanted)
+        ids, positions = (_padded(part, sum(sizes)) for part in (ids, positions))
+        cos, sin = _split(self._cos[positions], sizes), _split(self._sin[positions], sizes)
+        x = F.embedding(ids, self._embedding).float()
+        last = len(self._layers) - 1
+        for index, layer in self._layers.items():
+            parts = [self._before(layer, *part) for part in zip(_split(x, sizes), cos, sin, strict=True)]
+            attended = attend(index, *map(_joined, zip(*parts, strict=True)))
+            if index == last:
+                # Of the others only the keys and values are wanted, and the last of them are stored.
+                x, attended, sizes = _padded(x, sum(wanted)), _padded(attended, sum(wanted)), wanted
+            for block, of_block in zip(_split(x, sizes), _split(attended, sizes), strict=True):
+                self._after(layer, block, of_block)
+        return _joined([self._head(self._normed(block, self._norm)) for block in _split(x, sizes)])[:num_wanted]
 
     def _row_groups(self, positions: Sequence[int]) -> Iterator[_Group]:
         """The newest token of each row, a piece of its own; neighbouring rows attend together, where their caches lie."""
@@ -130,8 +140,9 @@ class InvariantLlamaForward(LlamaForward):
         for pieces, size in ((of_prompts, PIECE), (singles, 1)):
             pieces.sort(key=lambda piece: piece.base)
             for start, stop, length in segments([piece.base + size - 1 for piece in pieces]):
-                for first in range(start, stop, _SINGLES):
-                    yield self._group(pieces[first : min(first + _SINGLES, stop)], size, length)
+                count = _TOGETHER if length * self._num_key_heads * self._width <= _COPIED else 1
+                for first in range(start, stop, count):
+                    yield self._group(pieces[first : min(first + count, stop)], size, length)
 
     def _group(self, pieces: Sequence[_Piece], size: int, length: int) -> _Group:
         """length: of the longest piece."""
@@ -144,12 +155,14 @@ class InvariantLlamaForward(LlamaForward):
         ).T
         tokens = answered.new_zeros(len(pieces) * size).index_copy_(0, answered[1], answered[0])
         mask = self._piece_mask(torch.tensor([piece.base for piece in pieces]), size, length)
-        return _Group(torch.tensor([piece.row for piece in pieces]), tokens.view(-1, size), answered, mask)
+        row = pieces[0].row
+        rows = slice(row, row + 1) if len(pieces) == 1 else torch.tensor([piece.row for piece in pieces])
+        return _Group(rows, tokens.view(-1, size), answered, mask)
 
     def _piece_mask(self, bases: torch.Tensor, size: int, length: int) -> torch.Tensor:
         """[B J, L G, T]: 0 up to the position of each place, the lowest finite number beyond; bases: int64 [B], of place 0."""
         at = bases[:, None] + torch.arange(size)
-        return self._of_heads(position_mask(at, self._columns(length), torch.float32, FULL))
+        return self._of_heads(position_mask(at, self._columns[size].padded(length), torch.float32, FULL))
 
     def _attend_group(
         self, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
@@ -158,30 +171,122 @@ class InvariantLlamaForward(LlamaForward):
         queries, columns = q[group.tokens], group.mask.shape[-1]
         row_keys, row_values = (part[group.rows][:, :, :columns].flatten(0, 1) for part in (keys, values))
         if group.answered is None:
-            answer = self._over(queries.reshape(len(row_keys), -1, self._width), row_keys, row_values, group.mask)
+            answer = self._together(1, queries.reshape(len(row_keys), -1, self._width), row_keys, row_values, group.mask)
             attended[group.tokens] = answer.view(len(queries), -1)
             return
         # [B, J, L, G, D]: of a head the tokens of a piece together.
+        size = queries.shape[1]
         by_head = queries.view(*queries.shape[:2], self._num_key_heads, -1, self._width).transpose(1, 2)
-        answer = self._over(by_head.reshape(len(row_keys), -1, self._width), row_keys, row_values, group.mask)
-        by_token = answer.view(by_head.shape).transpose(1, 2).reshape(queries.shape[0] * queries.shape[1], -1)
+        answer = self._together(size, by_head.reshape(len(row_keys), -1, self._width), row_keys, row_values, group.mask)
+        by_token = answer.view(by_head.shape).transpose(1, 2).reshape(queries.shape[0] * size, -1)
         attended[group.answered[0]] = by_token[group.answered[1]]
 
-    def _over(
-        self, queries: torch.Tensor, row_keys: torch.Tensor, row_values: torch.Tensor, mask: torch.Tensor
+    def _together(
+        self, size: int, queries: torch.Tensor, row_keys: torch.Tensor, row_values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """queries [B J, L G, D] over keys and values [B J, T, D] -> [B J, L G, D]."""
-        weights = torch.baddbmm(mask, queries, self._widened(row_keys).transpose(1, 2), alpha=self._width**-0.5).softmax(dim=-1)
-        row_values = self._widened(row_values)
-        if row_values.shape[1] <= BLOCK or queries.shape[1] < FEW_ROWS:
-            return torch.bmm(weights, row_values)
-        answer = torch.bmm(weights[:, :, :BLOCK], row_values[:, :BLOCK])
-        for start in range(BLOCK, row_values.shape[1], BLOCK):
-            answer.baddbmm_(weights[:, :, start : start + BLOCK], row_values[:, start : start + BLOCK])
-        return answer
+        """queries [B J, L G, D] of pieces of L = size places over keys and values [B J, T, D] -> [B J, L G, D]."""
+        num_heads, num_columns = self._num_key_heads, mask.shape[-1]
+        sizes = self._group_sizes.get((size, num_columns))
+        if sizes is None:
+            sizes = self._group_sizes[size, num_columns] = Sizes(partial(self._try_group, size, num_columns), (1,))
+        if sizes.holds(len(queries) // num_heads):
+            return self._over(self._columns[size], queries, row_keys, row_values, mask)
+        parts = (part.split(num_heads) for part in (queries, row_keys, row_values, mask))
+        return torch.cat([self._over(self._columns[size], each[0].clone(), *each[1:]) for each in zip(*parts, strict=True)])
 
-    def _columns(self, length: int) -> int:
-        return -(-length // self._step) * self._step
+    def _over(
+        self, columns: Columns, queries: torch.Tensor, row_keys: torch.Tensor, row_values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """queries [M, L G, D] over keys and values [M, T, D] -> [M, L G, D].
+
+        Of several blocks of columns each is normalised by itself; their shares of the whole follow from the largest weight
+        within each, exp(0) / sum, and its score. One that has no visible column has the share 0.
+        """
+        if mask.shape[-1] <= columns.block:
+            return self._within(columns.values, queries, row_keys, row_values, mask)[0]
+        answers, tops, largest = [], [], []
+        for start in range(0, mask.shape[-1], columns.block):
+            part = slice(start, start + columns.block)
+            answer, scores, weights = self._within(
+                columns.values, queries, row_keys[:, part], row_values[:, part], mask[:, :, part]
+            )
+            answers.append(answer)
+            tops.append(scores.amax(-1))
+            largest.append(weights.amax(-1))
+        top = torch.stack(tops)
+        shares = (top - top.amax(0)).exp_() / torch.stack(largest)
+        # Of a single block that is seen exactly 1, so that unseen ones beside it change nothing.
+        shares /= _sum(shares)
+        return _sum(torch.stack(answers).mul_(shares[..., None]))
+
+    def _within(
+        self, num_values: int, queries: torch.Tensor, row_keys: torch.Tensor, row_values: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a block of T columns: what is attended to [M, L G, D], the scores and the weights, [M, L G, T]."""
+        scores = torch.baddbmm(mask, queries, self._widened(row_keys).transpose(1, 2), alpha=self._width**-0.5)
+        weights = scores.softmax(dim=-1)
+        row_values = self._widened(row_values)
+        answer = torch.bmm(weights[:, :, :num_values], row_values[:, :num_values])
+        for start in range(num_values, row_values.shape[1], num_values):
+            answer.baddbmm_(weights[:, :, start : start + num_values], row_values[:, start : start + num_values])
+        return answer, scores, weights
+
+    # -- whether shapes may be used: equal items, by the weights that are there
+
+    def _try_layer(self, size: int) -> tuple[torch.Tensor, ...]:
+        x, layer = self._any_token.repeat(size, 1), self._layers[0]
+        angles = (torch.full((size, 1, self._width), part) for part in (0.6, 0.8))
+        q, k, v = self._before(layer, x, *angles)
+        self._after(layer, x, q.flatten(1))
+        return q, k, v, x
+
+    def _try_output(self, size: int) -> tuple[torch.Tensor, ...]:
+        x, layer = self._any_token.repeat(size, 1), self._layers[len(self._layers) - 1]
+        self._after(layer, x, x.repeat(1, self._num_heads)[:, : self._num_heads * self._width].contiguous())
+        return x, self._head(self._normed(x, self._norm))
+
+    def _try_columns(
+        self, size: int, keys: torch.Tensor, values: torch.Tensor, columns: Columns, num_columns: int, num_visible: int
+    ) -> torch.Tensor:
+        """One piece of `size` places, which all see so many of the columns [J, T, D]."""
+        queries = _random(2, self._num_key_heads, size * self._num_heads // self._num_key_heads, self._width)
+        mask = additive(torch.arange(num_columns) < num_visible, torch.float32).expand(*queries.shape[:2], -1)
+        return self._within(columns.values, queries, keys[:, :num_columns], values[:, :num_columns], mask)[0]
+
+    def _try_group(self, size: int, num_columns: int, count: int) -> tuple[torch.Tensor, ...]:
+        """So many pieces over the same keys and values."""
+        num_matrices = count * self._num_key_heads
+        keys, values = (_random(seed, 1, num_columns, self._width).expand(num_matrices, -1, -1) for seed in range(2))
+        queries = _random(2, 1, size * self._num_heads // self._num_key_heads, self._width).repeat(num_matrices, 1, 1)
+        mask = torch.zeros(num_matrices, queries.shape[1], num_columns)
+        return (self._over(self._columns[size], queries, keys, values, mask),)
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _split(part: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    return (part,) if len(sizes) == 1 else part.split(sizes)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
+def _padded(part: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` of [S, ...]; what is missing is as the first."""
+    missing = count - len(part)
+    return torch.cat((part, part[:1].expand(missing, *part.shape[1:]))) if missing > 0 else part[:count]
+
+
+def _sum(parts: torch.Tensor) -> torch.Tensor:
+    """[K, ...] -> [...] in pairs of neighbours, so that zeros at the end change nothing, however many."""
+    while len(parts) > 1:
+        if len(parts) % 2:
+            parts = torch.cat((parts, torch.zeros_like(parts[:1])))
+        parts = parts[::2] + parts[1::2]
+    return parts[0]
 
 
 def _written(chunks: Sequence[Chunk], num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

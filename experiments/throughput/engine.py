@@ -10,7 +10,8 @@ The model is a tiny Llama with random weights (128 equal sequences, 64 slots for
 (`--model DIRECTORY --dtype bfloat16`, 16 slots), for instance the one that `make train-chat` fetches: a directory, or a
 GGUF file, which is converted once.
 
-A third pair is two calls of an agent: the first token behind a prefix that the engine holds, and behind one that it computes.
+Others pair the engine that keeps its bits in any batch with the ordinary one, and two calls of an agent: the first token
+behind a prefix that the engine holds, and behind one that it computes.
 
 Only requested tokens are counted. `generate` samples without top-k or top-p and returns no log-probabilities; the engines do.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,6 +60,7 @@ def engine(bench: Bench) -> Iterator[Row]:
         sides = {"engine": timed(partial(run_engine, ours, each)), "generate": timed(partial(run_generate, plain, each))}
         seconds = alternate(sides, bench.num_turns(5))
         yield Row.of(each.title, rates(sum(each.lengths), seconds), "tok/s")
+    yield from _invariant(bench)
     for length in bench.size((1024, 4096), (128,)):
         if bench.load in (title := f"continued, {length} tokens and {_OBSERVED} more"):
             model = make_model(bench.model, bench.dtype, 2 * length)
@@ -68,6 +70,37 @@ def engine(bench: Bench) -> Iterator[Row]:
                 "computed": partial(_first_token_s, ours, length, False),
             }
             yield Row.of(title, alternate(sides, bench.num_turns(7)), "s", at_most=0.1)
+
+
+def _invariant(bench: Bench) -> Iterator[Row]:
+    """What it costs that bits do not depend on the batch: rows of 32 new tokens, and one behind a long prompt."""
+    long = bench.size(4096, 128)
+    for title, requests in (
+        *((f"invariant, {rows} rows", _requests([8] * rows, 32)) for rows in bench.size((8, 64, 128), (8,))),
+        (f"invariant, prompt of {long}", _requests([long], 1)),
+    ):
+        if bench.load in title:
+            model = make_model(bench.model, bench.dtype, long + 64)
+            sides = {
+                name: timed(
+                    partial(
+                        completed,
+                        TorchEngine(model, slots=len(requests), max_length=long + 64, batch_invariant=is_it),
+                        requests,
+                    )
+                )
+                for name, is_it in (("invariant", True), ("ordinary", False))
+            }
+            tokens = sum(len(each.prompt_ids) + each.max_new_tokens for each in requests)
+            yield Row.of(title, rates(tokens, alternate(sides, bench.num_turns(7))), "tok/s")
+
+
+def _requests(prompts: Sequence[int], new: int) -> list[Request]:
+    draw = np.random.default_rng(3)
+    return [
+        Request(RolloutKey(index, 0, 0), tuple(draw.integers(1, 100, length).tolist()), new, Sampling(), index)
+        for index, length in enumerate(prompts)
+    ]
 
 
 def _first_token_s(engine: Engine, length: int, is_held: bool) -> float:

@@ -8,6 +8,8 @@ again. Float32 with many inputs has another product for a single row.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,9 +24,12 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import GraphedForward
 from async_rlhf.actors.torch_engine.llama import LlamaForward
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.shapes import Attended, Columns, Sizes
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
+from tests.actors.strange_products import strange_products
 from tests.actors.torch_models import finished
 
 VOCABULARY, MAX_LENGTH = 300, 900
@@ -122,12 +127,27 @@ def differing(
     return sum(found[key] != expected[key] for key in found), engine.num_suspended
 
 
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """What was computed alone is computed again: products are others."""
+    alone.cache_clear()
+    yield
+    alone.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.rest)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_completion_has_the_same_bits_in_any_company(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [differing(shape, dtype, seed, True, monkeypatch) for seed in range(3)]
     assert [count for count, _ in found] == [0, 0, 0]
     assert sum(num_suspended for _, num_suspended in found) > 0, "nobody was ever sent back"
+
+
+def test_a_completion_of_several_blocks_of_columns_has_the_same_bits_in_any_company(
+    elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rlhf.actors.torch_engine.llama_invariant.MOST_COLUMNS", 64)
+    assert differing("grouped-query", torch.float32, 1, True, monkeypatch)[0] == 0
 
 
 @pytest.mark.parametrize("shape", ["multi-head", "one key head"])
@@ -148,13 +168,66 @@ def test_a_long_completion_has_the_same_bits_in_any_company(shape: str) -> None:
     assert found[0] == found[1]
 
 
-def test_where_weights_cannot_be_packed_bits_do_not_depend_on_company_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_weights_cannot_be_packed_bits_do_not_depend_on_company_either(
+    elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert differing("multi-head", torch.float32, 0, False, monkeypatch)[0] > 0, "else no test here could fail"
-    for module in ("llama", "llama_invariant"):
-        monkeypatch.setattr(f"async_rlhf.actors.torch_engine.{module}.can_pack", lambda dtype: False)
+    monkeypatch.setattr("async_rlhf.actors.torch_engine.llama.can_pack", lambda dtype: False)
     alone.cache_clear()
     assert differing("many inputs", torch.float32, 0, True, monkeypatch)[0] == 0
-    alone.cache_clear()
+
+
+# On libraries of other processors
+
+
+@pytest.mark.parametrize(
+    ("rule", "packs"),
+    [("whole shape", True), ("borders", False)]
+    + [pytest.param(*case, marks=pytest.mark.rest) for case in (("borders", True), ("place", True), ("place", False))],
+)
+def test_a_completion_has_the_same_bits_whatever_shapes_a_library_rounds_by(
+    rule: str, packs: bool, elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packs:
+        monkeypatch.setattr("async_rlhf.actors.torch_engine.llama.can_pack", lambda dtype: False)
+    with strange_products(rule):
+        assert differing("grouped-query", torch.float32, 1, True, monkeypatch)[0] == 0
+
+
+def _all_hold(self: Sizes, size: int) -> bool:
+    return True
+
+
+def _sixteen(attended: Attended, longest: int) -> Columns:
+    return Columns(1024, 1024, tuple(range(16, 1025, 16)))
+
+
+@pytest.mark.parametrize(
+    ("place", "planted"),
+    [("shapes.Sizes.holds", _all_hold), ("llama_invariant.choose_columns", _sixteen)],
+    ids=["rows of any number together", "columns in steps of 16"],
+)
+def test_shapes_that_were_not_compared_are_found(
+    place: str, planted: object, elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"async_rlhf.actors.torch_engine.{place}", planted)
+    with strange_products("borders"):
+        assert differing("grouped-query", torch.float32, 1, True, monkeypatch)[0] > 0
+
+
+def test_long_rows_are_the_models_in_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are normalised each by itself, of a library that forces the smallest, and of one that allows large ones."""
+    model, draw = make_model("grouped-query", torch.float32), random.Random(3)
+    request = Request(RolloutKey(0, 0, 0), tuple(draw.choices(range(VOCABULARY), k=700)), 8, Sampling(), 4)
+    for most, rule in ((256, None), (2048, "whole shape")):
+        monkeypatch.setattr("async_rlhf.actors.torch_engine.llama_invariant.MOST_COLUMNS", most)
+        with strange_products(rule) if rule else nullcontext():
+            engine = TorchEngine(model, slots=1, max_length=MAX_LENGTH, batch_invariant=True)
+            check_engine(engine, model)
+            completion = finished(engine, [request])[request.key]
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
+        plain = torch.log_softmax(model(ids).logits[0, 699:-1], -1).gather(-1, ids[0, 700:, None])[:, 0].detach()
+        torch.testing.assert_close(torch.from_numpy(completion.logprobs), plain, atol=1e-4, rtol=0)
 
 
 # Turns that go on
