@@ -36,6 +36,14 @@ from async_rlhf.buffers.tensors import RawTensor
 OnUpdate = Literal["keep", "interrupt", "finish"]
 
 
+class Bits(NamedTuple):
+    """Whether a completion has the same bits in any batch, and which. digest: of some completions by the weights that were
+    loaded, equal wherever the bits are; obstacle: why they are not promised. One of them is empty."""
+
+    digest: str = ""
+    obstacle: str = ""
+
+
 class RolloutKey(NamedTuple):
     """Names one rollout in the whole run; of an engine's requests with the chain, one of the rollout's rows."""
 
@@ -165,6 +173,10 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights the next token will be sampled from; -1 before any were adopted."""
+
+    @property
+    def bits(self) -> Bits:
+        """What is promised of them."""
 
     @property
     def num_unfinished(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
+from async_rlhf.actors.engine import Bits, Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
 from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, Recorder
 from async_rlhf.actors.torch_engine.kept import KeptCache, KeptForward, KeptLlamaForward
@@ -105,6 +105,7 @@ class TorchEngine:
         # int64 [R]: each row's last token, on the device from one step to the next.
         self._last = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._coming: tuple[int, Mapping[str, RawTensor]] | None = None
+        self.bits = Bits(obstacle="engine.batch_invariant = false")
         # Since the start: tokens sampled, and times a sequence was sent back.
         self.num_sampled = self.num_suspended = 0
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import OnUpdate
+from async_rlhf.actors.engine import Bits, OnUpdate
 from async_rlhf.actors.torch_engine.chunks import attention_of
 from async_rlhf.actors.torch_engine.devices import check_device
 from async_rlhf.actors.torch_engine.engine import TorchEngine
@@ -42,7 +42,8 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     model = _load_model(model_dir, config)
     tokenizer = find_tokenizer(model_dir)
     max_places = None if config.kv_bytes is None else find_max_places(model, config.kv_bytes, config.kv_budget)
-    engine = TorchEngine(
+    make = partial(
+        TorchEngine,
         model,
         slots=config.slots,
         stop_ids=find_stop_ids(model, tokenizer),
@@ -54,11 +55,18 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
         max_places=max_places,
         recorder=record_on_cuda if config.cuda_graphs else None,
         base=Base(Path(model_dir)),
-        batch_invariant=_is_batch_invariant(model, config),
         kv_policy=find_kv_policy(model, tokenizer, config),
         record_routing=config.replay_routing,
     )
-    check_engine(engine, model)
+    obstacle = _obstacle(model, config)
+    engine = make(batch_invariant=not obstacle)
+    bits = check_engine(engine, model)
+    if not obstacle and bits.obstacle:
+        if config.batch_invariant:
+            raise ConfigError(f'engine.batch_invariant = true: {bits.obstacle}. Set engine.batch_invariant = "none"')
+        obstacle, engine = bits.obstacle, make()
+        check_engine(engine, model)
+    engine.bits = Bits(obstacle=obstacle) if obstacle else bits
     return engine
 
 
@@ -118,10 +126,10 @@ def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     return {int(token) for ids in lists for token in ids if token is not None}
 
 
-def _is_batch_invariant(model: PreTrainedModel, config: EngineConfig) -> bool:
-    """Raises ConfigError where it is demanded and impossible; where it is left open, whether it is possible."""
+def _obstacle(model: PreTrainedModel, config: EngineConfig) -> str:
+    """Why the engine is not to be batch invariant; empty where it is. Raises ConfigError where it is demanded and cannot be."""
     if config.batch_invariant is False:
-        return False
+        return "engine.batch_invariant = false"
     obstacle = config.cannot_be_invariant
     if obstacle is None and not can_be_invariant(model):
         obstacle = (
@@ -129,7 +137,7 @@ def _is_batch_invariant(model: PreTrainedModel, config: EngineConfig) -> bool:
         )
     if config.batch_invariant and obstacle:
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
-    return obstacle is None
+    return obstacle or ""
 
 
 def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:

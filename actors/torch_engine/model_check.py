@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import xxhash
 from transformers import PreTrainedModel
 
-from async_rlhf.actors.engine import Completion, Request, RolloutKey, check_room, completed
+from async_rlhf.actors.engine import Bits, Completion, Request, RolloutKey, check_room, completed
 from async_rlhf.actors.torch_engine.chunks import additive, attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
@@ -25,9 +26,12 @@ MAX_DIFFERENCE = {torch.float32: 5e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 _NUM_NEW = 8
 
 
-def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
-    """Raises ConfigError when the log-probabilities of what the engine samples are not those of the model alone, or are not the
-    same bits in any batch where it promises them; and where it has no room to try."""
+def check_engine(engine: TorchEngine, model: PreTrainedModel) -> Bits:
+    """Whether an engine that is to be batch invariant is so on this processor; of another an empty answer.
+
+    Raises ConfigError when the log-probabilities of what the engine samples are not those of the model alone, and where it has
+    no room to try.
+    """
     requests = _requests(model, engine.kv_policy)
     check_room(engine, len(requests[0].prompt_ids), requests[0].max_new_tokens)
     try:
@@ -41,19 +45,20 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> None:
             f"log-probabilities of sampled tokens differ from plain passes by {difference:.3g} nats on average "
             f"(at most {MAX_DIFFERENCE[model.dtype]:g} in {str(model.dtype).removeprefix('torch.')})",
         )
-    if engine.is_batch_invariant:
-        _check_bits(engine, requests, together)
+    return _bits(engine, requests, together) if engine.is_batch_invariant else Bits()
 
 
-def _check_bits(engine: TorchEngine, requests: Sequence[Request], together: dict[RolloutKey, Completion]) -> None:
-    """Raises ConfigError when, on this processor, the bits of a completion depend on what is computed beside it."""
+def _bits(engine: TorchEngine, requests: Sequence[Request], together: dict[RolloutKey, Completion]) -> Bits:
+    digest = xxhash.xxh3_64()
     for request in requests:
-        alone, beside = completed(engine, [request])[request.key], together[request.key]
-        if alone.token_ids.tolist() != beside.token_ids.tolist() or alone.logprobs.tobytes() != beside.logprobs.tobytes():
-            raise ConfigError(
-                "engine.batch_invariant: on this processor the bits of a completion depend on what is computed beside it. Set "
-                "engine.batch_invariant = false; a run that was killed then differs from an uninterrupted one in rounding"
-            )
+        alone, beside = (
+            each[request.key].token_ids.tobytes() + each[request.key].logprobs.tobytes()
+            for each in (completed(engine, [request]), together)
+        )
+        if alone != beside:
+            return Bits(obstacle=f"on {processor()} the bits of a completion depend on what is computed beside it")
+        digest.update(alone)
+    return Bits(digest.hexdigest())
 
 
 def _refused(model: PreTrainedModel, what: str) -> ConfigError:
