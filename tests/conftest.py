@@ -31,6 +31,7 @@ from hypothesis import settings
 from typer.testing import CliRunner
 
 from async_rlhf.launch.local import begin
+from async_rlhf.launch.processor import processor
 from async_rlhf.launch.program import role_of
 from async_rlhf.run.config import Config, load
 from tests.workers import Scheduling, place
@@ -74,10 +75,29 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
+def pytest_report_header() -> str:
+    return f"processor: {processor()}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.write_line(f"processor: {processor()}")
+
+
+def kernels() -> str:
+    """What torch chose, where this process has imported it."""
+    if (torch := sys.modules.get("torch")) is None:
+        return ""
+    return f"; torch: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[Any]:
-    """A worker can send only text that can be encoded: half a surrogate pair that a test has logged is shown by its number."""
+    """A failure names the processor. A worker can send only text that can be encoded: half a surrogate pair that a test has
+    logged is shown by its number."""
     report = yield
+    if report.failed:
+        report.sections.append(("processor", processor() + kernels()))
     report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
     return report
 

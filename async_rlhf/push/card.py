@@ -73,7 +73,8 @@ def _facts(run: RunDir, config: Config, made: Mapping[str, Any], data: Sequence[
     yield "seed", config.seed
     for what, code in (("versions", made), *((f"versions since {each['since']}", each) for each in made.get("later", ()))):
         packages = [f"{package} {version}" for package, version in code.get("packages", {}).items()]
-        yield what, ", ".join([*packages, f"Python {code.get('python')}", f"sources {code.get('sources')}"])
+        where = [f"processor {code['processor']}"] if "processor" in code else []
+        yield what, ", ".join([*packages, f"Python {code.get('python')}", *where, f"sources {code.get('sources')}"])
 
 
 def _evaluations(run: RunDir, step: int) -> Iterator[tuple[object, ...]]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from async_rlhf.actors.data.config import HUB_PREFIX
 from async_rlhf.buffers.files import RUN, content_digest
 from async_rlhf.launch.machine import sources
+from async_rlhf.launch.processor import processor
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.run.config import Config, flat
 from async_rlhf.run.own_code import own_code
@@ -39,7 +40,8 @@ def manifest(config: Config) -> dict[str, Any]:
 
 
 def continued(known: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """That of a run that goes on: of the newest format; `later` lists other code that it has gone on with since."""
+    """That of a run that goes on: of the newest format; `later` lists other code and processors that it has gone on with
+    since."""
     later, code = known.get("later", []), _code(config)
     changed = any((later or [known])[-1].get(key) != value for key, value in code.items())
     since = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **code}
@@ -51,6 +53,7 @@ def _code(config: Config) -> dict[str, Any]:
     return {
         "sources": sources(),
         "python": platform.python_version(),
+        "processor": processor(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "files": _files(config),
     }

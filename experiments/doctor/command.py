@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
 from async_rlhf.experiments.page import table
 from async_rlhf.launch.machine import shown_devices, this_machine
+from async_rlhf.launch.processor import processor
 
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
@@ -93,7 +94,7 @@ def facts() -> list[Fact]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts = [
         Fact("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        Fact("processors", f"{this_machine(look_for_devices=False).cpus}"),
+        Fact("processors", f"{this_machine(look_for_devices=False).cpus} of {processor()}"),
         Fact("CUDA devices", f"{len(devices)} {names}" if devices else "none that nvidia-smi lists"),
         Fact("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
         Fact("open files", f"at most {soft}", "raise it: ulimit -n 65536" if soft < 1024 else ""),

@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import typer
 
 from async_rlhf.experiments.throughput.harness import ROOT, Bench, Device, DType, MissingError, Part, Row, Watch, await_quiet
 from async_rlhf.launch.forked import adopt_orphans
+from async_rlhf.launch.processor import processor
 
 # By name, in the order in which they run: the module here that has a function of this name.
 PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "pipeline": "pipeline",
@@ -166,13 +166,12 @@ def describe_run(small: bool) -> dict[str, Any]:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
         commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     memory_gib = round(psutil.virtual_memory().total / 2**30, 1)
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
         "small": small,
         "commit": commit,
-        "machine": {"cores": psutil.cpu_count(), "cpu": cpu and cpu[1], "memory_gib": memory_gib},
+        "machine": {"cores": psutil.cpu_count(), "cpu": processor(), "memory_gib": memory_gib},
         "versions": {name: _version(name) for name in _PACKAGES},
         "parts": {},
     }

@@ -17,6 +17,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.doctor import kit
 from async_rlhf.experiments.doctor.command import Fact, doctor, facts
+from async_rlhf.launch.processor import processor
 from async_rlhf.learner.model.policy import Policy, Predicted
 
 PARTS = ["model families", "16-bit engine", "CUDA graphs", "learner", "run with two ranks"]
@@ -87,5 +88,6 @@ def test_a_missing_and_an_old_package_are_named_with_the_line_that_installs_them
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = {fact.name: fact for fact in facts()}
+    assert found["processors"].value.endswith(f" of {processor()}")
     assert found["[deepspeed]"] == Fact("[deepspeed]", "deepspeed is missing", "pip install 'async-rlhf[deepspeed]'")
     assert found["[lora]"].value.startswith("peft is 0.1, ") and found["packages"].remedy == ""

@@ -42,6 +42,7 @@ from async_rlhf.experiments.throughput.pipeline import (
 )
 from async_rlhf.experiments.throughput.queue import GROUP_SIZE, a_group, put_header
 from async_rlhf.experiments.throughput.trl_async import PathAttention
+from async_rlhf.launch.processor import processor
 from tests.conftest import REPOSITORY
 
 
@@ -140,7 +141,7 @@ def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
     written = json.loads((tmp_path / "all.json").read_text())
     ((_, run),) = written["runs"].items()
     assert run["parts"].keys() == bench.PARTS.keys()
-    assert run["machine"]["cores"] and run["versions"]["torch"]
+    assert run["machine"]["cores"] and run["machine"]["cpu"] == processor() and run["versions"]["torch"]
     assert run["commit"] or not (REPOSITORY / ".git").exists(), "an unpacked archive has none"
     assert len(written["rows"]) == len(bench.PARTS) - 2
     assert written["rows"][0].keys() == {"run", *asdict(Row.of("load", {"a": [1.0]}, "s"))}
