@@ -191,7 +191,7 @@ class InvariantLlamaForward(LlamaForward):
             sizes = self._group_sizes[size, num_columns] = Sizes(partial(self._try_group, size, num_columns), (1,))
         if sizes.holds(len(queries) // num_heads):
             return self._over(self._columns[size], queries, row_keys, row_values, mask)
-        parts = (part.split(num_heads) for part in (queries, row_keys, row_values, mask))
+        parts = (torch.split(part, num_heads) for part in (queries, row_keys, row_values, mask))
         return torch.cat([self._over(self._columns[size], each[0].clone(), *each[1:]) for each in zip(*parts, strict=True)])
 
     def _over(
@@ -267,7 +267,7 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def _split(part: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
-    return (part,) if len(sizes) == 1 else part.split(sizes)
+    return (part,) if len(sizes) == 1 else torch.split(part, sizes)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

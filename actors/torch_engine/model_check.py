@@ -56,7 +56,7 @@ def _bits(engine: TorchEngine, requests: Sequence[Request], together: dict[Rollo
             for each in (completed(engine, [request]), together)
         )
         if alone != beside:
-            return Bits(obstacle=f"on {processor()} the bits of a completion depend on what is computed beside it")
+            return Bits(obstacle="on this processor the bits of a completion depend on what is computed beside it")
         digest.update(alone)
     return Bits(digest.hexdigest())
 

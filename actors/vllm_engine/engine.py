@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedModel
 
-from async_rlhf.actors.engine import Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
+from async_rlhf.actors.engine import Bits, Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.torch_engine.weights import Base, check_weights
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_probe, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import as_index
@@ -67,6 +67,8 @@ class _Running:
 
 class VLLMEngine:
     """`Engine` on vLLM. See the module docstring; methods are called from one thread."""
+
+    bits = Bits(obstacle="engine.kind = 'vllm'; only 'torch' can")
 
     def __init__(
         self,

@@ -115,6 +115,7 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
         "ended": None if end is None else end.model_dump(),
         "hub": hub,
         "scorer": scorer,
+        "bits": None if (bits := run.bits()) is None else bits._asdict(),
         "restarts": tried(run.read_restarts, {}),
         "last": metrics[-1] if metrics else None,
         "changes": tried(lambda: changes(run, ledger), []),
@@ -132,6 +133,8 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
         shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
+    if bits := found["bits"]:
+        lines.append(f"bits of completions: {bits['obstacle'] and 'not promised: '}{bits['obstacle'] or 'promised'}")
     for name, actor in hub.get("actors", {}).items() if alive else ():
         lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}")
     restarts = dict(sorted(found["restarts"].items()))

@@ -71,6 +71,8 @@ def _facts(run: RunDir, config: Config, made: Mapping[str, Any], data: Sequence[
     yield "loss, advantage", f"{config.loss.kind}, {config.advantage.kind}"
     yield "batch", f"{config.learner.batch_size} completions in groups of {config.generation.group_size}"
     yield "seed", config.seed
+    if (bits := run.bits()) is not None:
+        yield "bits of completions", f"not promised: {bits.obstacle}" if bits.obstacle else "the same, made again or not"
     for what, code in (("versions", made), *((f"versions since {each['since']}", each) for each in made.get("later", ()))):
         packages = [f"{package} {version}" for package, version in code.get("packages", {}).items()]
         where = [f"processor {code['processor']}"] if "processor" in code else []

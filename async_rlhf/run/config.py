@@ -161,12 +161,31 @@ class Config(Section):
         return self.scoring.reference.path or self.model
 
     @property
+    def asks_for_bits(self) -> bool:
+        """Whether completions are to have the same bits, made again or not."""
+        return self.queue.exact or self.queue.max_staleness == 0
+
+    @property
+    def bits_obstacle(self) -> str:
+        """The setting for which that is not promised; empty where there is none."""
+        learner = self.learner
+        if self.engine.batch_invariant is False:
+            return "engine.batch_invariant = false"
+        if self.engine.cannot_be_invariant:
+            return self.engine.cannot_be_invariant
+        if learner.device != "cpu" or learner.ranks > 1 or learner.backend != "torch":
+            return (
+                f"learner.device = {learner.device!r}, learner.ranks = {learner.ranks} and learner.backend = "
+                f"{learner.backend!r}; only one torch rank on a CPU can"
+            )
+        return ""
+
+    @property
     def served_engine(self) -> EngineConfig:
         """The engine's settings with `batch_invariant` decided as far as it can be without the model, and vLLM's share of a
         device that is not its own."""
         engine = self.engine
-        promised = self.queue.exact or self.queue.max_staleness == 0
-        if engine.batch_invariant is None and (not promised or engine.cannot_be_invariant):
+        if engine.batch_invariant is None and (not self.asks_for_bits or engine.cannot_be_invariant):
             engine = engine.model_copy(update={"batch_invariant": False})
         if self.placement.colocates and engine.kind == "vllm" and engine.device == "cuda":
             arguments = {"gpu_memory_utilization": self.placement.actor_share, **engine.vllm.arguments}

@@ -25,8 +25,17 @@ _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack",
 _SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(/.+)?")
 
 
+class Bits(NamedTuple):
+    """Of completions, where they are to be the same made again or not. digest: of what the actors have computed; obstacle: why
+    they are not promised any more; both empty before an actor has joined."""
+
+    digest: str = ""
+    obstacle: str = ""
+
+
 def manifest(config: Config) -> dict[str, Any]:
     """What is written down when a run begins."""
+    bits = {"bits": Bits(obstacle=config.bits_obstacle)._asdict()} if config.asks_for_bits else {}
     return {
         "format": RUN.newest,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -35,6 +44,7 @@ def manifest(config: Config) -> dict[str, Any]:
         "published": [each._asdict() for each in map(published, places(config)) if each.commit],
         "git_commit": _commit(),
         "platform": platform.platform(),
+        **bits,
         **_code(config),
     }
 
@@ -45,7 +55,16 @@ def continued(known: Mapping[str, Any], config: Config) -> dict[str, Any]:
     later, code = known.get("later", []), _code(config)
     changed = any((later or [known])[-1].get(key) != value for key, value in code.items())
     since = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **code}
-    return {**known, "format": RUN.newest, **({"later": [*later, since]} if changed else {})}
+    return {**known, "format": RUN.newest, **_bits(known, config), **({"later": [*later, since]} if changed else {})}
+
+
+def _bits(known: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Once withdrawn, a promise stays so."""
+    before, now = known.get("processor"), processor()
+    obstacle = config.bits_obstacle or (f"the run went on with {now}, after {before}" if before not in (None, now) else "")
+    if "bits" not in known or known["bits"].get("obstacle") or not obstacle:
+        return {}
+    return {"bits": Bits(obstacle=obstacle)._asdict()}
 
 
 def _code(config: Config) -> dict[str, Any]:

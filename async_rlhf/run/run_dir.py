@@ -42,7 +42,7 @@ from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
 from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.config_keys import known
-from async_rlhf.run.manifest import continued, manifest
+from async_rlhf.run.manifest import Bits, continued, manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
 
@@ -182,6 +182,15 @@ class RunDir:
     def started(self) -> str:
         """When the run began; empty where its manifest cannot be read."""
         return str(self._read_manifest().get("started", ""))
+
+    def bits(self) -> Bits | None:
+        """What is promised of the bits of completions; None where the run does not ask for it."""
+        found = self._read_manifest().get("bits")
+        return Bits(*(str(found.get(name, "")) for name in Bits._fields)) if isinstance(found, dict) else None
+
+    def keep_bits(self, bits: Bits) -> None:
+        """Raises OSError."""
+        write_whole(self._manifest, json.dumps({**self._read_manifest(), "bits": bits._asdict()}, indent=1) + "\n")
 
     def config(self) -> Config:
         """As it was written, without the keys that are none any more. Raises ConfigError, DamagedError for what is no TOML."""

@@ -61,7 +61,10 @@ class ActorClient:
         weights: WeightsConfig | None = None,
         shared: Mapping[str, str] = MappingProxyType({}),
         take_seat: TakeSeat | None = None,
+        bits: tuple[str, str] = ("", ""),
     ) -> None:
+        """bits: a digest of completions whose bits the engine promises, or empty, and why it does not."""
+
         self._connection = Connection(connect(address, name))
         self._link, weights = self._connection.link, weights or WeightsConfig()
         self._standby: Standby | None = None
@@ -69,7 +72,7 @@ class ActorClient:
             self._standby = Standby(take_seat, self._link.clock, weights.device_timeout_s, self._link.wake)
         self._device = Device() if self._standby is not None else None  # as it was sent to the hub
         self._name, self._beat_s, self._timeout_s = name, beat_s, timeout_s
-        self._life, self._shared = secrets.token_hex(8), dict(shared)
+        self._life, self._shared, self._bits = secrets.token_hex(8), dict(shared), bits
         self._using = threading.RLock()  # of the connection: by the actor's thread, and by the one that beats
         self._closed = threading.Event()
         self._newest: tuple[ActorState, wire.Telemetry] | None = None
@@ -190,6 +193,8 @@ class ActorClient:
             actor=self._name,
             life=self._life,
             shared=self._shared,
+            bits=self._bits[0] or None,
+            bits_obstacle=self._bits[1][:300],
             capacity=state.capacity,
             fence=state.fence,
             version=state.version,

@@ -268,5 +268,6 @@ class Exchange:
             "version": admission.published,
             "ledger": admission.ledger.as_dict(),
             "actors": self._sessions.status(self._clock()),
+            "bits": self._sessions.bits(),
             **self._counters,
         }

@@ -63,7 +63,7 @@ class ActorSessions:
             self._fleet.leave(before, f"joined again as {name}")
         actor = Actor(
             hello.capacity, hello.fence, hello.version, now, life=hello.life, identity=identity, telemetry=_NOTHING_YET,
-            device=hello.device,
+            device=hello.device, bits=(hello.bits or "", hello.bits_obstacle),
         )  # fmt: skip
         self._fleet.join(name, actor, hello.holding)
         self._weight_server.broadcasts.membership.joined((name, hello.life))
@@ -111,6 +111,10 @@ class ActorSessions:
             }
             for name, actor in self._fleet.actors.items()
         }
+
+    def bits(self) -> dict[str, tuple[str, str]]:
+        """Of each actor that has said it: a digest of what its engine promises, or empty, and why it does not."""
+        return {name: actor.bits for name, actor in self._fleet.actors.items() if any(actor.bits)}
 
     def _check_shared(self, hello: wire.Hello) -> None:
         other = sorted(name for name, digest in self._shared.items() if hello.shared.get(name) != digest)

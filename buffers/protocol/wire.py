@@ -24,7 +24,7 @@ from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 14
+PROTOCOL = 15
 MAX_FRAME_BYTES, MAX_HEADER_BYTES = message.MAX_FRAME_BYTES, message.MAX_HEADER_BYTES
 Frames = message.Frames
 
@@ -78,12 +78,15 @@ class Hello(message.Message):
     """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on.
 
     life: names the process, however often it connects. shared: digests of what hub and actor must have in common, by name.
-    device: of one that takes part in the device channel.
+    device: of one that takes part in the device channel. bits: a digest of completions whose bits its engine promises;
+    bits_obstacle: why it does not, where the run asks for it.
     """
 
     actor: Name
     life: Digest
     shared: dict[Name, Digest] = Field(default_factory=dict, max_length=32)
+    bits: Digest | None = None
+    bits_obstacle: Annotated[str, Field(max_length=300)] = ""
     capacity: Count
     fence: Count
     version: Version

@@ -47,6 +47,7 @@ from async_rlhf.run.scoring import stage_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from async_rlhf.actors.engine import Bits
     from async_rlhf.actors.loop.work import Work
     from async_rlhf.actors.prompts import Row
     from async_rlhf.buffers.clients.actor import ActorClient
@@ -152,7 +153,7 @@ def run_actor(
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
     check_room(engine, longest_prompt(config)[0], config.generation.longest_completion)
-    client = _actor_client(config, data, address, name)
+    client = _actor_client(config, data, address, name, engine.bits)
     client.keep_beating()
 
     def scored() -> None:
@@ -183,8 +184,9 @@ def run_actor(
         engine.close()
 
 
-def _actor_client(config: Config, data: RunData, address: str, name: str) -> ActorClient:
-    """With a seat in the device channel where that is chosen and the hub is on this machine."""
+def _actor_client(config: Config, data: RunData, address: str, name: str, bits: Bits) -> ActorClient:
+    """bits: of its engine, which the hub gets where the run asks for them. With a seat in the device channel where that is
+    chosen and the hub is on this machine."""
     from async_rlhf.buffers.clients.actor import ActorClient
 
     take_seat = None
@@ -201,6 +203,7 @@ def _actor_client(config: Config, data: RunData, address: str, name: str) -> Act
         weights=config.weights,
         shared=shared(config, data),
         take_seat=take_seat,
+        bits=bits if config.asks_for_bits else ("", ""),
     )
 
 

@@ -51,6 +51,7 @@ from async_rlhf.run.supervision.child import MAX_DEATHS, Child, Every, Supervise
 from async_rlhf.run.supervision.evaluator import Evaluator
 from async_rlhf.run.supervision.hooks import Events
 from async_rlhf.run.supervision.hub_notifier import HubNotifier
+from async_rlhf.run.supervision.promise import BitsPromise
 from async_rlhf.run.supervision.resources import OperatorWait, RunDisk
 
 _LOOK_S = 0.1
@@ -104,6 +105,7 @@ class Supervisor:
         self._evaluator = Evaluator(config, run, launcher, self._placement, self._progress, self.events, self._now)
         self._look_at_lock = Every(_LOCK_S, self._now)
         self._operator_wait = OperatorWait(run, self._progress.event, self._now)
+        self._promise = BitsPromise(run, self._progress.event, self._now)
         self._disk = RunDisk(
             run, config.max_log_bytes, config.disk_pause_bytes, self._progress.event, self.events.disk_low, self._now
         )
@@ -230,6 +232,7 @@ class Supervisor:
                 self._look_after(child)
             self._evaluator.look()
             self._disk.look()
+            self._promise.look()
             self.events.look()
             if last_error := self._notifier.last_error():
                 self._progress.event(f"the hub did not answer: {last_error}")

@@ -1,0 +1,64 @@
+"""Whether completions have the same bits wherever and whenever they are made (`queue.exact`, `queue.max_staleness = 0`).
+
+Every actor computes the same completions before it joins. Where one cannot promise their bits, or has others than the actors
+before it (another processor, other libraries), and where a run goes on with another processor, the promise is withdrawn: by an
+event, and in the manifest. The run goes on.
+
+    owns        `bits` of the run's manifest
+    waits for   nothing
+    woken by    the supervisor's poll; the hub's status is read once a second
+    on close    nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.run.manifest import Bits
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.supervision.child import Every
+
+_STATUS_S = 1.0
+
+
+class BitsPromise:
+    """event: called with what is said of a promise that is withdrawn."""
+
+    def __init__(self, run: RunDir, event: Callable[[str], None], now: Callable[[], float]) -> None:
+        self._run, self._event, self._is_due = run, event, Every(_STATUS_S, now)
+        self._known = run.bits()
+        if self._known is not None and self._known.obstacle:
+            self._say(self._known.obstacle)
+
+    def look(self) -> None:
+        """Never waits. A manifest that cannot be written says less; the event is there."""
+        if self._known is None or self._known.obstacle or not self._is_due():
+            return
+        with suppress(DamagedError, OSError):
+            found = judged(self._known, self._run.read_ledger().get("bits", {}))
+            if found != self._known:
+                self._known = found
+                if found.obstacle:
+                    self._say(found.obstacle)
+                self._run.keep_bits(found)
+
+    def _say(self, obstacle: str) -> None:
+        self._event(
+            f"bits are not promised: {obstacle}. A run that was killed may differ from an uninterrupted one in rounding"
+        )
+
+
+def judged(known: Bits, actors: Mapping[str, Any]) -> Bits:
+    """After these have joined, each with a digest or an obstacle, as the hub's status has them."""
+    for name, (digest, obstacle) in sorted(actors.items()):
+        if obstacle:
+            return Bits(obstacle=f"{name}: {obstacle}")
+        if known.digest and digest != known.digest:
+            return Bits(
+                obstacle=f"{name} computes other bits than the actors before it (another processor, or other libraries)"
+            )
+        known = Bits(digest)
+    return known
