@@ -168,17 +168,11 @@ class Config(Section):
     @property
     def bits_obstacle(self) -> str:
         """The setting for which that is not promised; empty where there is none."""
-        learner = self.learner
         if self.engine.batch_invariant is False:
             return "engine.batch_invariant = false"
-        if self.engine.cannot_be_invariant:
-            return self.engine.cannot_be_invariant
-        if learner.device != "cpu" or learner.ranks > 1 or learner.backend != "torch":
-            return (
-                f"learner.device = {learner.device!r}, learner.ranks = {learner.ranks} and learner.backend = "
-                f"{learner.backend!r}; only one torch rank on a CPU can"
-            )
-        return ""
+        if self.learner.device != "cpu":
+            return f"learner.device = {self.learner.device!r}; only 'cpu' can"
+        return self.engine.cannot_be_invariant or ""
 
     @property
     def served_engine(self) -> EngineConfig:

@@ -41,6 +41,7 @@ class ActorSessions:
         self._admission, self._fleet, self._weight_server = admission, admission.fleet, weights
         self._config, self._shared, self._welcome = config, shared, welcome
         self._ticked_at: float | None = None
+        self._bits = dict[tuple[str, str], str]()
 
     def name_of(self, identity: bytes, now: float) -> str:
         """Name of the living actor behind an identity; its message extends its leases."""
@@ -63,9 +64,10 @@ class ActorSessions:
             self._fleet.leave(before, f"joined again as {name}")
         actor = Actor(
             hello.capacity, hello.fence, hello.version, now, life=hello.life, identity=identity, telemetry=_NOTHING_YET,
-            device=hello.device, bits=(hello.bits or "", hello.bits_obstacle),
+            device=hello.device,
         )  # fmt: skip
         self._fleet.join(name, actor, hello.holding)
+        self._bits.setdefault((hello.bits or "", hello.bits_obstacle), name)
         self._weight_server.broadcasts.membership.joined((name, hello.life))
         _log.info("%s joined with version %d, holding %d groups", name, hello.version, len(hello.holding))
         return self._welcome
@@ -112,9 +114,9 @@ class ActorSessions:
             for name, actor in self._fleet.actors.items()
         }
 
-    def bits(self) -> dict[str, tuple[str, str]]:
-        """Of each actor that has said it: a digest of what its engine promises, or empty, and why it does not."""
-        return {name: actor.bits for name, actor in self._fleet.actors.items() if any(actor.bits)}
+    def bits(self) -> list[tuple[str, str, str]]:
+        """What engines promise, a digest or why they do not, with the first actor that joined so; in the order of joining."""
+        return [(name, digest, obstacle) for (digest, obstacle), name in self._bits.items() if digest or obstacle]
 
     def _check_shared(self, hello: wire.Hello) -> None:
         other = sorted(name for name, digest in self._shared.items() if hello.shared.get(name) != digest)

@@ -40,8 +40,7 @@ class Actor:
     last given to adopt. behind_since: since when it serves others than those and has adopted nothing. device: its part in the
     device channel. stuck: groups that it made no progress with for too long, and how far they were; it is given nothing while
     it holds one that has not moved since. doubted: it has made no progress with anything since such a group; it may be all of
-    the actor that is stuck, so it is given nothing that another has room for. bits: a digest of completions whose bits its
-    engine promises, or empty, and why it does not.
+    the actor that is stuck, so it is given nothing that another has room for.
     """
 
     capacity: int
@@ -57,7 +56,6 @@ class Actor:
     stuck: dict[int, int] = field(default_factory=dict)
     doubted: bool = False
     device: Device | None = None
-    bits: tuple[str, str] = ("", "")
     _moved: dict[int, tuple[int, float]] = field(default_factory=dict)  # number -> amount, and since when it is that
     _works_on: dict[int, int] = field(default_factory=dict)  # by its own account: number -> amount
 

@@ -13,13 +13,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.actors.engine import Bits, Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import GraphedForward
 from async_rlhf.actors.torch_engine.llama import LlamaForward
@@ -298,15 +299,30 @@ def test_an_episode_that_is_held_computes_no_prefix_twice(is_replayed: bool, mon
 # Where it is promised
 
 
-def test_it_is_on_where_it_is_left_open_and_an_engine_that_does_not_keep_it_is_refused(
+def test_it_is_on_where_it_is_left_open_and_refused_only_where_it_is_demanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("grouped-query", torch.float32).save_pretrained(tmp_path)
-    for asked, given in ((None, True), (True, True), (False, False)):
-        engine = load_engine(str(tmp_path), EngineConfig(batch_invariant=asked))
-        assert engine.is_batch_invariant == given
-    monkeypatch.setattr("async_rlhf.actors.torch_engine.engine.InvariantLlamaForward", LlamaForward)
-    with pytest.raises(ConfigError, match="on this processor the bits of a completion depend on what is computed beside it"):
+    engines = {asked: load_engine(str(tmp_path), EngineConfig(batch_invariant=asked)) for asked in (None, True, False)}
+    assert [engine.is_batch_invariant for engine in engines.values()] == [True, True, False]
+    assert engines[None].bits == engines[True].bits == Bits(digest=engines[True].bits.digest)
+    assert engines[False].bits == Bits(obstacle="engine.batch_invariant = false")
+    with strange_products("borders"):
+        elsewhere = load_engine(str(tmp_path), EngineConfig())
+    assert elsewhere.is_batch_invariant and elsewhere.bits.digest not in ("", engines[None].bits.digest)
+
+    class Unlike(LlamaForward):
+        """Rounds by how many rows there are."""
+
+        def __call__(self, *arguments: Any) -> torch.Tensor:
+            logits = super().__call__(*arguments)
+            return logits * (1 + 1e-6 * len(logits))
+
+    monkeypatch.setattr("async_rlhf.actors.torch_engine.engine.InvariantLlamaForward", Unlike)
+    reason = "on this processor the bits of a completion depend on what is computed beside it"
+    engine = load_engine(str(tmp_path), EngineConfig())
+    assert engine.bits == Bits(obstacle=reason) and type(engine._forward) is LlamaForward
+    with pytest.raises(ConfigError, match=f'true: {reason}. Set engine.batch_invariant = "none"'):
         load_engine(str(tmp_path), EngineConfig(batch_invariant=True))
 
 
@@ -320,6 +336,6 @@ def test_it_is_on_where_it_is_left_open_and_an_engine_that_does_not_keep_it_is_r
 )
 def test_a_model_that_cannot_be_served_so_is_refused_where_it_is_asked_for(config: PretrainedConfig, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert load_engine(str(tmp_path), EngineConfig()) is not None
+    assert "as it is configured; only plain Llama" in load_engine(str(tmp_path), EngineConfig()).bits.obstacle
     with pytest.raises(ConfigError, match=r"batch_invariant = true with model type '\w+' as it is configured; only plain"):
         load_engine(str(tmp_path), EngineConfig(batch_invariant=True))

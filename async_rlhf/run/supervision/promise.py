@@ -12,9 +12,8 @@ event, and in the manifest. The run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.run.manifest import Bits
@@ -33,12 +32,12 @@ class BitsPromise:
         if self._known is not None and self._known.obstacle:
             self._say(self._known.obstacle)
 
-    def look(self) -> None:
+    def look(self, *, is_last: bool = False) -> None:
         """Never waits. A manifest that cannot be written says less; the event is there."""
-        if self._known is None or self._known.obstacle or not self._is_due():
+        if self._known is None or self._known.obstacle or not (is_last or self._is_due()):
             return
         with suppress(DamagedError, OSError):
-            found = judged(self._known, self._run.read_ledger().get("bits", {}))
+            found = judged(self._known, self._run.read_ledger().get("bits", ()))
             if found != self._known:
                 self._known = found
                 if found.obstacle:
@@ -51,9 +50,9 @@ class BitsPromise:
         )
 
 
-def judged(known: Bits, actors: Mapping[str, Any]) -> Bits:
-    """After these have joined, each with a digest or an obstacle, as the hub's status has them."""
-    for name, (digest, obstacle) in sorted(actors.items()):
+def judged(known: Bits, actors: Iterable[Sequence[str]]) -> Bits:
+    """After these have joined, in this order: name, digest or empty, obstacle or empty."""
+    for name, digest, obstacle in actors:
         if obstacle:
             return Bits(obstacle=f"{name}: {obstacle}")
         if known.digest and digest != known.digest:

@@ -373,6 +373,7 @@ class Supervisor:
             while ends_itself and child.process is not None and child.process.poll() is None and self._now() < deadline:
                 time.sleep(_LOOK_S)
             child.kill()
+        self._promise.look(is_last=True)
 
     def _finish_tracking(self) -> None:
         """Wait until trackers have sent everything and ended, `_TRACKING_S` at most; then they are killed. What was not sent is
