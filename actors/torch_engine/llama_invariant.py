@@ -125,7 +125,7 @@ class InvariantLlamaForward(LlamaForward):
                 # Of the others only the keys and values are wanted, and the last of them are stored.
                 x, attended, sizes = _padded(x, sum(wanted)), _padded(attended, sum(wanted)), wanted
             for block, of_block in zip(_split(x, sizes), _split(attended, sizes), strict=True):
-                self._after(layer, block, of_block)
+                self._after(layer, block, of_block if len(sizes) == 1 else of_block.clone())  # where memory begins counts too
         return _joined([self._head(self._normed(block, self._norm)) for block in _split(x, sizes)])[:num_wanted]
 
     def _row_groups(self, positions: Sequence[int]) -> Iterator[_Group]:
@@ -171,7 +171,8 @@ class InvariantLlamaForward(LlamaForward):
         queries, columns = q[group.tokens], group.mask.shape[-1]
         row_keys, row_values = (part[group.rows][:, :, :columns].flatten(0, 1) for part in (keys, values))
         if group.answered is None:
-            answer = self._together(1, queries.reshape(len(row_keys), -1, self._width), row_keys, row_values, group.mask)
+            queries = queries.clone(memory_format=torch.contiguous_format)  # of one row it would lie where the row does
+            answer = self._together(1, queries.view(len(row_keys), -1, self._width), row_keys, row_values, group.mask)
             attended[group.tokens] = answer.view(len(queries), -1)
             return
         # [B, J, L, G, D]: of a head the tokens of a piece together.
