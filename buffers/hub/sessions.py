@@ -22,6 +22,8 @@ from async_rlhf.buffers.weights.server import WeightServer
 
 _log = logging.getLogger(__name__)
 _SILENT_BEATS = 3
+# Two that differ say all there is to say.
+_MOST_BITS = 8
 # A tick that comes later than this after the last, or than half a lease, proves that nothing was received.
 _MAX_LATE_S = 2.0
 _NOTHING_YET = wire.Telemetry().model_dump()
@@ -67,7 +69,8 @@ class ActorSessions:
             device=hello.device,
         )  # fmt: skip
         self._fleet.join(name, actor, hello.holding)
-        self._bits.setdefault((hello.bits or "", hello.bits_obstacle), name)
+        if len(self._bits) < _MOST_BITS:
+            self._bits.setdefault(hello.bits, name)
         self._weight_server.broadcasts.membership.joined((name, hello.life))
         _log.info("%s joined with version %d, holding %d groups", name, hello.version, len(hello.holding))
         return self._welcome

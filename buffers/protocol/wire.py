@@ -30,8 +30,7 @@ Frames = message.Frames
 
 
 class CreditItem(MessageBase):
-    """Permission to begin a group. row: its prompt and columns, a JSON object, where rows come while the run goes on. place: of
-    its row in the first epoch, where a curriculum chooses among the rows of the run."""
+    """Permission to begin a group. row: prompt and columns, a JSON object, of a spool. place: in the first epoch, by a curriculum."""
 
     number: Count
     attempt: Count
@@ -78,15 +77,13 @@ class Hello(message.Message):
     """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on.
 
     life: names the process, however often it connects. shared: digests of what hub and actor must have in common, by name.
-    device: of one that takes part in the device channel. bits: a digest of completions whose bits its engine promises;
-    bits_obstacle: why it does not, where the run asks for it.
+    device: of one in the device channel. bits: as `ActorClient` takes them.
     """
 
     actor: Name
     life: Digest
     shared: dict[Name, Digest] = Field(default_factory=dict, max_length=32)
-    bits: Digest | None = None
-    bits_obstacle: Annotated[str, Field(max_length=300)] = ""
+    bits: Annotated[tuple[str, str], Field(strict=False)] = ("", "")
     capacity: Count
     fence: Count
     version: Version

@@ -230,10 +230,8 @@ class Supervisor:
             self._report_beginning()
             for child in self._children.values():
                 self._look_after(child)
-            self._evaluator.look()
-            self._disk.look()
-            self._promise.look()
-            self.events.look()
+            for each in (self._evaluator, self._disk, self._promise, self.events):
+                each.look()
             if last_error := self._notifier.last_error():
                 self._progress.event(f"the hub did not answer: {last_error}")
             if not self._draining and (self._num_signals or self._evaluator.plateau):
