@@ -30,7 +30,7 @@ Frames = message.Frames
 
 
 class CreditItem(MessageBase):
-    """Permission to begin a group. row: prompt and columns, a JSON object, of a spool. place: in the first epoch, by a curriculum."""
+    """Permission to begin a group. row: prompt and columns as JSON, of a spool. place: in the first epoch, of a curriculum."""
 
     number: Count
     attempt: Count
