@@ -204,6 +204,8 @@ def test_a_server_that_is_no_hub_is_an_error_within_a_limit(
                     self.wfile.write(part)
                     over.wait(pause_s)
 
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(run.path / "harnesses.json"))  # the library keeps what it reads
+    monkeypatch.setattr("huggingface_hub.utils._detect_agent._registry", None)
     monkeypatch.setattr("async_rlhf.push.upload._ANSWER_S", 1.0)
     monkeypatch.setattr("async_rlhf.push.upload._ANSWER_BYTES", 50_000)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as liar:
