@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ def import_file(path: Path) -> ModuleType:
 
     Raises MissingFileError, UnfinishedImportError, and whatever the file raises.
     """
+    path = path.absolute()
     is_plain = "." not in path.stem and not path.with_suffix("").is_dir()
     name = f"{PRIVATE}{_escaped(str(path.parent))}.{path.stem if is_plain else _escaped(path.name)}"
     if _importing.get(name) == threading.get_ident():
@@ -80,7 +82,7 @@ class _Finder:
         if not inner:
             spec = ModuleSpec(name, None, is_package=True)
             spec.submodule_search_locations = [str(place)]
-            return spec if place.is_dir() else None
+            return spec if place.is_absolute() and place.is_dir() else None
         found = PathFinder.find_spec(name, path)
         if found is None and len(inner) == 1 and (file := place / unquote(inner[0])).is_file():
             found = spec_from_file_location(name, file)
@@ -156,4 +158,4 @@ class _Import:
 
 
 def _files(spec: ModuleSpec) -> set[str]:
-    return {spec.origin} if spec.origin else set(spec.submodule_search_locations or ())
+    return {os.path.realpath(each) for each in ([spec.origin] if spec.origin else spec.submodule_search_locations or ())}

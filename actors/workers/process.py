@@ -98,7 +98,10 @@ class GuardedPopen(popen_spawn_posix.Popen):
     def _launch(self, process_obj: Any) -> None:
         tracker = _tracker()
         # A worker first imports the program that runs here, which may define rewards. Those of ours do not.
+        chosen = multiprocessing.get_start_method(allow_none=True)
         preparation = spawn.get_preparation_data(process_obj.name)
+        multiprocessing.set_start_method(chosen, force=True)  # asking has chosen one, here and there: a user's file may
+        del preparation["start_method"]
         if preparation.get("init_main_from_name", "").startswith("async_rlhf."):
             del preparation["init_main_from_name"]
         packed = io.BytesIO()
