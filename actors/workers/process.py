@@ -8,6 +8,7 @@ system: what is killed leaves nothing behind.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import ctypes
 import io
@@ -53,6 +54,8 @@ _tracking = threading.Lock()
 
 class WorkerProcess(SpawnProcess):
     """A fresh interpreter. Every way to end it is SIGKILL, for it and every process it started."""
+
+    _start_method = None  # type: ignore[assignment]  # how its own children start is Python's default, or what a user's file chooses
 
     if sys.platform == "linux":
 
@@ -100,7 +103,7 @@ class GuardedPopen(popen_spawn_posix.Popen):
         # A worker first imports the program that runs here, which may define rewards. Those of ours do not.
         chosen = multiprocessing.get_start_method(allow_none=True)
         preparation = spawn.get_preparation_data(process_obj.name)
-        multiprocessing.set_start_method(chosen, force=True)  # asking has chosen one, here and there: a user's file may
+        multiprocessing.set_start_method(chosen, force=True)  # which asking has chosen
         del preparation["start_method"]
         if preparation.get("init_main_from_name", "").startswith("async_rlhf."):
             del preparation["init_main_from_name"]
@@ -216,13 +219,15 @@ def obey_parent(memory_mb: int | None) -> None:
 
 
 def _as_before_in_children(handlers: Mapping[signal.Signals, Any]) -> None:
-    """What it forks can be terminated, as in any process, from its first moment."""
+    """What it forks can be terminated from its first moment, and waits at its end for none of the threads it was not given."""
 
     def begin() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        pool_threads.clear()
         release()
 
+    pool_threads: Any = concurrent.futures.thread._threads_queues
     hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, handlers)
     release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, handlers)
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin)
