@@ -55,7 +55,7 @@ _tracking = threading.Lock()
 class WorkerProcess(SpawnProcess):
     """A fresh interpreter. Every way to end it is SIGKILL, for it and every process it started."""
 
-    _start_method = None  # type: ignore[assignment]  # how its own children start is Python's default, or what a user's file chooses
+    _start_method = None  # type: ignore[assignment]  # of its own children: Python's default, or a user's choice
 
     if sys.platform == "linux":
 
