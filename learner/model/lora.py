@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.learner.checkpoint.store import CheckpointError
 from async_rlhf.learner.config import LoraConfig
 
 _NAME = "default"
 _BASE = ".base_layer"
+_LENGTH = 32
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
@@ -28,7 +31,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     asked = f"learner.lora.targets = {list(config.targets)}"
-    targets = config.targets[0] if config.targets == ("all-linear",) else list(config.targets)
+    targets = _linear(model) if config.targets == ("all-linear",) else list(config.targets)
     own = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -37,6 +40,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         except ValueError as error:
             names = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
             raise ConfigError(f"{asked}: {error}. Layers here: {', '.join(names)}") from error
+    _check_plain(model, asked)
     owner: Any = model
     if not isinstance(owner.get_input_embeddings(), nn.Embedding):
         raise ConfigError(f"{asked} has the input embeddings, and adapters are for linear layers; leave them out")
@@ -45,6 +49,57 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         if (other := first.setdefault(id(parameter), name)) != name and _BASE in name + other:
             both = f"{name} and {other}".replace(_BASE, "")
             raise ConfigError(f"{asked}: {both} are one tensor, and an adapter of one of them would be lost; leave it out")
+
+
+def _linear(model: nn.Module) -> list[str]:
+    """The layers of "all-linear": all but the output layer. Experts that a model keeps as one parameter are none."""
+    owner: Any = model
+    last = owner.get_output_embeddings()
+    linear = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D))
+    # A router gives more than its product.
+    return [name for name, layer in linear if layer is not last and "Router" not in type(layer).__name__]
+
+
+def _check_plain(model: nn.Module, asked: str) -> None:
+    """Raises ConfigError for an adapter of anything else: what would be published and kept of it is not what was learned."""
+    plain = {place for place, layer in _adapted(model) if layer.base_layer.weight.ndim == 2}
+    if wrong := sorted({name.partition(".lora_")[0] for name in adapters(model)} - plain):
+        kind, others = getattr(model.config, "model_type", "?"), sorted({place.rpartition(".")[2] for place in plain})
+        raise ConfigError(
+            f"{asked} with model type {kind!r}: peft puts adapters on {wrong[0].replace(_BASE, '')}, where one parameter holds "
+            f"all experts, and those are not published. Choose among: {', '.join(others)}"
+        )
+
+
+def check_targets(directory: Path, config: LoraConfig) -> list[str]:
+    """The layers that get adapters, found without weights. Raises ConfigError as `add_adapters`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(from_pretrained(AutoConfig, directory), trust_remote_code=False)
+    add_adapters(model, config)
+    return [place for place, _ in _adapted(model)]
+
+
+def merging_error(model: nn.Module) -> float:
+    """Mean difference, in nats, that merging random adapters makes to log-probabilities of random tokens. They stay in the
+    model, which is then good for nothing else."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        owner: Any = model
+        table = owner.get_input_embeddings().weight
+        ids = torch.randint(len(table), (1, _LENGTH), device=table.device)
+        for parameter in adapters(model).values():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        apart = torch.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), -1)
+        whole = merged(model)
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.zero_()
+            elif _BASE in name:
+                parameter.copy_(whole[name.replace(_BASE, "")])
+        together = torch.log_softmax(model(input_ids=ids, use_cache=False).logits.float(), -1)
+        return float((together - apart).abs().mean())
 
 
 def merged(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.buffers.attention import FAMILIES
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.doctor import families
 from async_rlhf.learner.checkpoint.store import CheckpointError
+from async_rlhf.learner.config import LoraConfig
+from async_rlhf.learner.model.lora import adapters, add_adapters, check_targets, merging_error, write_adapter
 from async_rlhf.learner.step.controller import Controller
 
 UPDATES = make_updates(1, GROUPS[:2], ADVANTAGES[:2])
@@ -93,3 +98,44 @@ def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir:
         make_backend(model_dir).load(tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"checkpoint other has other adapters than learner.lora asks for"):
         make_backend(model_dir).load(tmp_path / "other")
+
+
+# Experts in one parameter; dense layers beside them by names that peft takes for experts; routers; layers of an own class.
+KINDS = ("mixtral", "deepseek_v3", "llama4_text", "falcon")
+REFUSED = {
+    "afmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "glm4_moe",
+    "hunyuan_v1_moe",
+    "solar_open",
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("kind", [k if k in KINDS else pytest.param(k, marks=pytest.mark.rest) for k in sorted(FAMILIES)])
+def test_random_adapters_are_the_same_merged_and_by_peft_or_their_targets_are_refused_by_name(
+    kind: str, tmp_path: Path
+) -> None:
+    own, config = families.model(kind), LoraConfig(rank=2, alpha=4.0, targets=("all-linear",))
+    own.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    if kind in REFUSED:
+        for find in (lambda: check_targets(tmp_path / "model", config), lambda: add_adapters(model, config)):
+            with pytest.raises(ConfigError, match=rf"model type '{kind}': peft puts adapters on .*experts.*Choose among: .+"):
+                find()
+        return
+    assert len(check_targets(tmp_path / "model", config)) >= 2 * model.config.num_hidden_layers
+    add_adapters(model, config)
+    for parameter in adapters(model).values():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(3, 64, (1, 20))
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        write_adapter(tmp_path / "adapter", adapters(model), config)
+        by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "adapter")
+        torch.testing.assert_close(by_peft(input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=1e-3)
+    assert merging_error(model) < 1e-4

@@ -27,6 +27,7 @@ from async_rlhf.run.run_files import read_small
 _ENDS = {"generation_config.json": "eos_token_id", "config.json": "eos_token_id", "tokenizer_config.json": "eos_token"}
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _WRITES = "CausalLM|LMHead|ConditionalGeneration"
+_MERGING_ERROR = 1e-3  # nats; rounding makes a hundredth of it in float32, in which adapters are merged
 _MAX_BYTES = 256 << 20  # a tokenizer's vocabulary
 
 
@@ -107,9 +108,16 @@ def check_adapters(config: Config) -> None:
     model's classes may call the parts before it otherwise than its files, and only `check --deep` makes them. Raises
     ConfigError."""
     lora = config.learner.lora
-    if not lora.rank or lora.targets == ("all-linear",):
+    if not lora.rank:
         return
     described = _described(Path(config.model))
+    if any("expert" in key for key in described):  # which peft looks for by names of its own
+        from async_rlhf.learner.model.lora import check_targets
+
+        check_targets(Path(config.model), lora)
+        return
+    if lora.targets == ("all-linear",):
+        return
     vocabulary = described.get("vocab_size")
     layers: dict[str, int] = {}
     of_tokens = set[str]()  # embeddings and output layers: those of all tokens that stand in no numbered layer
@@ -266,6 +274,20 @@ def _wrong(path: Path, what: str) -> ConfigError:
     return ConfigError(f"model file {str(path)!r} cannot be used: {what}. Copy it again from where it came")
 
 
+def _check_merging(model: Any, lora: Any) -> str:
+    """How many layers get adapters. Raises ConfigError where what would be published is not the policy with its adapters."""
+    from async_rlhf.learner.model.lora import adapters, add_adapters, merging_error
+
+    add_adapters(model, lora)
+    if not (error := merging_error(model)) <= _MERGING_ERROR:
+        raise ConfigError(
+            f"learner.lora.targets = {list(lora.targets)}: merged into the weights random adapters differ from themselves by "
+            f"{error:.3g} nats on average (at most {_MERGING_ERROR:g}). Choose other targets"
+        )
+    without = "" if all(each.ndim < 3 for each in model.parameters()) else "; experts that share a parameter have none"
+    return f"adapters: {len(adapters(model)) // 2} layers, the same merged and apart{without}."
+
+
 def deep_check(config: Config) -> Iterator[str]:
     """A line for each part that holds. Raises ConfigError for the first that does not."""
     # Torch takes seconds to import, and nothing else of `check` needs it.
@@ -273,7 +295,6 @@ def deep_check(config: Config) -> Iterator[str]:
 
     from async_rlhf.actors.torch_engine.loading import load_engine
     from async_rlhf.learner.model.files import load_model
-    from async_rlhf.learner.model.lora import add_adapters
     from async_rlhf.learner.model.policy import Policy, check_policy
     from async_rlhf.learner.objective.estimation import check_estimator
     from async_rlhf.learner.objective.trial import check_loss
@@ -287,7 +308,7 @@ def deep_check(config: Config) -> Iterator[str]:
     policy = Policy(load_model(Path(config.model), take_device(config.learner.device)), config.learner)
     check_policy(policy)
     if config.learner.lora.rank:
-        add_adapters(policy.model, config.learner.lora)
+        yield _check_merging(policy.model, config.learner.lora)
     rows = "completions of a prompt share its computation" if policy.packs else "each completion has a row of its own"
     yield f"learner: log-probabilities are those of plain passes ({rows}; {time.monotonic() - began:.1f} s)."
     del policy
