@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,16 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as torch_tensors
 from safetensors.torch import save_file as save_torch_tensors
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey, completed
 from async_rlhf.actors.scoring.models import ReferenceModel
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.buffers.attention import FAMILIES
+from async_rlhf.buffers.attention import FAMILIES, angle_limit, attention, max_length
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.sampling import Sampling
@@ -152,12 +154,76 @@ def test_weights_of_eight_bits_are_never_taken_for_their_values(kind: torch.dtyp
         assert code == CONFIGURATION and "give the model in float32" in output and "train" not in output, output
 
 
+def checked(model: Path, *further: str) -> tuple[int, str]:
+    """What `check` says, and `evaluate` where that is refused: nothing is made."""
+    code, output = invoke("check", str(QUICK), "--set", f"model={json.dumps(str(model))}", *further)
+    if code:
+        assert invoke("evaluate", str(model), str(QUICK))[0] == code and not (model.parent / "runs").exists()
+    return code, output
+
+
+@pytest.mark.parametrize("limit", [10**30, 1e30, float("inf"), 2**70, None], ids=str)
+def test_a_tokenizer_without_a_limit_is_one(limit: float | None, tmp_path: Path) -> None:
+    """transformers writes int(1e30), and others what JSON has for it."""
+    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
+    described = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**described, "model_max_length": limit}))
+    assert checked(model)[0] == 0
+
+
+FAMILIES_OF_FILES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi"),
+    *("phi3", "gpt2", "gpt_neox", "olmo2", "olmoe", "granite", "cohere", "stablelm", "starcoder2", "deepseek_v3", "gpt_oss"),
+    *("falcon", "opt"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAMILIES_OF_FILES)
+def test_what_transformers_writes_of_a_family_is_read(kind: str, tmp_path: Path) -> None:
+    own = CONFIG_MAPPING[kind]()
+    own.save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert attention(described) is not None
+    longest = getattr(own, "max_position_embeddings", getattr(own, "n_positions", None))
+    assert max_length(described) in (longest, angle_limit(described))
+    for nothing in (None, float("inf"), 10**400, "none"):
+        assert max_length({"max_position_embeddings": nothing}) in (None, 10**400)
+
+
+def test_an_adapter_beside_a_model_is_named_with_the_line_that_merges_it(tmp_path: Path) -> None:
+    plain = QUICK.parent / "models" / "tiny-speller"
+    model = shutil.copytree(plain, tmp_path / "model")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(plain), LoraConfig(r=2, target_modules="all-linear"))
+    adapted.peft_config["default"].task_type = "CAUSAL_LM"
+    adapted.save_pretrained(model)
+    code, output = checked(model)
+    assert code == CONFIGURATION and "has an adapter (adapter_config.json)" in output
+    line = re.search(r"python -c \"(.+?)\"", output)
+    assert line is not None
+    subprocess.run([sys.executable, "-c", line[1]], cwd=tmp_path, check=True, timeout=300)
+    for file in plain.glob("token*"):
+        shutil.copy(file, tmp_path / "merged")
+    assert checked(tmp_path / "merged")[0] == 0
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize("kind", ["llava", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_model_without_a_language_model_of_its_own_is_refused_before_anything_begins(
+    kind: str, engine: str, tmp_path: Path
+) -> None:
+    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
+    CONFIG_MAPPING[kind]().save_pretrained(model)
+    code, output = checked(model, "--set", f"engine.kind={json.dumps(engine)}")
+    assert code == CONFIGURATION and f"is of model type '{kind}', which reads more than text" in output, output
+
+
 def test_a_deep_check_loads_the_model_and_says_that_learner_and_engine_are_right() -> None:
     quick, lora = ("check", str(QUICK), "--deep", "--set", "queue.max_staleness=0"), ("--set", "learner.lora.rank=4")
     code, output = invoke(*quick, *lora, "--set", 'learner.lora.targets=["0.mlp.q_proj"]')
     assert code == 3 and "Layers here: down_proj" in output, output
     code, output = invoke(*quick, *lora, "--set", 'learner.lora.targets=["0.self_attn.q_proj"]')
     assert code == 0, output
+    assert "adapters: 1 layers, the same merged and apart." in output
     assert "learner: log-probabilities are those of plain passes (completions of a prompt share its computation;" in output
     assert "engine: sampled log-probabilities are those of plain passes, the same bits alone and in a batch" in output
 
