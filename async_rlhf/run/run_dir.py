@@ -40,6 +40,7 @@ from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, is_held
 from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
+from async_rlhf.learner.checkpoint.evaluated import without_links
 from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.config_keys import known
 from async_rlhf.run.manifest import Bits, continued, manifest
@@ -103,7 +104,6 @@ class RunDir:
         self.evaluations = path / "evaluations.jsonl"
         self.events = path / "events.jsonl"
         self.restarts = path / "restarts.json"
-        self.latest = path / "checkpoints" / "latest"
         self.lock_file = path / "lock"
         self._config, self._manifest = path / "config.toml", path / "manifest.json"
         self._run, self._placement = path / "run.json", path / "placement.json"
@@ -172,6 +172,11 @@ class RunDir:
             raise ConfigError(no_run(run.path))
         run._check_format()
         return run
+
+    @property
+    def latest(self) -> Path:
+        """The newest checkpoint, where there is one."""
+        return without_links(self.path / "checkpoints" / "latest")
 
     @property
     def exists(self) -> bool:

@@ -55,6 +55,8 @@ def write_model(directory: Path, model: nn.Module, state: Mapping[str, Tensor], 
     (directory / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     for path in began_with.iterdir():
         if path.suffix in _COMES_ALONG and not path.name.startswith(_OWN_FILES):
-            shutil.copy2(path, directory / path.name)
+            shutil.copyfile(path, directory / path.name)  # no mode, which a disk may not have
         elif path.name == "additional_chat_templates":
-            shutil.copytree(path, directory / path.name)
+            (directory / path.name).mkdir()
+            for template in path.iterdir():
+                shutil.copyfile(template, directory / path.name / template.name)
