@@ -64,8 +64,7 @@ def _check_environment(config: Config, spec: EnvironmentSpec, names: Sequence[st
     if spec.name in names:
         what = "a stage of every run" if spec.name in (REFERENCE, GENERATION) else "a reward"
         raise ConfigError(
-            f"the environment and {what} are both called {spec.name!r}; rename one "
-            '(environment.function = "other_name=...")'
+            f'the environment and {what} are both called {spec.name!r}; rename one (environment.function = "other_name=...")'
         )
     limit = config.queue.progress_timeout_s
     if spec.timeout_s >= limit:
