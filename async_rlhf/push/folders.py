@@ -24,10 +24,10 @@ def without_folders(value: Any) -> Any:
         return [without_folders(each) for each in value]
     if not isinstance(value, str):
         return value
-    if (known := published(value)).commit:
-        return str(known)
-    whole = _VALUE.fullmatch(value)
-    return whole[1] + PurePath(whole[2]).name if whole else _in_text(value)
+    if not (whole := _VALUE.fullmatch(value)):
+        return _in_text(value)
+    known = published(whole[2])
+    return whole[1] + (str(known) if known.commit else PurePath(whole[2]).name)
 
 
 def _in_text(text: str) -> str:
