@@ -9,6 +9,7 @@ which is what any causal model is made for, and the torch engine refuses them.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -118,7 +119,13 @@ def cache_argument(model: Any) -> str:
 def max_length(config: Mapping[str, Any]) -> int | None:
     """Longest text that the model can take and whose numbers do not depend on the texts beside it, None for any."""
     positions = config.get("max_position_embeddings") or config.get("n_positions")
-    return min((int(limit) for limit in (positions, angle_limit(config)) if limit), default=None)
+    return min(filter(None, (_tokens(positions), angle_limit(config))), default=None)
+
+
+def _tokens(limit: Any) -> int | None:
+    """As a configuration file has it; None for none, by whichever of its words: null, 0, infinity, what is no number."""
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    return int(limit) if is_number and 0 < limit < math.inf else None
 
 
 def probe_length(num_parameters: int, vocabulary: int, attention: Attention | None, longest: int | None) -> int:
@@ -137,4 +144,4 @@ def angle_limit(config: Mapping[str, Any]) -> int | None:
         return None
     found = [each.get("original_max_position_embeddings") for each in kinds]
     found += [config.get("original_max_position_embeddings"), config.get("max_position_embeddings")]
-    return next((int(limit) for limit in found if limit), None)
+    return next(filter(None, map(_tokens, found)), None)

@@ -64,8 +64,30 @@ def check_numbers(directory: Path) -> None:
                 )
 
 
+def check_language_model(directory: Path, where: str) -> None:
+    """Raises ConfigError as `check_own_code`, and for a model that reads images and whose text part is not loaded alone."""
+    check_own_code(directory, where)
+    described = _described(directory / "config.json")
+    if not described.keys() & {"text_config", "vision_config"}:
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # as slow, and few need it
+
+    if (kind := str(described.get("model_type"))) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"{where} = {str(directory)!r} is of model type {kind!r}, which reads more than text, and transformers loads no "
+            "language model of it (AutoModelForCausalLM). Save its language model by itself, or choose one that is"
+        )
+
+
 def check_own_code(directory: Path, where: str) -> None:
-    """Raises ConfigError for a model or tokenizer that only its own code could load. where: what names the directory."""
+    """Raises ConfigError for a model or tokenizer that only its own code could load, and for one with an adapter beside it,
+    which some that load it add and others do not. where: what names the directory."""
+    if (directory / "adapter_config.json").is_file():
+        raise ConfigError(
+            f'{where} = {str(directory)!r} has an adapter (adapter_config.json). Merge it: python -c "from peft import '
+            f"AutoPeftModelForCausalLM as M; M.from_pretrained('{directory}').merge_and_unload().save_pretrained('merged')\", "
+            "copy the tokenizer's files there, and give that directory; or remove the adapter's files"
+        )
     if not any(map(_brings_code, (directory / "config.json", directory / "tokenizer_config.json"))):
         return
     from transformers import AutoConfig, AutoTokenizer  # slow to import, and few need it
@@ -82,11 +104,15 @@ def check_own_code(directory: Path, where: str) -> None:
 
 
 def _brings_code(file: Path) -> bool:
-    """Whether the file names code. One that is not there or cannot be read is found where it is needed."""
+    return bool(_described(file).get("auto_map"))
+
+
+def _described(file: Path) -> dict[str, Any]:
+    """Empty for one that is not there or cannot be read: that is found where it is needed."""
     try:
-        return bool(json.loads(file.read_text()).get("auto_map"))
-    except (OSError, ValueError, AttributeError):
-        return False
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
 
 
 def check_stop_strings(stop: Sequence[str], model: Path) -> None:

@@ -1,17 +1,33 @@
-"""Python files that a user names in a configuration: a reward, a loss, an estimator as `path.py:name`."""
+"""Python files that a user names in a configuration: a reward, a loss, an estimator as `path.py:name`.
+
+A file sees its own folder first, then Python's path, as when it is run as a script; so do the neighbours that it imports. The
+modules of a folder are `async_rlhf.buffers.user_files.FOLDER.NAME`: two of one name live beside each other, and a child process
+imports what is pickled for it by that name alone, however it was started.
+"""
 
 from __future__ import annotations
 
 import ast
-import hashlib
-import importlib.util
+import builtins
+import importlib
+import os
 import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from urllib.parse import unquote
 
-PRIVATE = "_async_rlhf_file_"
-"""How the names of their modules begin, so that nothing else imports them."""
-_LOADED = "__async_rlhf_loaded__"
+PRIVATE = f"{__name__}."
+"""How the names of their modules begin."""
+__path__: list[str] = []  # folders are found by `_Finder`
+_NEVER_OWN = {"async_rlhf", "__main__", "__mp_main__"}
+_importing: dict[str, int] = {}
+"""By the name of a module that is being imported, the thread that does."""
 
 
 class MissingFileError(ImportError):
@@ -23,30 +39,20 @@ class UnfinishedImportError(ImportError):
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file once, under a private name: `if __name__ == "__main__"` does not run. It may import its neighbours, as it
-    can when it is run as a script.
+    """Import a file once, as a module of its folder: `if __name__ == "__main__"` does not run.
 
     Raises MissingFileError, UnfinishedImportError, and whatever the file raises.
     """
-    name = PRIVATE + hashlib.sha256(str(path).encode()).hexdigest()[:16]
-    if (module := sys.modules.get(name)) is not None:
-        if not hasattr(module, _LOADED):
-            raise UnfinishedImportError(f"{path} starts a run while it is being imported")
-        return module
-    spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
-        raise MissingFileError(f"{path} does not exist; paths are relative to the configuration's folder")
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-        setattr(module, _LOADED, True)
-    finally:
-        if not hasattr(module, _LOADED):
-            del sys.modules[name]
-    return module
+    path = path.absolute()
+    is_plain = "." not in path.stem and not path.with_suffix("").is_dir()
+    name = f"{PRIVATE}{_escaped(str(path.parent))}.{path.stem if is_plain else _escaped(path.name)}"
+    if _importing.get(name) == threading.get_ident():
+        raise UnfinishedImportError(f"{path} starts a run while it is being imported")
+    if name not in sys.modules:
+        if not path.is_file():
+            raise MissingFileError(f"{path} does not exist; paths are relative to the configuration's folder")
+        sys.path_importer_cache.pop(str(path.parent), None)  # it may have been written a moment ago
+    return importlib.import_module(name)
 
 
 def is_guarded(path: Path) -> bool:
@@ -57,3 +63,99 @@ def is_guarded(path: Path) -> bool:
         return False
     tests = (ast.walk(statement.test) for statement in statements if isinstance(statement, ast.If))
     return any(isinstance(node, ast.Name) and node.id == "__name__" for nodes in tests for node in nodes)
+
+
+def _escaped(path: str) -> str:
+    """As a part of a module's name."""
+    return path.replace("%", "%25").replace(".", "%2E")
+
+
+class _Finder:
+    """Finds folders, and their modules as Python would in that folder."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not name.startswith(PRIVATE):
+            return None
+        folder, *inner = name.removeprefix(PRIVATE).split(".")
+        place = Path(unquote(folder))
+        if not inner:
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [str(place)]
+            return spec if place.is_absolute() and place.is_dir() else None
+        found = PathFinder.find_spec(name, path)
+        if found is None and len(inner) == 1 and (file := place / unquote(inner[0])).is_file():
+            found = spec_from_file_location(name, file)
+        if found is not None and type(found.loader) is SourceFileLoader:
+            found.loader = _Loader(name, found.loader.path, PRIVATE + folder)
+        return found
+
+
+sys.meta_path.insert(0, _Finder)
+
+
+class _Loader(SourceFileLoader):
+    """Gives a module an `import` of its own, which its functions have too whenever they run."""
+
+    def __init__(self, name: str, path: str, folder: str) -> None:
+        super().__init__(name, path)
+        self._folder = folder
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _Import(self._folder)}
+        _importing[module.__name__] = threading.get_ident()
+        try:
+            super().exec_module(module)
+        finally:
+            _importing.pop(module.__name__, None)
+
+
+class _Import:
+    """`import` in the files of a folder, and the `import_module` that they import."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._place = unquote(folder.removeprefix(PRIVATE))
+
+    def __call__(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        top = name.partition(".")[0]
+        if level or not self._has(top):
+            found = builtins.__import__(name, globals, locals, fromlist or (), level)
+            return self._importlib() if found is importlib else found
+        found = builtins.__import__(f"{self._folder}.{name}", globals, locals, fromlist or (), 0)
+        return found if fromlist else sys.modules[f"{self._folder}.{top}"]
+
+    def import_module(self, name: str, package: str | None = None) -> ModuleType:
+        own = self._has(name.partition(".")[0])
+        return importlib.import_module(f"{self._folder}.{name}" if own else name, package)
+
+    def _importlib(self) -> ModuleType:
+        own = ModuleType("importlib")
+        own.__dict__.update(vars(importlib), import_module=self.import_module)
+        return own
+
+    def _has(self, top: str) -> bool:
+        """Whether this name is a module of the folder's, and not the same by Python's path: then it is left to that."""
+        if f"{self._folder}.{top}" in sys.modules:
+            return True
+        own = PathFinder.find_spec(top, [self._place]) if top and top not in _NEVER_OWN else None
+        if own is None or BuiltinImporter.find_spec(top) or FrozenImporter.find_spec(top):
+            return False
+        elsewhere = None
+        with suppress(ValueError):  # of a module that was made, not found
+            elsewhere = find_spec(top)
+        if elsewhere is None:
+            return True
+        # A folder without an __init__.py is a package where there is no other.
+        return not _files(own) <= _files(elsewhere) and (own.origin is not None or elsewhere.origin is None)
+
+
+def _files(spec: ModuleSpec) -> set[str]:
+    return {os.path.realpath(each) for each in ([spec.origin] if spec.origin else spec.submodule_search_locations or ())}

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,27 @@ def test_nothing_executes_data() -> None:
         for call in calls(tree)
         if ast.unparse(call.func) in forbidden
     ]
+
+
+def test_a_python_process_is_begun_in_one_way() -> None:
+    """What finds or spells an interpreter elsewhere may begin one that imports from a user's folder. Benchmarks and soaks start
+    functions of their own by multiprocessing."""
+    ways = {"sys.executable", "spawn.get_executable", "multiprocessing.Process", "multiprocessing.Pool"}
+    found = {
+        f"{name}: {ast.unparse(node)}"
+        for name, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ways
+    }
+    assert found == {"buffers/interpreter.py: sys.executable"}
+    lists = [
+        (name, [each.value for each in node.elts if isinstance(each, ast.Constant)])
+        for name, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Tuple | ast.List)
+    ]
+    spelt = [name for name, words in lists if any(pair in (("python", "-m"), ("python", "-c")) for pair in pairwise(words))]
+    assert not spelt
 
 
 def test_code_that_a_model_brings_is_refused_wherever_a_model_is_loaded() -> None:

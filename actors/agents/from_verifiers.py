@@ -8,6 +8,8 @@ Source of the rules: verifiers 0.4, `verifiers.v1`.
 from __future__ import annotations
 
 import copy
+import hashlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +32,7 @@ def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
     place, name, found = located(named)
     if not (isinstance(found, type) and issubclass(found, vf.Taskset)):
         raise ConfigError(f"environment {named!r} is no Taskset of verifiers 0.4 (`verifiers.v1.Taskset`), but {found!r}")
-    taskset = found.__module__ if place.endswith(".py") else place
+    taskset = module_id(found) if place.endswith(".py") else place
     block = {**options, "taskset": {**options.get("taskset", {}), "id": taskset}}
     try:
         env = _environment(block)
@@ -43,6 +45,13 @@ def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
         return _score(await _episode(block, {**row, "prompt": prompt or None}, llm))
 
     return agent_of(solve, Declaration(name=name, max_turns=most, timeout_s=STEP_S), _TEMPLATE)
+
+
+def module_id(taskset: type) -> str:
+    """What verifiers can call the module of a file: it takes neither dots nor capitals."""
+    name = f"_async_rlhf_taskset_{hashlib.sha256(taskset.__module__.encode()).hexdigest()[:16]}"
+    sys.modules[name] = sys.modules[taskset.__module__]
+    return name
 
 
 def _environment(block: Mapping[str, Any]) -> vf.Env[Any]:

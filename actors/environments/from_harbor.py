@@ -14,6 +14,7 @@ import asyncio
 import io
 import json
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -54,6 +55,9 @@ _KNOWN = {
 }  # fmt: skip
 _NOTHING: tuple[Any, ...] = (None, [], {}, 0, "", "linux", "shared")
 _CLEAN = ("env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8")
+# Root of the namespaces is the user who makes them, and that of the machine could write the kernel's settings from there. So
+# each sandbox that root begins is of a user of its own, beyond those of accounts, who has a limit of processes.
+_FIRST_USER, _NUM_USERS, _MOST_PROCESSES = 1 << 30, 1 << 29, 1024
 _SPACES = ("--user", "--mount", "--pid", "--ipc", "--uts", "--net")
 # A root with what programs need of this machine. It stays until standard input ends.
 _ROOT = """set -e; mount -t tmpfs -o size=1g,mode=755 tmpfs /tmp; cd /tmp
@@ -64,7 +68,8 @@ for each in bin sbin lib lib64 usr etc/alternatives etc/ld.so.cache etc/passwd e
   mount --rbind "/$each" "$each"; mount -o remount,bind,ro "$each"
 done
 for each in null zero random urandom; do : > "dev/$each"; mount --bind "/dev/$each" "dev/$each"; done
-mount -t proc proc proc; pivot_root . old; cd /; umount -l old; exec cat"""
+mount -t proc proc proc; mount --bind proc/sys proc/sys; mount -o remount,bind,ro proc/sys
+pivot_root . old; cd /; umount -l old; exec cat"""
 
 
 def bash(command: str) -> str:
@@ -90,7 +95,7 @@ def from_harbor(named: str, options: Mapping[str, Any]) -> Adapted:
     tasks = {file.parent.relative_to(place).as_posix(): _task(file, runner) for file in task_files(Path(place))}
     if not tasks:
         raise EpisodeError(f"{place} has no task of Harbor, a directory with a task.toml")
-    tried = _holder(runner, {}, "", network=False) if runner == "process" else [runner, "version"]
+    tried = _holder(runner, {}, "", network=False, account=_account()) if runner == "process" else [runner, "version"]
     try:
         subprocess.run(tried, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_BEGIN_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -178,14 +183,24 @@ def _as_root(file: tarfile.TarInfo) -> tarfile.TarInfo:
     return file
 
 
-def _holder(runner: str, task: Mapping[str, Any], image: str, network: bool, name: str = "") -> list[str]:
+def _holder(
+    runner: str, task: Mapping[str, Any], image: str, network: bool, name: str = "", account: tuple[str, ...] = ()
+) -> list[str]:
     """What keeps a sandbox: it answers each line, and ends with its standard input, and so with the process that holds it."""
     if runner == "process":
         spaces = [each for each in _SPACES if each != "--net" or not network]
         command = ["sh", "-c", _ROOT, task.get("workdir") or "/app"]
-        return [*_CLEAN, "unshare", *spaces, "--map-root-user", "--fork", "--kill-child", *command]
+        return [*_CLEAN, *account, "unshare", *spaces, "--map-root-user", "--fork", "--kill-child", *command]
     limits = (f"--memory={task.get('memory_mb') or 4096}m", f"--network={'bridge' if network else 'none'}")
     return [runner, "run", "--rm", "--interactive", f"--name={name}", *limits, "--entrypoint=cat", image]
+
+
+def _account() -> tuple[str, ...]:
+    """Before a command: of whom it is."""
+    if os.geteuid():
+        return ()
+    user = _FIRST_USER + secrets.randbelow(_NUM_USERS)
+    return ("prlimit", f"--nproc={_MOST_PROCESSES}", "setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups")
 
 
 @asynccontextmanager
@@ -200,7 +215,11 @@ async def _box(runner: str, task: Mapping[str, Any], network: bool) -> AsyncIter
         image = said.split()[-1]
     network = network and task.get("network_mode", "public") == "public" and task.get("allow_internet") is not False
     held = await create_subprocess_exec(
-        *_holder(runner, task, image, network, name), stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True
+        *_holder(runner, task, image, network, name, account := _account()),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=STDOUT,
+        start_new_session=True,
     )
     assert held.stdin is not None and held.stdout is not None
     try:
@@ -210,7 +229,7 @@ async def _box(runner: str, task: Mapping[str, Any], network: bool) -> AsyncIter
         enter = [runner, "exec", "--interactive", name]
         if runner == "process":
             (inside,) = psutil.Process(held.pid).children()
-            enter = [*_CLEAN, "nsenter", f"--target={inside.pid}", "--preserve-credentials", *_SPACES]
+            enter = [*_CLEAN, *account, "nsenter", f"--target={inside.pid}", "--preserve-credentials", *_SPACES]
             # What has made a mount may undo that it is read-only: a command gets user and mount namespaces below those.
             enter += ["unshare", "--user", "--map-root-user", "--mount"]
 

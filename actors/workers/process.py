@@ -8,6 +8,7 @@ system: what is killed leaves nothing behind.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import ctypes
 import io
@@ -21,7 +22,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import Pipe, wait
 from multiprocessing.context import SpawnProcess, set_spawning_popen
@@ -29,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.workers import guard
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog, Turn
+from async_rlhf.buffers.interpreter import python
 
 if TYPE_CHECKING:
     from async_rlhf.actors.workers.sessions import Kind
@@ -46,10 +49,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GUARD_START_S = 60.0
 # The exit code of a worker whose reward ran out of memory: its memory is freed, and the call fails with the reason.
 OUT_OF_MEMORY = 112
+_tracking = threading.Lock()
 
 
 class WorkerProcess(SpawnProcess):
     """A fresh interpreter. Every way to end it is SIGKILL, for it and every process it started."""
+
+    _start_method = None  # type: ignore[assignment]  # of its own children: Python's default, or a user's choice
 
     if sys.platform == "linux":
 
@@ -70,6 +76,19 @@ class WorkerProcess(SpawnProcess):
             super().kill()
 
 
+def _tracker() -> int:
+    """The descriptor of multiprocessing's resource tracker, which is begun as any Python process is (`interpreter`)."""
+    with _tracking:
+        flags = util._args_from_interpreter_flags  # type: ignore[attr-defined]
+        util._args_from_interpreter_flags = lambda: python(*flags())[1:]  # type: ignore[attr-defined]
+        try:
+            tracker = resource_tracker.getfd()
+        finally:
+            util._args_from_interpreter_flags = flags  # type: ignore[attr-defined]
+    assert tracker is not None
+    return tracker
+
+
 class GuardedPopen(popen_spawn_posix.Popen):
     """A worker behind its guard. `pid` is the worker's; what is waited for is the guard, which ends last and as it did.
 
@@ -80,10 +99,12 @@ class GuardedPopen(popen_spawn_posix.Popen):
     _fds: list[int]  # what the worker is given
 
     def _launch(self, process_obj: Any) -> None:
-        tracker = resource_tracker.getfd()
-        assert tracker is not None
+        tracker = _tracker()
         # A worker first imports the program that runs here, which may define rewards. Those of ours do not.
+        chosen = multiprocessing.get_start_method(allow_none=True)
         preparation = spawn.get_preparation_data(process_obj.name)
+        multiprocessing.set_start_method(chosen, force=True)  # which asking has chosen
+        del preparation["start_method"]
         if preparation.get("init_main_from_name", "").startswith("async_rlhf."):
             del preparation["init_main_from_name"]
         packed = io.BytesIO()
@@ -97,11 +118,10 @@ class GuardedPopen(popen_spawn_posix.Popen):
         self.sentinel, started = os.pipe()
         self._end = util.Finalize(self, os.close, (own_life,))
         self.finalizer = util.Finalize(self, os.close, (self.sentinel,))
-        python = spawn.get_executable()
-        command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=life)
-        guarded = [python, "-I", "-S", guard.__file__, str(life), str(started), *command]
+        _, *how = spawn.get_command_line(tracker_fd=tracker, pipe_handle=life)
+        command = python("-I", "-S", guard.__file__, str(life), str(started), *python(*how))
         try:
-            self._guard = util.spawnv_passfds(os.fsencode(python), guarded, [*self._fds, tracker, life, started])
+            self._guard = util.spawnv_passfds(os.fsencode(command[0]), command, [*self._fds, tracker, life, started])
         finally:
             os.close(life)
             os.close(started)
@@ -181,9 +201,11 @@ def obey_parent(memory_mb: int | None) -> None:
     Starts one daemon thread, which waits for the actor's death and for nothing else; so it has no deadline.
     """
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
         # Not SIG_IGN: programs that the reward starts would inherit it and be hard to stop.
         signal.signal(number, lambda *_: None)
+    _as_before_in_children(before)
     # Into a pipe a print would wait for thousands of others, and be lost with a worker that is killed.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -194,6 +216,21 @@ def obey_parent(memory_mb: int | None) -> None:
         if memory_mb is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
     threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
+
+
+def _as_before_in_children(handlers: Mapping[signal.Signals, Any]) -> None:
+    """What it forks can be terminated from its first moment, and waits at its end for none of the threads it was not given."""
+
+    def begin() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        pool_threads.clear()
+        release()
+
+    pool_threads: Any = concurrent.futures.thread._threads_queues
+    hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, handlers)
+    release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, handlers)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=begin)
 
 
 def _follow_parent() -> None:

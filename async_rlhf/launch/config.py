@@ -16,7 +16,7 @@ class LaunchConfig(Section):
     """`local`: this machine. `hosts`: those that `command` reaches. `ray`: nodes of a Ray cluster (extra `ray`)."""
     hosts: tuple[str, ...] = ()
     """With `kind = "hosts"`: their names, as `command` takes them. Actors are distributed over them in turn."""
-    command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "{host}", "python", "-m", "async_rlhf.launch.agent")
+    command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "{host}", "python", "-P", "-m", "async_rlhf.launch.agent")
     """With `kind = "hosts"`: starts an agent on `{host}`, passes on its standard input and output and nothing else."""
     directory: str = "~/.cache/async-rlhf"
     """Folder on each host for what is sent; it may be deleted at any time. A file, but for code, that the host has at the same

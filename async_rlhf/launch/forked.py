@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from async_rlhf.buffers.interpreter import python
 from async_rlhf.launch.fork_server import HEADER, INHERITED, LIMITS, digest, exactly
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
@@ -83,7 +84,7 @@ class ForkServer:
     def begin(cls, preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer:
         """It begins at once and imports `preload`; it ends with this process."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "async_rlhf.launch.fork_server", str(theirs.fileno()), *preload]
+        command = python("-m", "async_rlhf.launch.fork_server", str(theirs.fileno()), *preload)
         with theirs:
             process = subprocess.Popen(
                 command,

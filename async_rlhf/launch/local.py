@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.interpreter import python
 from async_rlhf.launch import forked, machine
 from async_rlhf.launch.forked import Child, ForkedProcess
 from async_rlhf.launch.program import Launcher, Node
@@ -122,7 +122,7 @@ class LocalLauncher(Launcher):
     ) -> subprocess.Popen[bytes]:
         with machine.held_to(node.cpus):
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", _ROLES, *arguments],
+                python("-m", _ROLES, *arguments),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -28,16 +28,17 @@ _MACOS = ("sysctl", "machdep.cpu.brand_string", "hw.optional")
 def processor(environment: Mapping[str, str] = os.environ) -> str:
     """Its model, its instruction sets that matter for numbers, and what the libraries were told of it: "AMD EPYC (sse4_1 avx2
     fma; MKL_CBWR=COMPATIBLE)"."""
-    name, instructions = described(_text())
+    name, instructions = described()
     told = [f"{variable}={environment[variable]}" for variable in LIMITS if variable in environment]
     notes = "; ".join(filter(None, [" ".join(instructions), *told]))
     return f"{name} ({notes})" if notes else name
 
 
-def described(text: str) -> tuple[str, tuple[str, ...]]:
+def described(text: str | None = None) -> tuple[str, tuple[str, ...]]:
     """Model and instruction sets of the first processor of `/proc/cpuinfo`, or of what `sysctl` prints; platform.machine() and
-    none where it names neither."""
-    rows = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in text.splitlines())]
+    none where it names neither. text: None is that of this machine."""
+    lines = (_text() if text is None else text).splitlines()
+    rows = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
     facts = dict(reversed(rows))  # the first of a name wins
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
     optional = (key.rpartition(".")[2].removesuffix("_0") for key, value in rows if "." in key and value == "1")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 from contextlib import suppress
 from importlib.metadata import version
@@ -28,6 +27,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.interpreter import python
 from async_rlhf.launch.connection import START_S
 from async_rlhf.launch.hosts import CommandChannel
 from async_rlhf.launch.sockets import socket_root
@@ -45,7 +45,7 @@ class RayAgent:
     A worker of Ray outlives its node's daemon for long: the agent ends by itself when it has received nothing for a while.
     """
 
-    command = (sys.executable, "-m", "async_rlhf.launch.agent")
+    command = tuple(python("-m", "async_rlhf.launch.agent"))
 
     def __init__(self) -> None:
         node, gpus = ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()

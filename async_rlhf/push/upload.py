@@ -10,9 +10,12 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from httpx2 import Client, HTTPError, Response, SyncByteStream, Timeout
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.inspect.plot import draw
@@ -30,6 +33,7 @@ _KEY = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[opsu]_[A-Za-z0-9]{36}|\bAKIA[A-Z0-9]{16}\b|-----BEGIN [A-Z ]*PRIVATE"
 )
 _SHORTEST_SECRET = 8
+_ANSWER_S, _ANSWER_BYTES = 60.0, 64 << 20
 _WEIGHTS, _HEAD_BYTES = ".safetensors", 1 << 20  # of weights only the beginning is text
 
 
@@ -114,16 +118,16 @@ def check_clean(run: RunDir, files: Files) -> None:
 
 def _send(name: str, files: Files, message: str, how: How) -> str:
     """Where it is now. Raises ConfigError, and AsyncRLHFError for what the Hub refuses."""
-    from httpx2 import HTTPError
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub import CommitOperationAdd, HfApi, get_session, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if get_token() is None:
         raise ConfigError("there is no token for the Hugging Face Hub: hf auth login, or set HF_TOKEN")
+    _bound(get_session())
     hub = HfApi(library_name="async-rlhf")
     try:
         try:
-            there = hub.model_info(name)
+            there = hub.model_info(name, timeout=_ANSWER_S)
             others = sorted({each.rfilename for each in there.siblings or ()} - {".gitattributes"})
         except RepositoryNotFoundError:
             hub.create_repo(name, private=how.private)
@@ -137,7 +141,37 @@ def _send(name: str, files: Files, message: str, how: How) -> str:
         made = hub.create_commit(name, added, commit_message=message)
     except ConfigError:
         raise
+    except (LookupError, TypeError, AttributeError) as error:
+        raise AsyncRLHFError(f"{name} is not pushed: {hub.endpoint} answers what no Hub does ({error!r})") from error
     except (OSError, ValueError, RuntimeError, HTTPError) as error:  # whatever huggingface_hub and hf_xet raise is one of these
         why = " ".join(str(each).strip().splitlines()[0] for each in (error, error.__cause__) if each)
         raise AsyncRLHFError(f"{name} is not pushed: {why}") from error
     return f"{made.repo_url} has {len(files)} files at commit {made.oid}"
+
+
+def _bound(client: Client) -> None:
+    """Answers of it take a limited time, and are of a limited size: none of those here is a file."""
+    client.timeout = Timeout(_ANSWER_S)
+    client.event_hooks = {**client.event_hooks, "response": [_bound_answer]}
+
+
+def _bound_answer(response: Response) -> None:
+    assert isinstance(response.stream, SyncByteStream)
+    response.stream = _Bounded(response.stream, str(response.url))
+
+
+class _Bounded(SyncByteStream):
+    def __init__(self, stream: SyncByteStream, url: str) -> None:
+        self._stream, self._url = stream, url
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Raises OSError."""
+        began, size = time.monotonic(), 0
+        for part in self._stream:
+            size += len(part)
+            if size > _ANSWER_BYTES or time.monotonic() - began > _ANSWER_S:
+                raise OSError(f"{self._url} answers with more than {_ANSWER_BYTES >> 20} MiB, or for more than {_ANSWER_S:g} s")
+            yield part
+
+    def close(self) -> None:
+        self._stream.close()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from async_rlhf.buffers.attention import angle_limit, attention, unknown
 from async_rlhf.buffers.config import SecurityConfig
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.model_directory import check_own_code
-from async_rlhf.buffers.parsing import json_value
+from async_rlhf.buffers.model_directory import check_language_model
+from async_rlhf.buffers.parsing import loads
 from async_rlhf.buffers.routing import SIGMOID, SOFTMAX, not_recorded
 from async_rlhf.learner.config import check_division
 from async_rlhf.run import learning_checks
@@ -173,14 +173,14 @@ def _check_model(config: Config) -> None:
     if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
         raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
     try:
-        model = json_value((directory / "config.json").read_text())
-        text: dict[str, Any] = {**model, **model.get("text_config", {})}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        model = loads((directory / "config.json").read_text())
+        text: dict[str, Any] = {**model, **(model.get("text_config") or {})}
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
     quantised = model.get("quantization_config")
     if isinstance(quantised, dict) and (kind := quantised.get("quant_method")) in _PACKED:
         raise ConfigError(f"model = {config.model!r} is packed by {kind}; give the model that was packed")
-    check_own_code(directory, "model")
+    check_language_model(directory, "model")
     check_division(config.learner, text.get)
     if config.engine.kind == "torch":
         if (reaches := attention(text)) is None:

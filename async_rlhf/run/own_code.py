@@ -33,20 +33,25 @@ def with_neighbours(file: Path) -> Iterator[Path]:
             continue
         seen.add(each)
         yield each
-        names = set(_imported(each)) - known
-        known |= names
-        found = (path for name in names for path in (file.parent / f"{name}.py", *(file.parent / name).rglob("*.py")))
+        names = sorted(set(_imported(each, len(each.relative_to(file.parent).parts))) - known)
+        known.update(names)
+        found = (path for name in names for path in (file.parent / f"{name}.py", *sorted((file.parent / name).rglob("*.py"))))
         waiting += [path for path in found if path.is_file() and _is_module(path.relative_to(file.parent))]
 
 
-def _imported(file: Path) -> Iterator[str]:
-    """The packages and modules that it imports by their whole name; none where no interpreter could read it."""
+def _imported(file: Path, depth: int) -> Iterator[str]:
+    """The packages and modules that it imports by their whole name; none where no interpreter could read it. depth: how many
+    dots before a name lead to the folder."""
     with suppress(SyntaxError, ValueError):
         for statement in ast.walk(ast.parse(file.read_bytes(), str(file))):
             if isinstance(statement, ast.Import):
                 yield from (alias.name.partition(".")[0] for alias in statement.names)
-            elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-                yield statement.module.partition(".")[0]
+            elif isinstance(statement, ast.ImportFrom) and statement.level in (0, depth):
+                names = [statement.module] if statement.module else [alias.name for alias in statement.names]
+                yield from (name.partition(".")[0] for name in names)
+            elif isinstance(statement, ast.Call) and ast.unparse(statement.func).rpartition(".")[2] == "import_module":
+                named = (name.value for name in statement.args[:1] if isinstance(name, ast.Constant))
+                yield from (name.partition(".")[0] for name in named if isinstance(name, str))
 
 
 def _is_module(path: Path) -> bool:

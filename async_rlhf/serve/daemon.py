@@ -20,7 +20,6 @@ ended: so none is started twice, from its first moment on, when it does not hold
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from types import FrameType
 from typing import IO
 
 from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError, FormatError
+from async_rlhf.buffers.interpreter import python
 from async_rlhf.launch.exit_codes import ending
 from async_rlhf.launch.forked import Child
 from async_rlhf.launch.local import begin, last_error, warm
@@ -153,7 +153,7 @@ class Daemon:
     def _started(self, entry: Entry) -> Entry:
         """It is written down as running before it runs: who is killed in between leaves a run that is started again."""
         run, folder = self._queue.run(entry), self._queue.folder(entry)
-        command = [sys.executable, "-m", "async_rlhf", "train", str(folder / "config.toml")]
+        command = python("-m", "async_rlhf", "train", str(folder / "config.toml"))
         command += ["--set", f"output_dir={self._queue.runs}"]  # wherever the queue has been moved to
         try:
             self._queue.check_name(entry)

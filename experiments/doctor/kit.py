@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from importlib import metadata
@@ -20,6 +19,8 @@ from typing import Annotated
 import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from async_rlhf.buffers import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 # With torch and transformers, in versions that fit those.
@@ -125,7 +126,7 @@ def _tried(*arguments: str) -> bool:
 
 
 def _pip(verb: str, *arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", verb, "--quiet", "--disable-pip-version-check", "--no-deps", *arguments]
+    command = interpreter.python("-m", "pip", verb, "--quiet", "--disable-pip-version-check", "--no-deps", *arguments)
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, cwd=ROOT)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from async_rlhf.buffers.interpreter import python
 from async_rlhf.launch.program import role_of
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ MEASURES = {"memory": "MiB", "descriptors": "", "threads": "", "disk": "MiB", "f
 @contextmanager
 def command(arguments: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A command of this program; killed at the end of the block, and what it has started ends with it."""
-    words = [sys.executable, "-m", "async_rlhf", *arguments]
+    words = python("-m", "async_rlhf", *arguments)
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
     try:
         yield process

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
+from async_rlhf.buffers.interpreter import python
 from async_rlhf.experiments.throughput.harness import ROOT, Bench, Device, DType, MissingError, Part, Row, Watch, await_quiet
 from async_rlhf.launch.forked import adopt_orphans
 from async_rlhf.launch.processor import processor
@@ -142,7 +142,7 @@ def measure(part: str, options: list[str], quiet: bool) -> Outcome:
     if quiet:
         await_quiet()
     began, how = time.monotonic(), "measured"
-    arguments = [sys.executable, "-m", "async_rlhf.experiments.throughput", part, *options]
+    arguments = python("-m", "async_rlhf.experiments.throughput", part, *options)
     with tempfile.TemporaryFile("w+") as stdout:
         process = subprocess.Popen(arguments, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True)
         try:

@@ -15,7 +15,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.vllm_engine.loading import environment
+from async_rlhf.buffers.interpreter import python
 from async_rlhf.experiments.throughput.harness import Device, MissingError
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE, similarity, slow_similarity
 from async_rlhf.experiments.throughput.trl_side import spare
@@ -62,7 +62,7 @@ def vllm_server(model: str, threads: int, device: Device, log: Path) -> Iterator
     arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host=127.0.0.1", f"--port={port}"]
     arguments += [*_SERVER, *_ON[device]]
     with log.open("w") as file:
-        server = subprocess.Popen([sys.executable, *arguments], env=os.environ | own, stdout=file, stderr=file)
+        server = subprocess.Popen(python(*arguments), env=os.environ | own, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + _START_S
         while not _answers(url := f"http://127.0.0.1:{port}"):

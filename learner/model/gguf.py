@@ -17,6 +17,7 @@ from pathlib import Path
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
+from async_rlhf.buffers.interpreter import python
 from async_rlhf.buffers.model_directory import LOADING, from_pretrained, load_whole
 
 _DEADLINE_S = 1800.0
@@ -34,7 +35,7 @@ def model_directory(model: str) -> str:
     directory = cache / f"{file.stem}-{content_digest(file)}"
     if not (directory / "config.json").is_file():
         print(f"converting {file.name} into {directory} (once)", file=sys.stderr)  # noqa: T201  # a user waits for it
-        command = [sys.executable, "-P", "-m", "async_rlhf.learner.model.gguf", str(file), str(directory)]
+        command = python("-m", "async_rlhf.learner.model.gguf", str(file), str(directory))
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL, check=False

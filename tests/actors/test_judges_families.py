@@ -50,7 +50,7 @@ def test_log_probabilities_of_the_reference_are_those_of_plain_passes(kind: str,
         return
     for prompt, ids, hidden in zip(PROMPTS, COMPLETIONS, reference.read(PROMPTS, COMPLETIONS), strict=True):
         plain = families.plain_logprobs(model, prompt, ids).detach()
-        np.testing.assert_allclose(reference.logprobs(hidden, ids, 1.0, None), plain.numpy(), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(reference.logprobs(hidden, ids, 1.0, None), plain.numpy(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", WITH_A_HEAD)
@@ -71,4 +71,4 @@ def test_scores_of_a_reward_model_are_those_of_plain_passes(kind: str, tmp_path:
         model.config.pad_token_id = None
         with torch.inference_mode():
             plain = model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, 0]
-        assert score == pytest.approx(float(plain), abs=2e-5)
+        assert score == pytest.approx(float(plain), abs=1e-4)

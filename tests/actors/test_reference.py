@@ -85,7 +85,7 @@ def test_the_stage_says_what_the_learner_says_of_the_same_model(directory: Path)
     answers = scored(spec(directory), group)
     for answer, wanted in zip(answers, by_the_learner(directory, group), strict=True):
         assert answer.reference is not None and answer.reference.dtype == np.float32
-        assert answer.reference == pytest.approx(wanted, abs=1e-5)
+        assert answer.reference == pytest.approx(wanted, abs=1e-4)
         assert answer.scores["reference"].state == "not_applicable" and answer.scores["exact"].value == 1.0
         assert answer.stages["reference"].ended >= answer.stages["reference"].began > 0
 
@@ -95,7 +95,7 @@ def test_read_along_it_says_the_same_and_has_little_left_at_the_end(directory: P
     group = make_group(0, [16, 18, 20], prompt_length=9, temperature=TEMPERATURE)
     answers = scored(spec(directory, stream_tokens=2), group, cuts=[3, 9, 15])
     for answer, wanted in zip(answers, by_the_learner(directory, group), strict=True):
-        assert answer.reference == pytest.approx(wanted, abs=1e-5)
+        assert answer.reference == pytest.approx(wanted, abs=1e-4)
         assert answer.scores["reference"].metrics["prefetched"] > 0 and answer.ahead_s["reference"] > 0
 
 

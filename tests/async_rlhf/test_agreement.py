@@ -29,7 +29,8 @@ batch_size = 8
 max_prompt_length = 60
 max_completion_length = 7
 """
-REWARD = "def judge(completion):\n    return 1.0\n"
+REWARD = "import near\n\ndef judge(completion):\n    return 1.0\n"
+NEAR = "ONE = 1.0\n"
 
 
 def machine(folder: Path) -> Path:
@@ -37,6 +38,7 @@ def machine(folder: Path) -> Path:
     shutil.copytree(REPOSITORY / "configs/models/tiny-speller", folder / "model")
     (folder / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (folder / "judge.py").write_text(REWARD)
+    (folder / "near.py").write_text(NEAR)
     (folder / "config.toml").write_text(CONFIG)
     return folder
 
@@ -76,6 +78,7 @@ def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
         (rewrite("data.jsonl", '"a"', '"c"'), "data"),
         (rewrite("config.toml", "data.jsonl", 'data.jsonl"\ntemplate = "{prompt}!'), "data"),
         (rewrite("judge.py", "1.0", "0.5"), "rewards"),
+        (rewrite("near.py", "1.0", "0.5"), "rewards"),
         (rewrite("config.toml", "target = 3", "target = 4"), "rewards"),
         (rewrite("config.toml", "max_completion_length = 7", "max_completion_length = 8"), "generation"),
         (rewrite("config.toml", "max_steps = 2", "max_steps = 2\nseed = 5"), "generation"),

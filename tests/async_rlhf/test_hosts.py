@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.rewards import resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.transport import keys, link
@@ -34,6 +35,7 @@ from async_rlhf.run.processes.agreement import shared
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
+from tests.actors.scored import Bench
 from tests.async_rlhf.test_agreement import machine
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import has_ended, invoke
@@ -260,7 +262,7 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     lay_out(given, there)
     # Nothing of here is left: the config there names only files that are there.
     (tmp_path / "judge.py").rename(tmp_path / "judge.away")
-    (tmp_path / "near.py").unlink()
+    (tmp_path / "near.py").rename(tmp_path / "near.away")
     its = RunDir.existing(there).config()
     assert its.model == f"{there}/model" and its.rewards.functions[0] == f"own={there}/rewards/0/judge.py:judge"
     assert (its.scoring.reference.path, its.scoring.reference.by_source) == (f"{there}/teachers/0", {"code": "http://t/v1"})
@@ -269,8 +271,35 @@ def test_a_host_is_given_a_run_of_its_own_that_agrees_with_the_hub_s(config: Con
     secret = (tmp_path / "keys" / "for-actor-0" / "peer.secret").read_text().strip()
     assert keys.load_peer(Path(its.security.keys or "")).secret.decode() == secret
     assert "hub.secret" not in {Path(name).name for name in (*given.inline, *given.files)}
-    (tmp_path / "judge.away").rename(tmp_path / "judge.py")
+    for name in ("judge", "near"):
+        (tmp_path / f"{name}.away").rename(tmp_path / f"{name}.py")
     assert shared(its, RunData(there, its.data)) == shared(config, RunData(run.path, config.data))
+    run.retire()
+
+
+def test_files_of_one_name_in_two_folders_are_themselves_on_a_host(config: Config, tmp_path: Path) -> None:
+    for folder, value in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / folder / "calendar").mkdir(parents=True)
+        (tmp_path / folder / "judge.py").write_text(
+            "from importlib import import_module\nimport multiprocessing\nfrom . import beside\nimport calendar.days\n\n"
+            "def child(queue): queue.put(beside.ONE * import_module('named').ONE * calendar.days.VALUE)\n"
+            "def judge(completion):\n    spawn = multiprocessing.get_context('spawn')\n    queue = spawn.Queue()\n"
+            "    child_of_it = spawn.Process(target=child, args=(queue,))\n    child_of_it.start()\n"
+            "    return queue.get(timeout=60)\n"
+        )
+        (tmp_path / folder / "calendar" / "__init__.py").touch()
+        (tmp_path / folder / "calendar" / "days.py").write_text(f"from ..inner import ONE\nVALUE = {value} * ONE\n")
+        for name in ("beside", "named", "inner"):
+            (tmp_path / folder / f"{name}.py").write_text("ONE = 1.0\n")
+    functions = [f"{name}={tmp_path}/{name}/judge.py:judge" for name in ("one", "two")]
+    config = override(config, {"rewards.functions": functions, "rewards.options": {}})
+    run, there = RunDir.create(config, load_rows(config.data)), tmp_path / "there" / "actor-0"
+    lay_out(pack(config, actor_node(config.address, 0, run.log("actor-0")), str(there)), there)
+    for name in ("one", "two"):
+        (tmp_path / name).rename(tmp_path / f"{name} as it was")
+    its = RunDir.existing(there).config()
+    with Bench(resolve(its.rewards.functions, there), timeout_s=100) as bench:
+        assert {name: score.value for name, score in bench.score("?")[0].items()} == {"one": 1.0, "two": 2.0}
     run.retire()
 
 

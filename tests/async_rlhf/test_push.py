@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tomllib import loads as parse_toml
 from typing import Any
@@ -204,6 +207,51 @@ def test_what_cannot_be_pushed_is_refused_with_the_reason(
     assert refused(run.path)[0] == 8, "a torn checkpoint"
     (run.path / "checkpoints" / "step_000002").rename(run.path / "checkpoints" / "left")
     assert "has no checkpoint yet" in refused(run.path)[1]
+
+
+@pytest.mark.usefixtures("quick_picture")
+@pytest.mark.parametrize(
+    ("parts", "pause_s", "reason"),
+    [
+        ([b"{}"], 0.0, "answers what no Hub does (KeyError('id'))"),
+        ([b"[1]"], 0.0, "answers what no Hub does"),
+        ([b" " * 1000] * 100, 0.0, "answers with more than"),
+        ([b" "] * 100, 0.1, "for more than 1 s"),
+        ([], 0.0, "timed out"),
+    ],
+    ids=["an empty object", "a list", "without an end", "in drops", "never"],
+)
+def test_a_server_that_is_no_hub_is_an_error_within_a_limit(
+    parts: list[bytes], pause_s: float, reason: str, run: RunDir, server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            """Quiet."""
+
+        def do_GET(self) -> None:
+            if not parts:
+                over.wait(60)
+                return
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                for part in parts:
+                    self.wfile.write(part)
+                    over.wait(pause_s)
+
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(run.path / "harnesses.json"))  # the library keeps what it reads
+    monkeypatch.setattr("huggingface_hub.utils._detect_agent._registry", None)
+    monkeypatch.setattr("async_rlhf.push.upload._ANSWER_S", 1.0)
+    monkeypatch.setattr("async_rlhf.push.upload._ANSWER_BYTES", 50_000)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as liar:
+        threading.Thread(target=liar.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{liar.server_port}")
+        code, said = invoke("push", run.path, "me/speller")
+        over.set()
+        liar.shutdown()
+    assert code == 1 and "me/speller is not pushed: " in said and reason in said
 
 
 def test_a_data_set_of_the_hub_is_read_at_the_commit_that_the_run_keeps(server: Hub, small: Any) -> None:

@@ -144,6 +144,19 @@ def test_a_reward_that_never_answers_ends_the_trial_with_a_name(folder: Path) ->
         try_rewards(["slow.py:slow"], [{"completion": "x"}], patience_s=0.3, scoring={"timeout_s": 60})
 
 
+def test_a_reward_is_tried_beside_files_that_are_named_as_modules(folder: Path) -> None:
+    for name in ("socket", "random", "signal", "pickle", "json", "multiprocessing"):
+        (folder / f"{name}.py").write_text(f"raise ImportError('the {name} of the user')\n")
+    (folder / "rows.jsonl").write_text('{"prompt": "?", "completion": "4", "answer": "4"}\n')
+    (folder / "bin").mkdir()  # as of the installed command, which has this on its path and not the folder
+    (folder / "bin" / "async-rlhf").write_text(
+        "from async_rlhf.cli.commands import main\nif __name__ == '__main__':\n    main()\n"
+    )
+    command = [sys.executable, "bin/async-rlhf", "try", "reward", "judges.py:quality", "--data", "rows.jsonl"]
+    tried = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert tried.returncode == 0 and "1 scored" in tried.stdout, tried.stderr
+
+
 def test_a_served_reward_is_asked_by_another_process_and_ends_with_a_signal(folder: Path) -> None:
     command = [sys.executable, "-m", "async_rlhf", "serve", "reward", "judges.py:quality", "--address", "tcp://127.0.0.1:*"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as server:

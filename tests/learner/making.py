@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
@@ -138,6 +139,14 @@ def make_backend(
     """A lone rank; settings: of `[learner]`."""
     learner = LearnerConfig(**{"learning_rate": 1e-3, **settings})
     return controller.make_backend(path, learner, loss or LossConfig(), publish_dtype, reference=reference)
+
+
+def assert_same_gradients(one: dict[str, Tensor], other: dict[str, Tensor], within: float = 1e-4, case: object = "") -> None:
+    """within: of the norm of each parameter's; rounding makes some 1e-6 of it. Single elements may be sums that cancel."""
+    assert one.keys() == other.keys()
+    for name in one:
+        apart = float((one[name] - other[name]).norm())
+        assert apart <= within * float(other[name].norm()) + 1e-5, f"the gradient of {name} differs by {apart} {case}"
 
 
 def save(backend: Controller, directory: Path) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from making import ADVANTAGES, GROUPS, ROWS, make_group, weights, with_returns
+from making import ADVANTAGES, GROUPS, ROWS, assert_same_gradients, make_group, weights, with_returns
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
@@ -154,6 +154,11 @@ MIXED = [
     make_group(2, [22, 19], prompt_length=7, vocabulary=64, observed=[(4, 16)], anew=[0]),
 ]
 MEMBERS = [(group, rollout) for group in MIXED for rollout in group.rollouts]
+# Nats: rounding makes up to 1e-5, on whichever processor; a wrong mask or state 1e-2 and more.
+ROUNDING = 1e-4
+# Of the norm of a gradient: as much as comes from one number that rounding puts beyond a bend of its activation (Apertus' has
+# one of width 1e-6). A token that is left out makes several times as much.
+BENT = 1e-2
 
 
 def of_parameters(model: PreTrainedModel, logp: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -175,12 +180,8 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
         (batch,) = make_micro_batches(rows, Packing(8192, sharing))
         found, *_ = policy(batch)
         wanted = torch.cat([plain[member] for member in batch.member_N.unique_consecutive().tolist()])
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
-        want, got = of_parameters(model, wanted), of_parameters(model, found)
-        assert got.keys() == want.keys()
-        for name in want:
-            message = f"the gradient of {name} differs ({sharing})"
-            torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=2e-4, msg=message)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=ROUNDING)
+        assert_same_gradients(of_parameters(model, found), of_parameters(model, wanted), BENT, sharing)
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:

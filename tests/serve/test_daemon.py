@@ -15,9 +15,13 @@ from tests.conftest import Command, wait_for
 def test_a_run_outlives_a_daemon_that_is_killed_and_is_drained_by_one_that_ends(
     command: Callable[..., Command], small_arguments: Callable[..., list[str]], place: Path
 ) -> None:
+    folder = place.parent / "submitted from"
+    folder.mkdir()
     for name, num_steps in (("first", 100_000), ("second", 1)):
-        code, output = command("queue", "submit", str(place), *small_arguments(name=name, max_steps=num_steps)[1:]).finish()
+        words = ["queue", "submit", str(place), *small_arguments(name=name, max_steps=num_steps)[1:]]
+        code, output = Command(words, folder).finish()
         assert code == 0, output
+    (folder / "random.py").write_text("raise ImportError('of the user')\n")  # no module of a run that `train` begins either
     queue = QueueDir.existing(place)
     first = queue.runs / "first"
 

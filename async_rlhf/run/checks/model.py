@@ -16,8 +16,8 @@ from async_rlhf.actors.reference import is_address
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.config import MAX_FRAME_BYTES
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.model_directory import INDEX, check_numbers, check_own_code, from_pretrained, tensor_shapes
-from async_rlhf.buffers.parsing import json_value
+from async_rlhf.buffers.model_directory import INDEX, check_language_model, check_numbers, from_pretrained, tensor_shapes
+from async_rlhf.buffers.parsing import loads
 from async_rlhf.buffers.routing import read_routing
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
@@ -77,7 +77,7 @@ def _check_teacher(config: Config, directory: Path, where: str) -> None:
             f"{where} = {str(directory)!r} is no Hugging Face model (config.json and *.safetensors), and no URL: "
             "http://host:8000/v1"
         )
-    check_own_code(directory, where)
+    check_language_model(directory, where)
     check_model_files(directory, where)
     policy = Path(config.model)
     own, other = _tokens(policy), _tokens(directory)
@@ -254,8 +254,8 @@ def _tensors(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json_value(read_small(path, _MAX_BYTES))
-    except (OSError, DamagedError, ValueError) as error:
+        found = loads(read_small(path, _MAX_BYTES))  # of any size: a tokenizer without a limit has a model_max_length of 1e30
+    except (OSError, DamagedError, ValueError, RecursionError) as error:
         raise _wrong(path, str(error)) from error
     if not isinstance(found, dict):
         raise _wrong(path, "it is no JSON object")

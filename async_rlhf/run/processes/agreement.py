@@ -6,6 +6,7 @@ Digests are of contents and never of paths, so an actor on another machine may k
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
 from async_rlhf.buffers.routing import read_routing
 from async_rlhf.run.config import Config
-from async_rlhf.run.own_code import own_file
+from async_rlhf.run.own_code import own_file, with_neighbours
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.scoring import environment_specs, score_names, stage_specs
 
@@ -33,8 +34,6 @@ _ORIGIN = ("_name_or_path", "transformers_version")
 def shared(config: Config, data: RunData) -> dict[str, str]:
     """Digests by name. data: the rows of the run. Raises ConfigError when a file cannot be read."""
     model = Path(config.model)
-    rewards = [file for spec in config.rewards.functions if (file := own_file(spec)) is not None]
-    environments = [file for own in config.environment.all.values() if (file := own_file(own.function)) is not None]
     try:
         described = {key: value for key, value in _model(config).items() if key not in _ORIGIN}
         return {
@@ -42,8 +41,10 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
             "model": _digest(described),
             "tokenizer": _digest(*((name, content_digest(model / name)) for name in _TOKENIZER if (model / name).is_file())),
             "data": _digest(data.digest, vars(config.data.row_template), [source.weight for source in config.data.sources]),
-            "rewards": _digest(portable(config.rewards.model_dump()), *map(content_digest, rewards)),
-            "environment": _digest(portable(config.environment.model_dump()), *map(content_digest, environments)),
+            "rewards": _digest(portable(config.rewards.model_dump()), *_own(config.rewards.functions)),
+            "environment": _digest(
+                portable(config.environment.model_dump()), *_own(each.function for each in config.environment.all.values())
+            ),
             "generation": _digest(config.seed, config.generation.model_dump()),
         }
     except OSError as error:
@@ -95,6 +96,12 @@ def portable(value: Any) -> Any:
     if isinstance(value, str) and "/" in value:
         return value.rstrip("/").rpartition("/")[2]
     return value
+
+
+def _own(targets: Iterable[str]) -> Iterator[str]:
+    """Digests of users' files and of the neighbours that they import. Raises OSError."""
+    for file in filter(None, map(own_file, targets)):
+        yield from map(content_digest, with_neighbours(file))
 
 
 def _digest(*values: Any) -> str:

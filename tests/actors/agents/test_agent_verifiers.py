@@ -25,6 +25,8 @@ with warnings.catch_warnings(action="ignore"):
     from aiohttp import web
     from verifiers.v1.dialects.chat import ChatDialect
 
+    from async_rlhf.actors.agents.from_verifiers import module_id
+
 # A harness that talks to verifiers' server from its own process, as its programs do from theirs.
 HARNESS = """
 import json
@@ -188,7 +190,7 @@ async def walk(spec: EnvironmentSpec, *texts: str, **row: Any) -> Played:
 
 def environment(folder: Path, target: str) -> Any:
     taskset = getattr(import_file(folder / target.partition(":")[0]), target.partition(":")[2])
-    return vf.load_environment(vf.resolve_env_config({**HERE, "taskset": {"id": taskset.__module__}}))
+    return vf.load_environment(vf.resolve_env_config({**HERE, "taskset": {"id": module_id(taskset)}}))
 
 
 def row_of(folder: Path, env: Any) -> dict[str, Any]:

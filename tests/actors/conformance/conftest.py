@@ -73,7 +73,7 @@ def scarce() -> EngineConfig:
 
 
 # The weights of `make_model` are large: a wrong mask, row or version changes log-probabilities by several nats.
-BFLOAT16_TOLERANCE = 0.2
+BFLOAT16_TOLERANCE = 0.4
 ENGINES = ["torch", "torch-generic", "torch-scarce", pytest.param("vllm", marks=pytest.mark.filterwarnings("ignore"))]
 
 

@@ -382,6 +382,8 @@ async def test_what_runs_in_a_sandbox_has_neither_files_nor_secrets_nor_the_netw
     tries = (
         f"cat {Path(__file__)}", "touch /usr/left", "mount -o remount,bind,rw /usr && touch /usr/left", "cat /proc/1/environ",
         "echo > /dev/tcp/127.0.0.1/22", "nsenter --target=1 --mount true", "cat /etc/shadow", "ls /proc/1/root",
+        "echo 1 > /proc/sys/vm/drop_caches",
+        "unshare -rmpf sh -c 'mount -t proc proc /proc && echo 1 > /proc/sys/vm/drop_caches'",
     )  # fmt: skip
     with harbor_tasks("process")(tmp_path, request) as target:
         spec = EnvironmentConfig(function=target).spec(tmp_path)
