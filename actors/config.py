@@ -16,6 +16,7 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.buffers.stages import GENERATION
 
 REFERENCE = "reference"
 """The stage of the reference model."""
@@ -235,10 +236,8 @@ class RewardsConfig(Section):
             name = min(unknown)
             hint = did_you_mean(name, [*names, REFERENCE])
             raise ConfigError(f"scoring.stages.{name}: there is no stage of this name; {hint}")
-        if REFERENCE in names:
-            raise ConfigError(
-                f'a reward is called {REFERENCE!r}, as the stage of the reference model is; rename it ("other_name=...")'
-            )
+        if taken := {REFERENCE, GENERATION}.intersection(names):
+            raise ConfigError(f'a reward is called {min(taken)!r}, as a stage of every run is; rename it ("other_name=...")')
         self._check_by_source(names)
         return specs
 

@@ -221,7 +221,7 @@ class LearnerConfig(Section):
     learning_rate: float = Field(default=1e-4, gt=0)
     """Highest learning rate of AdamW, after the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay, of every parameter that learns."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -12,7 +12,7 @@ from async_rlhf.actors.agents.asked import Asked, RequestError
 from async_rlhf.actors.agents.conversations import Conversations
 from async_rlhf.actors.agents.sessions import Session
 from async_rlhf.actors.agents.written import Written, read_reply
-from async_rlhf.actors.environments.settings import Call, Reply, Scores
+from async_rlhf.actors.environments.settings import Call, Reply, Scores, counted
 from async_rlhf.actors.rewards.answer import read
 from async_rlhf.buffers.score import Score
 
@@ -85,10 +85,10 @@ class Turns:
         counts |= {"retries_joined": self._session.num_joined, "calls_left": self._session.num_left}
         if not isinstance(result, Mapping):
             answer = read(result)
-            return Score(answer.value, answer.failure, {**counts, **answer.metrics})
+            return counted(answer.score(), counts)
         answers = {str(name): read(value) for name, value in result.items()}
         if failed := [f"reward {name!r}: {each.failure}" for name, each in answers.items() if each.failure is not None]:
             return Score(failure=failed[0], metrics=counts)
         values = {name: answer.value for name, answer in answers.items() if answer.value is not None}
         total = read(sum(values.values()) if values else None)
-        return Score(total.value, total.failure, {**counts, **values})
+        return counted(Score(total.value, total.failure, values), counts)

@@ -11,7 +11,8 @@ import datetime
 import decimal
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def _csv(path: Path) -> Iterator[Located]:
     csv.field_size_limit(_LONGEST_CELL)
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
+        _check_names(f"{path}:1", rows.fieldnames or ())
         for row in rows:
             where = f"{path}:{rows.line_num}"
             names = len(rows.fieldnames or ())
@@ -118,12 +120,20 @@ def _csv(path: Path) -> Iterator[Located]:
             yield where, row
 
 
+def _check_names(where: str, names: Sequence[str]) -> None:
+    """Raises ConfigError where two columns have one name: which of them a row has cannot be said."""
+    if len(set(names)) < len(names):
+        twice, count = Counter(names).most_common(1)[0]
+        raise ConfigError(f"{where} names {count} columns {twice!r}; give each a name of its own")
+
+
 def _parquet(path: Path) -> Iterator[Located]:
     check_installed("pyarrow", "data.source", str(path), "data", "a .jsonl or .csv file")
     import pyarrow
     import pyarrow.parquet
 
     try:
+        _check_names(str(path), pyarrow.parquet.read_schema(path).names)
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
         raise ConfigError(f"data.source {str(path)!r} is no Parquet file that can be read: {error}") from error

@@ -35,7 +35,7 @@ from async_rlhf.actors.data.files import task_files
 from async_rlhf.actors.environments.from_trl import answers
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
 from async_rlhf.actors.environments.rendering import as_messages
-from async_rlhf.actors.environments.settings import Content, Declaration, Message
+from async_rlhf.actors.environments.settings import Content, Declaration, Message, counted
 from async_rlhf.actors.environments.tool_calls import read_turn, schema_of
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, did_you_mean
 from async_rlhf.buffers.score import Score
@@ -148,7 +148,7 @@ async def _played(
             counts["unparsed_turns"] += turn.is_unparsed
             observed = await answers(turn, {"bash": called}, counts)
         rewards = await _judged(run, tasks[task])
-    yield Score(rewards.pop("reward"), metrics={**rewards, **counts})
+    yield counted(Score(rewards.pop("reward"), metrics=rewards), counts)
 
 
 async def _judged(run: Run, task: Mapping[str, Any]) -> dict[str, float]:

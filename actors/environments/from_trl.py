@@ -23,7 +23,7 @@ from typing import Any
 
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, located
 from async_rlhf.actors.environments.rendering import as_messages
-from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, Message
+from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, Message, counted
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, checked, read_turn, schema_of
 from async_rlhf.actors.rewards.adapters import taken
 from async_rlhf.actors.rewards.loading import found_in
@@ -110,7 +110,7 @@ class _Player:
         metrics = {name: value for name, value in values.items() if value is not None and len(values) > 1}
         if world is not None:
             self.idle.append(world)  # Only of an episode that came to its end: nothing of it runs on.
-        yield Score(sum(known) if known else None, metrics={**metrics, **counts})
+        yield counted(Score(sum(known) if known else None, metrics=metrics), counts)
 
     async def _judged(self, world: Any, row: Mapping[str, Any], said: list[Message]) -> dict[str, float | None]:
         """By the environment itself, and by the rewards, each with weight 1."""

@@ -23,6 +23,13 @@ Content = str | list[Message]
 """What the model is given to read."""
 
 
+def counted(score: Score, counts: Mapping[str, float]) -> Score:
+    """With what was counted of the episode beside what its maker reports; failed where that has a name of a count."""
+    if taken := sorted(score.metrics.keys() & counts.keys()):
+        return Score(failure=f"it reports {taken[0]!r}, which is a count of its episode; give it another name", metrics=counts)
+    return replace(score, metrics={**score.metrics, **counts})
+
+
 @dataclass(frozen=True)
 class Feedback:
     """An observation with a score for the turn that the model has just made.

@@ -211,6 +211,9 @@ def _draw_line(axes: Any, line: Sequence[tuple[int, float]], pen: _Pen, style: A
     axes.plot(steps[::every], values[::every], linestyle=style, **look)
 
 
+_PANELS = {"rewards": "Held-out rewards, each", "reward": "Held-out reward, each source"}
+
+
 def _judged(run: Curves) -> dict[str, _Lines]:
     """By panel and label, what evaluations found at their steps; of sampled completions pass@k of the largest k."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
@@ -218,8 +221,9 @@ def _judged(run: Curves) -> dict[str, _Lines]:
         pass_at = (record.get("sampled") or {}).get("pass_at") or {}
         largest = {f"pass@{k}": pass_at[k] for k in sorted(pass_at, key=int)[-1:] if pass_at[k] is not None}
         for name, value in (figures(record) | largest).items():
-            panel = panels.setdefault("Held-out rewards, each" if "/" in name else "Held-out prompts", {})
-            panel.setdefault(name.partition("/")[2] or name, {})[record["step"]] = value
+            of_what, _, label = name.partition("/")
+            panel = panels.setdefault(_PANELS[of_what] if label else "Held-out prompts", {})
+            panel.setdefault(label or name, {})[record["step"]] = value
     return {title: {label: sorted(line.items()) for label, line in lines.items()} for title, lines in panels.items()}
 
 

@@ -1,8 +1,8 @@
 """The files of an agent: contents by digest, kept for later runs, and a private directory for each agent and each of its nodes.
 
     DIRECTORY/contents/<digest>      read-only; written once, under a temporary name until their digest has been checked
-    DIRECTORY/agent-XXXXXXXX/<node>  what a node is given: links to contents, or to where the host has the same, and its own
-                                     small files with mode 0600
+    DIRECTORY/agent-XXXXXXXX/<node>  what a node is given: links to contents, or to where the host has the same (copies on a
+                                     disk without links), and its own small files with mode 0600
     DIRECTORY/agent-XXXXXXXX/.sockets  where the sockets of its nodes are (`sockets`: paths of sockets must be short)
 
 An agent holds a lock on its own directories and removes them at its end; what a killed one left is removed by the next. Nothing
@@ -63,7 +63,7 @@ class Depot:
         self.own = new.rename(root / new.name[1:])  # no other agent that starts here finds it without its lock
         self._closing = ExitStack()
         self.sockets = self._closing.enter_context(socket_directory())
-        (self.own / _SOCKETS).symlink_to(self.sockets)
+        (self.own / _SOCKETS).write_text(str(self.sockets))
         self._arriving: dict[str, xxhash.xxh3_128] = {}
         self._elsewhere: dict[str, Path] = {}
 
@@ -92,7 +92,8 @@ class Depot:
         if (found := so_far.hexdigest()) != name:
             temporary.unlink()
             raise WireError(f"a content came with digest {found} instead of {name}", "digest")
-        temporary.chmod(0o444)
+        with suppress(PermissionError):  # a disk without modes
+            temporary.chmod(0o444)
         temporary.replace(self._contents / name)
 
     def lay_out(self, node: str, files: Mapping[str, str], inline: Mapping[str, bytes]) -> Path:
@@ -101,10 +102,13 @@ class Depot:
         shutil.rmtree(directory, ignore_errors=True)
         for name, content in files.items():
             path = _made(directory / name)
-            if (there := self._elsewhere.get(content)) is not None:
-                path.symlink_to(there)
-            else:
-                os.link(self._contents / content, path)
+            link, there = (
+                (os.symlink, self._elsewhere[content]) if content in self._elsewhere else (os.link, self._contents / content)
+            )
+            try:
+                link(there, path)
+            except OSError:  # a disk without links
+                shutil.copyfile(there, path)
         for name, data in inline.items():
             path = _made(directory / name)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -133,5 +137,5 @@ def _remove_left(root: Path) -> None:
     for path in root.glob(f"{_PREFIX}*"):
         with suppress(OSError), closing(lock_directory(path)):
             with suppress(OSError):
-                remove_left((path / _SOCKETS).readlink())
+                remove_left(Path((path / _SOCKETS).read_text()))
             shutil.rmtree(path)

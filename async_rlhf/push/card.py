@@ -1,10 +1,9 @@
-"""The model card of a checkpoint: Markdown from what its run has written. Paths of this machine are cut to their last part."""
+"""The model card of a checkpoint: Markdown from what its run has written, without the folders of this machine (`folders`)."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,17 +12,17 @@ from typing import Any
 import tomli_w
 
 from async_rlhf.learner.checkpoint.store import step_of
+from async_rlhf.push.folders import without_folders
 from async_rlhf.run.config import Config, in_toml
 from async_rlhf.run.config_keys import without_secrets
 from async_rlhf.run.live import changes, effective
-from async_rlhf.run.manifest import Published, places, published
+from async_rlhf.run.manifest import Published, published
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, is_step, read_object
 
 # About the machine and its user, not about what was learned.
 _LEFT_OUT = {"output_dir", "address", "hooks", "launch", "placement", "security", "tracking", "disk_pause_bytes"}
-_FOLDERS = re.compile(r"(?<![\w/.<>])/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
 _Z = 1.959964  # of a normal distribution, for 95 %
 
 
@@ -42,7 +41,11 @@ def card(run: RunDir, checkpoint: Path, name: str, *, is_adapter: bool, has_pict
         tags=["async-rlhf", "reinforcement-learning"],
     )
     made = read_object(run.path / "manifest.json")
-    began = f"step {made['origin']['step']} of run {Path(made['origin']['run']).name}" if made.get("origin") else str(base)
+    began = (
+        f"step {made['origin']['step']} of run {Path(made['origin']['run']).name}"
+        if made.get("origin")
+        else without_folders(config.model)
+    )
     changed = "".join(f"- {line}\n" for line in changes(run))
     parts = [
         f"---\n{head.to_yaml()}\n---",
@@ -57,18 +60,19 @@ def card(run: RunDir, checkpoint: Path, name: str, *, is_adapter: bool, has_pict
         f"```toml\n{_settings(config)}```",
         f"Changed while it went on:\n\n{changed}" if changed else "",
     ]
-    return _FOLDERS.sub("", "\n\n".join(filter(None, parts))) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _facts(run: RunDir, config: Config, made: Mapping[str, Any], data: Sequence[Published]) -> Iterator[tuple[str, object]]:
-    yield "data", "; ".join(map(str, data))
+    yield "data", "; ".join(without_folders([str(each) for each in data]))
     if counts := read_object(run.path / "data" / "summary.json"):
         yield "prompts", f"{counts.get('training')} to train on, {counts.get('held_out')} held out"
         yield "digest of the rows", RunData(run.path, config.data).digest
-    yield "rewards", ", ".join([*config.rewards.functions, *(each.function for each in config.environment.all.values())])
+    judges = [*config.rewards.functions, *(each.function for each in config.environment.all.values())]
+    yield "rewards", ", ".join(without_folders(judges))
     if weights := config.rewards.weights:
         yield "weights of rewards", json.dumps(weights)
-    yield "loss, advantage", f"{config.loss.kind}, {config.advantage.kind}"
+    yield "loss, advantage", ", ".join(without_folders([config.loss.kind, config.advantage.kind]))
     yield "batch", f"{config.learner.batch_size} completions in groups of {config.generation.group_size}"
     yield "seed", config.seed
     if (bits := run.bits()) is not None:
@@ -111,10 +115,7 @@ def _staleness(run: RunDir, config: Config, step: int) -> str:
 
 def _settings(config: Config) -> str:
     values = config.model_dump(mode="json", exclude_defaults=True, exclude=_LEFT_OUT)
-    text = tomli_w.dumps(in_toml(without_secrets(values)))
-    for path in filter(None, places(config)):
-        text = text.replace(path, str(published(path)))
-    return text
+    return tomli_w.dumps(in_toml(without_folders(without_secrets(values))))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -19,6 +19,7 @@ from httpx2 import Client, HTTPError, Response, SyncByteStream, Timeout
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.inspect.plot import draw
+from async_rlhf.learner.checkpoint.evaluated import without_links
 from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.push.card import card
 from async_rlhf.run.config_keys import LIKE_A_SECRET
@@ -75,7 +76,7 @@ def push(target: Path, name: str, how: How, say: Callable[[str], None]) -> None:
 
 def _found(target: Path) -> tuple[RunDir, Path]:
     """The run and the checkpoint that a path names. Raises ConfigError."""
-    path = target.resolve()
+    path = without_links(target.absolute()).resolve()
     if (path / "config.toml").is_file():
         if not (made := complete(path / "checkpoints")):
             raise ConfigError(f"run {str(target)!r} has no checkpoint yet: one is made every checkpoint.save_every steps")

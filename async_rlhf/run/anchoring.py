@@ -10,6 +10,7 @@ from async_rlhf.actors.data.config import HUB_PREFIX, anchor_source
 from async_rlhf.actors.environments import ADAPTERS
 from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards import absolute
+from async_rlhf.learner.checkpoint.evaluated import without_links
 from async_rlhf.run import shipped
 
 # Settings that are a path, or name a function that may lie in a file.
@@ -38,7 +39,7 @@ def anchor(values: dict[str, Any], base: Path) -> None:
     if isinstance(rewards, dict) and isinstance(options := rewards.get("options"), dict):
         for chosen in options.values():
             if isinstance(chosen, dict) and isinstance(path := chosen.get("path"), str):
-                chosen["path"] = str(base / path)
+                chosen["path"] = str(without_links(base / path))
 
 
 def fetch(values: dict[str, Any]) -> None:
@@ -76,7 +77,7 @@ def _change_models(values: dict[str, Any], change: Callable[[str, str], str]) ->
 
 def _model(given: str, base: Path) -> str:
     """The model at this path, or else the shipped one of this name; a published one keeps its name."""
-    own = base / Path(given).expanduser()
+    own = without_links(base / Path(given).expanduser())
     if not own.exists() and (among_shipped := shipped.model_directory(given)) is not None:
         return str(among_shipped)
     return given if shipped.is_name(given, base) else str(own)

@@ -38,8 +38,9 @@ from async_rlhf.buffers.spool.claims import has_claimed
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.placement import Placement
 from async_rlhf.launch.program import Launcher
-from async_rlhf.launch.run_lock import RunLock, is_held
+from async_rlhf.launch.run_lock import RunLock, holder, is_held
 from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
+from async_rlhf.learner.checkpoint.evaluated import without_links
 from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.config_keys import known
 from async_rlhf.run.manifest import Bits, continued, manifest
@@ -103,7 +104,6 @@ class RunDir:
         self.evaluations = path / "evaluations.jsonl"
         self.events = path / "events.jsonl"
         self.restarts = path / "restarts.json"
-        self.latest = path / "checkpoints" / "latest"
         self.lock_file = path / "lock"
         self._config, self._manifest = path / "config.toml", path / "manifest.json"
         self._run, self._placement = path / "run.json", path / "placement.json"
@@ -172,6 +172,11 @@ class RunDir:
             raise ConfigError(no_run(run.path))
         run._check_format()
         return run
+
+    @property
+    def latest(self) -> Path:
+        """The newest checkpoint, where there is one."""
+        return without_links(self.path / "checkpoints" / "latest")
 
     @property
     def exists(self) -> bool:
@@ -345,6 +350,11 @@ class RunDir:
     def _check_new(self) -> None:
         if self.exists:
             self._release()
+            if self.is_alive():
+                raise ConfigError(
+                    f"run directory {str(self.path)!r} is that of a run that goes on ({holder(self.lock_file)}); choose "
+                    f"another with --set name=NAME, or stop it: async-rlhf stop {self.path}"
+                )
             raise ConfigError(
                 f"run directory {str(self.path)!r} exists. Continue it with --resume, remove it with --overwrite, or choose "
                 "another with --set name=NAME"

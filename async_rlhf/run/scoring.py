@@ -17,6 +17,7 @@ from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import SOURCE
+from async_rlhf.buffers.stages import GENERATION
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 
@@ -40,7 +41,7 @@ def reward_specs(config: Config) -> tuple[RewardSpec, ...]:
 def environment_specs(config: Config) -> dict[str, EnvironmentSpec]:
     """The environments by source, as `EnvironmentConfig.all` has them and `spec` proves them. Raises ConfigError."""
     specs = dict[str, EnvironmentSpec]()
-    names = [each.name for each in reward_specs(config)] + [REFERENCE] if config.environment.all else []
+    names = [each.name for each in reward_specs(config)] + [REFERENCE, GENERATION] if config.environment.all else []
     for source, own in config.environment.all.items():
         with of_source(source):
             specs[source] = own.spec(Path.cwd())
@@ -61,9 +62,9 @@ def of_source(source: str) -> Iterator[None]:
 def _check_environment(config: Config, spec: EnvironmentSpec, names: Sequence[str]) -> None:
     """names: which others have. Raises ConfigError."""
     if spec.name in names:
+        what = "a stage of every run" if spec.name in (REFERENCE, GENERATION) else "a reward"
         raise ConfigError(
-            f"the environment and {'a reward' if spec.name in names[:-1] else 'the stage of the reference'} are both called "
-            f'{spec.name!r}; rename one (environment.function = "other_name=...")'
+            f'the environment and {what} are both called {spec.name!r}; rename one (environment.function = "other_name=...")'
         )
     limit = config.queue.progress_timeout_s
     if spec.timeout_s >= limit:

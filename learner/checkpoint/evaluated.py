@@ -65,9 +65,27 @@ def needed(evaluations: Path, every: int) -> Callable[[int], bool]:
 
 def link_best(checkpoints: Path, records: Iterable[Line]) -> None:
     """`checkpoints/best` leads to the best of those that are there; without one there is no link. Raises OSError."""
-    best = best_step(records, map(step_of, complete(checkpoints)))
     if checkpoints.is_dir():
-        lead(checkpoints / "best", None if best is None else f"step_{best:06d}")
+        best = _best_of(checkpoints, records)
+        lead(checkpoints / "best", None if best is None else best.name)
+
+
+def without_links(path: Path) -> Path:
+    """A path through `checkpoints/latest` or `checkpoints/best` where the disk has no such link: through what it would lead to.
+    Any other as it is."""
+    for link in (path, *path.parents):
+        if link.name not in ("latest", "best") or link.parent.name != "checkpoints" or (link.is_symlink() and link.exists()):
+            continue
+        made = complete(link.parent)
+        newest, records = made[-1] if made else None, read_lines(link.parent.parent / "evaluations.jsonl")
+        there = newest if link.name == "latest" else _best_of(link.parent, records)
+        return path if there is None else there / path.relative_to(link)
+    return path
+
+
+def _best_of(checkpoints: Path, records: Iterable[Line]) -> Path | None:
+    best = best_step(records, map(step_of, complete(checkpoints)))
+    return None if best is None else checkpoints / f"step_{best:06d}"
 
 
 def is_evaluation(record: Line) -> bool:

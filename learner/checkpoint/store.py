@@ -1,7 +1,8 @@
 """Checkpoints that are whole or not there: temporary name, fsync, rename, then prune.
 
 `checkpoints/step_000050/` holds `model/`, the optimizer's state and `state.json`; `checkpoints/latest` is a link to the
-newest, `checkpoints/best` one to the best that was evaluated (`evaluated`). A directory under its final name is complete,
+newest, `checkpoints/best` one to the best that was evaluated (`evaluated`). Both are for other programs: a disk may have no
+links (a cloud drive, exFAT), and what they lead to is found without them. A directory under its final name is complete,
 whatever was killed when: it gets that name last and loses it first. What a killed owner left under another name is put right
 by the next one. `state.json` names every file with its size and digest, so that damage done later is found before anything is
 loaded. Which one a run goes on from: `resuming`.
@@ -10,9 +11,11 @@ loaded. Which one a run goes on from: `resuming`.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from async_rlhf.buffers.files import DISK, content_digest
 
 # Of what a checkpoint holds; a newer one than this cannot be read here.
 SCHEMA = 2
+_log = logging.getLogger(__name__)
 _STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _UNFINISHED, _ASIDE = ".tmp-", ".aside-"
@@ -43,6 +47,7 @@ class Checkpoints:
         needed: Callable[[], Callable[[int], bool]] = lambda: lambda step: False,
     ) -> None:
         self._directory, self._keep_last, self._keep_every, self._needed = directory, keep_last, keep_every, needed
+        self._has_links = True
         directory.mkdir(parents=True, exist_ok=True)
         for left_over in directory.glob(f"{_UNFINISHED}*"):
             _remove(left_over)
@@ -106,18 +111,32 @@ class Checkpoints:
     def _link(self) -> None:
         """`latest` leads to the newest, and nowhere when there is none."""
         found = self.all()
-        lead(self._directory / "latest", found[-1].name if found else None)
+        try:
+            lead(self._directory / "latest", found[-1].name if found else None)
+        except OSError as error:
+            if self._has_links:
+                _log.warning("checkpoints/latest is no link here (%s); async-rlhf finds what it names without", error.strerror)
+            self._has_links = False
 
 
 def lead(link: Path, target: str | None) -> None:
-    """Make a link to its neighbour of this name, in one go; None: to nothing, there is no link then."""
+    """Make a link to its neighbour of this name, in one go; None: to nothing, there is no link then.
+
+    Raises OSError where there can be none, also on a disk without links; nothing has its name then.
+    """
     if target is None:
         _remove(link)
     elif not link.is_symlink() or link.readlink() != Path(target):
         new = link.with_name(f".new-{link.name}")
-        _remove(new)
-        new.symlink_to(target)
-        new.replace(link)
+        try:
+            _remove(new)
+            new.symlink_to(target)
+            if not link.is_symlink():
+                _remove(link)  # what copied the run has copied a checkpoint in place of the link
+            new.replace(link)
+        except OSError:
+            _remove(link)  # it leads to another, which may be removed
+            raise
 
 
 def complete(directory: Path) -> list[Path]:
@@ -164,7 +183,8 @@ def _write(directory: Path, write: Callable[[Path], None], state: dict[str, Any]
     (directory / _STATE).write_text(json.dumps({**state, "files": files}, indent=1) + "\n")
     for path in [*directory.rglob("*"), directory]:
         if path.is_file():  # safetensors gives its files to this user alone, whatever the umask
-            path.chmod(directory.stat().st_mode & 0o666)
+            with suppress(PermissionError):  # a disk without modes
+                path.chmod(directory.stat().st_mode & 0o666)
         DISK.sync_path(path)
 
 

@@ -57,7 +57,7 @@ def data_metrics(
         metrics[f"rewards/{name}/mean"] = _mean([score.value for score in own if score.value is not None])
         metrics[f"rewards/{name}/failed_ratio"] = _mean([float(score.failure is not None) for score in own])
         for metric in sorted({metric for score in own for metric in score.metrics}):
-            metrics[f"rewards/{name}/{metric}"] = _mean([s.metrics[metric] for s in own if metric in s.metrics])
+            metrics[f"reported/{name}/{metric}"] = _mean([s.metrics[metric] for s in own if metric in s.metrics])
     return metrics
 
 

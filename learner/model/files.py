@@ -18,6 +18,9 @@ from async_rlhf.learner.checkpoint.store import CheckpointError
 
 # Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
 _OWN_FILES = ("config.json", "model")
+# Keys of config.json in which versions 4 of transformers, and what is built on them, find what newer ones write elsewhere. They
+# take a default where one is missing: rotations of another base are another model.
+_OLDER = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "torch_dtype")
 _COMES_ALONG = {".json", ".txt", ".model", ".jinja"}
 
 
@@ -52,9 +55,14 @@ def write_model(directory: Path, model: nn.Module, state: Mapping[str, Tensor], 
     saved.save_pretrained(directory, state_dict=dict(state), safe_serialization=True)
     described, began = (json.loads((each / "config.json").read_text()) for each in (directory, began_with))
     described["dtype"] = began.get("dtype") or began.get("torch_dtype") or described.get("dtype")
+    for part in (began.get("text_config", {}), began):
+        if part.get("model_type") == described.get("model_type"):
+            described = {key: value for key, value in part.items() if key in _OLDER} | described
     (directory / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     for path in began_with.iterdir():
         if path.suffix in _COMES_ALONG and not path.name.startswith(_OWN_FILES):
-            shutil.copy2(path, directory / path.name)
+            shutil.copyfile(path, directory / path.name)  # no mode, which a disk may not have
         elif path.name == "additional_chat_templates":
-            shutil.copytree(path, directory / path.name)
+            (directory / path.name).mkdir()
+            for template in path.iterdir():
+                shutil.copyfile(template, directory / path.name / template.name)

@@ -76,6 +76,13 @@ def test_values_that_json_has_no_form_for_become_text_or_are_refused_by_name() -
 HUGE = '{"prompt": "p", "answer": [0, %s]}'
 
 
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    columns = [pyarrow.array([text]) for text in ("spell sun", "nus", "uns")]
+    pyarrow.parquet.write_table(pyarrow.table(columns, names=["prompt", "answer", "answer"]), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"rows\.parquet names 2 columns 'answer'; give each a name of its own"):
+        load_rows(DataConfig(source=str(tmp_path / "rows.parquet")))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -93,6 +100,7 @@ HUGE = '{"prompt": "p", "answer": [0, %s]}'
         ("rows.jsonl", HUGE % ("9" * 5000), r"answer\[1\]: numbers are integers from"),
         ("rows.jsonl", HUGE % "-1e999", r"answer\[1\]: numbers are integers from"),
         ("rows.csv", "prompt,answer\nI, myself,me\n", r"rows\.csv:2 has 3 cells, the first line names 2 columns; quote commas"),
+        ("rows.csv", "prompt,answer,answer\nI,me,you\n", r"rows\.csv:1 names 2 columns 'answer'; give each a name of its own"),
         ("nowhere", None, r"rows\.jsonl' cannot be read: .*No such file.*reasoning_gym:<task>"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import msgpack
 import psutil
 import pytest
+import xxhash
 
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.files import content_digest
@@ -280,4 +282,20 @@ def test_a_content_is_kept_only_when_it_is_whole(tmp_path: Path) -> None:
     depot.add(name, b"ab", last=False)
     depot.add(name, b"cd", last=True)
     assert depot.missing({name: ""}) == []
+    depot.close()
+
+
+def test_on_a_disk_without_links_a_node_is_given_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    for name in ("symlink", "link", "chmod"):
+        monkeypatch.setattr(os, name, refused)
+    (tmp_path / "there").write_bytes(b"of the host")
+    there, sent = content_digest(tmp_path / "there"), xxhash.xxh3_128(b"sent").hexdigest()
+    depot = Depot(str(tmp_path / "depot"))
+    assert depot.missing({there: str(tmp_path / "there"), sent: ""}) == [sent]
+    depot.add(sent, b"sent", last=True)
+    node = depot.lay_out("actor-0", {"model/a": there, "model/b": sent}, {})
+    assert [(node / "model" / name).read_bytes() for name in "ab"] == [b"of the host", b"sent"]
     depot.close()

@@ -37,9 +37,9 @@ def test_an_agent_over_http_is_trained_as_the_generator_that_does_the_same(comma
         records[name] = RunDir(tmp_path / name).read_metrics()
     for one, other in zip(records["tools"], records["agent"], strict=True):
         assert {key: one[key] for key in LEARNED if key in one} == {key: other[key] for key in LEARNED if key in other}
-        assert one["rewards/calculator/calls"] == other["rewards/solve/products"]
-        assert other["rewards/solve/chains"] == 1 and other["rewards/solve/retries_joined"] == 0
-        assert other["rewards/solve/calls"] == other["episodes/mean_turns"]
+        assert one["reported/calculator/calls"] == other["reported/solve/products"]
+        assert other["reported/solve/chains"] == 1 and other["reported/solve/retries_joined"] == 0
+        assert other["reported/solve/calls"] == other["episodes/mean_turns"]
 
 
 @pytest.mark.rest
@@ -54,4 +54,4 @@ def test_an_agent_drives_another_engine(command: Callable[..., Any], tmp_path: P
     assert first["mismatch/abs_log_ratio"] < 1e-4
     for record in (first, *others):
         assert record["rewards/failed_ratio"] == record["staleness/violations"] == 0
-        assert record["rewards/solve/calls"] == record["episodes/mean_turns"]
+        assert record["reported/solve/calls"] == record["episodes/mean_turns"]

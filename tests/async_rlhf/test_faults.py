@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
@@ -87,6 +89,25 @@ def test_stop_drains_checkpoints_and_resume_goes_on(
     code, output = command(*arguments, "--resume", "--set", f"max_steps={reached + 8}").finish()
     assert code == 0 and f"all steps done: {reached + 8} steps" in output, output
     assert {log.name: log.stat().st_size for log in (run / "logs").iterdir()} == logs, "a finished run starts no process"
+
+
+@pytest.mark.rest
+def test_a_signal_to_every_process_at_once_drains_and_the_same_command_goes_on(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """As Slurm sends it before it requeues a job."""
+    arguments = small_arguments(**{"max_steps": 100_000, "checkpoint.save_every": 100_000})
+    started = command(*arguments)
+    run = tmp_path / "runs" / "quick"
+    wait_for(lambda: steps(run) >= 3, "step 3")
+    os.killpg(started.process.pid, signal.SIGCONT)
+    os.killpg(started.process.pid, signal.SIGTERM)
+    code, output = started.finish()
+    assert code == 0 and "drained" in output and RunDir(run).read_restarts() == {}, output
+    reached = steps(run)
+    code, output = command(*arguments, "--resume", "--set", f"max_steps={reached + 3}").finish()
+    assert code == 0, output
+    assert_whole(run, reached + 3)
 
 
 def test_a_second_signal_forces(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> None:

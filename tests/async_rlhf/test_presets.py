@@ -196,7 +196,7 @@ def test_the_model_learns_to_call_the_calculator(command: Callable[..., Any], tm
     assert float(line.split(": ")[1].split(",")[0]) >= 0.8, output
     records = RunDir(tmp_path / "tools").read_metrics()
     assert records[-1]["episodes/mean_turns"] > 1.6 > 1.4 > records[0]["episodes/mean_turns"]
-    assert records[-1]["rewards/calculator/calls"] > 0.6 > 0.4 > records[0]["rewards/calculator/calls"]
+    assert records[-1]["reported/calculator/calls"] > 0.6 > 0.4 > records[0]["reported/calculator/calls"]
 
 
 def test_the_shipped_reward_model_is_small_and_ranks_what_it_was_shown() -> None:

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.push.card import card
+from async_rlhf.push.folders import without_folders
 from async_rlhf.run.config import changed
 from async_rlhf.run.manifest import published
 from async_rlhf.run.processes.evaluation import record_evaluation
@@ -111,6 +112,42 @@ def test_a_card_names_teachers_and_each_environment_and_neither_folders_nor_who_
     assert parse_toml(made.partition("```toml\n")[2].partition("```")[0])["rewards"]["by_source"] == {
         "words": {"judge": "none"}
     }
+
+
+def test_no_folder_of_any_name_stands_in_a_card(run: RunDir, tmp_path: Path) -> None:
+    for folder in ("First Last", "[ACME] 2, Ltd", "a=b:c", "o'neil & co", "日本"):
+        (secret := tmp_path / folder / "projects").mkdir(parents=True)
+        gone = f"/mnt/{folder}/gone"
+        more = {
+            "model": f"{secret}/model",
+            "data.source": f"{gone}/rows.jsonl",
+            "evaluation.source": f"{secret}/held out.jsonl",
+            "rewards.functions": [f"mine=verl:{secret}/judge.py:f", f"{gone}/judge.py:g"],
+            "rewards.options": {"mine": {"path": f"{secret}/scorer", "run": ["sh", "-c", f"cd '{secret}' && ./judge"]}},
+            "environment.by_source": {"words": {"function": f"trl:{secret}/words.py:Words"}},
+            "loss.kind": f"{secret}/loss.py:own",
+        }
+        keep_config(changed(run.config(), more), run.path / "config.toml")
+        made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
+        assert folder not in made and str(tmp_path) not in made and "/mnt" not in made, made
+        settings = parse_toml(made.partition("```toml\n")[2].partition("```")[0])
+        assert settings["model"] == "model" and settings["data"]["source"] == "rows.jsonl"
+        assert settings["rewards"]["functions"] == ["mine=verl:judge.py:f", "judge.py:g"]
+        assert settings["rewards"]["options"]["mine"] == {"path": "scorer", "run": ["sh", "-c", "cd 'projects' && ./judge"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/no_think Solve 3/4 of it: {prompt}",
+        "https://host/a b/v1",
+        "hub:owner/name/file.jsonl",
+        "yes/no, and/or",
+        "a </think> b/c",
+    ],
+)
+def test_what_is_no_path_stands_in_a_card_as_it_is(text: str) -> None:
+    assert without_folders({"template": [text]}) == {"template": [text]}
 
 
 @pytest.mark.usefixtures("quick_picture")

@@ -18,7 +18,7 @@ from async_rlhf import try_rewards
 from async_rlhf.api import TrainResult, train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import plot
-from async_rlhf.inspect.plot import Curves, draw, picture, points
+from async_rlhf.inspect.plot import Curves, _judged, draw, picture, points
 from async_rlhf.inspect.trace import export
 from async_rlhf.run import run_files
 from async_rlhf.run.config import load
@@ -146,6 +146,14 @@ def test_of_several_rewards_each_is_drawn_and_what_is_solved_only_where_one_says
     assert [text.get_text() for text in each.get_legend().get_texts()] == names and len(each.get_lines()) == 16
     alone = {axes.get_title() for axes in picture([Curves("one", steps(), [line])]).axes}
     assert {"Held-out prompts, reward", "Held-out rewards, each"} <= alone
+
+
+def test_a_reward_and_a_source_of_one_name_are_two_lines() -> None:
+    line = {"step": 10, "mean_reward": 3.0, "rewards": {"maths": 1.0, "code": 2.0}}
+    line["by_source"] = {"maths": {"mean_reward": 5.0}, "code": {"mean_reward": 6.0}}
+    panels = _judged(Curves("one", steps(), [line]))
+    assert panels["Held-out rewards, each"] == {"maths": [(10, 1.0)], "code": [(10, 2.0)]}
+    assert panels["Held-out reward, each source"] == {"maths": [(10, 5.0)], "code": [(10, 6.0)]}
 
 
 def test_a_long_run_is_drawn_from_steps_at_even_distances(

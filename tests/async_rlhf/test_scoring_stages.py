@@ -49,6 +49,8 @@ IN_THE_ACTOR = {"scoring.stages.reference.placement": "actor", "loss.kl_coef": 0
         ({**ONE_JUDGE, "scoring.stages.judge.workers": 2}, "runs on one event loop; set scoring.stages.judge.max_concurrency"),
         ({**IN_THE_ACTOR, "scoring.stages.reference.max_concurrency": 3}, "highest: 1, or set .*reference.workers = 3"),
         ({"rewards.functions": ["reference=exact"]}, "a reward is called 'reference'.*rename it"),
+        ({"rewards.functions": ["generation=exact"]}, "a reward is called 'generation', as a stage of every run is"),
+        ({"environment": "generation=configs/environments/calculator.py:calculator"}, "a stage of every run are both called"),
     ],
 )
 def test_a_stage_that_cannot_be_meant_is_refused_with_the_way_out(changed: dict[str, Any], message: str) -> None:

@@ -203,6 +203,7 @@ def test_a_run_that_goes_on_with_other_code_is_the_same_in_its_tracker(small: An
 
 def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"step": 3, "time": 1.0, "loss": 0.5, "applied": True, "nan": float("nan"), "groups": [1], "none": None}
+    assert dict(measures({"step": 3, "rewards": {"time": 0.5}}, "evaluation/")) == {"evaluation/rewards/time": 0.5}
     assert dict(measures({**record, "sampled": {"pass_at": {"4": 0.25}}})) == {
         "loss": 0.5, "applied": 1.0, "sampled/pass_at/4": 0.25,
     }  # fmt: skip

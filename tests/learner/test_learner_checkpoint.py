@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.learner.checkpoint import resuming
-from async_rlhf.learner.checkpoint.evaluated import best_step, link_best, needed, num_since_best
+from async_rlhf.learner.checkpoint.evaluated import best_step, link_best, needed, num_since_best, without_links
 from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError, Checkpoints, step_of, verified
 
 
@@ -170,6 +171,46 @@ def test_every_file_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path
 def test_who_may_read_a_checkpoint_is_for_the_umask_to_say(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, keep_last=1).save(1, lambda made: (made / "weights").touch(0o600), {})
     assert (path / "weights").stat().st_mode == (path / "state.json").stat().st_mode
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The disk has none of these."""
+
+    def refused(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    for name in names:
+        monkeypatch.setattr(Path, name, refused)
+
+
+def test_on_a_disk_without_links_or_modes_the_newest_and_the_best_are_found_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, lines = tmp_path / "checkpoints", [{"step": 1, "mean_reward": 0.9}, {"step": 2, "mean_reward": 0.1}]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = saved(folder, (1, 2), keep_last=3)
+    link_best(folder, lines)
+    refuse(monkeypatch, "symlink_to", "chmod")
+    before.save(3, writer("three"), {})
+    before.save(4, writer("four"), {})
+    with pytest.raises(PermissionError):
+        link_best(folder, [*lines, {"step": 3, "mean_reward": 1.0}])
+    assert {path.name for path in folder.iterdir()} == {"step_000002", "step_000003", "step_000004"}, "no name leads astray"
+    assert without_links(folder / "latest" / "model") == folder / "step_000004" / "model"
+    assert without_links(folder / "best") == folder / "step_000002", "of those that are there"
+    assert caplog.text.count("is no link here (Operation not permitted)") == 1
+
+
+def test_a_path_is_followed_where_a_link_is_missing_or_was_copied_and_is_else_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    made = saved(folder, (1, 2), keep_last=2)
+    for same in (folder / "latest" / "model", tmp_path / "latest", tmp_path / "checkpoints" / "best", folder / "step_000001"):
+        assert without_links(same) == same
+    (folder / "latest").unlink()
+    shutil.copytree(folder / "step_000001", folder / "latest")  # a copy of the run that was not brought up to date
+    assert without_links(folder / "latest") == folder / "step_000002"
+    made.save(3, writer("three"), {})
+    assert (folder / "latest").resolve() == folder / "step_000003", "the link is there again"
 
 
 def test_the_newest_are_kept_and_every_so_many_for_good_and_counted_as_numbers(tmp_path: Path) -> None:

@@ -101,11 +101,19 @@ def test_mixed_data_are_measured_by_source_under_a_bounded_number_of_names() -> 
     assert found["reward/other"] == pytest.approx((100 - 62) / (101 - 62)) and found["reward/maths"] == 1.0
 
 
+def test_a_number_of_a_reward_never_stands_for_one_of_ours() -> None:
+    names = {"mean": 99.0, "failed_ratio": 5.0}
+    group = make(0, *[make_rollout(1, scores={"judge": Score(0.25, metrics=names)}) for _ in range(2)])
+    metrics = data_metrics([group], rewards([group]), 0, 1)
+    assert (metrics["rewards/judge/mean"], metrics["rewards/judge/failed_ratio"]) == (0.25, 0.0)
+    assert (metrics["reported/judge/mean"], metrics["reported/judge/failed_ratio"]) == (99.0, 5.0)
+
+
 def test_the_metrics_a_reward_returns_are_averaged_over_those_that_have_them_and_of_nothing_the_mean_is_none() -> None:
     told = [Score(1.0, metrics={"words": 2.0}), Score(0.0, metrics={"words": 4.0}), Score(0.5)]
     group = make(0, *[make_rollout(1, scores={"judge": score}) for score in told])
     metrics = data_metrics([group], rewards([group]), 0, 1)
-    assert metrics["rewards/judge/words"] == 3.0 and metrics["rewards/judge/mean"] == 0.5
+    assert metrics["reported/judge/words"] == 3.0 and metrics["rewards/judge/mean"] == 0.5
     failed = make(0, make_rollout(1, scores={"judge": Score(failure="boom")}))
     metrics = data_metrics([failed], rewards([failed]), 0, 0)
     assert metrics["reward"] is None and metrics["rewards/judge/mean"] is None and metrics["rewards/failed_ratio"] == 1.0

@@ -16,6 +16,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+import transformers
 from making import ADVANTAGES, CONFIGS, GROUPS, TINY_SPELLER, make_group, make_model, make_updates, save, weights, with_returns
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,11 +25,12 @@ from async_rlhf.buffers.errors import ConfigError, NonFiniteError, RecordError
 from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.model.files import load_model, write_model
 from async_rlhf.learner.objective.estimation import estimate_advantages
 from async_rlhf.learner.step import controller, torch_machine
 from async_rlhf.learner.step.controller import Controller
 from async_rlhf.learner.step.report import StepReport
-from async_rlhf.learner.step.torch_machine import learning_rate, set_learning_rate
+from async_rlhf.learner.step.torch_machine import learning_rate, make_adamw, set_learning_rate
 
 make_backend = partial(making.make_backend, weight_decay=0.1, warmup_steps=4, micro_batch_tokens=40)
 NAN = float("nan")
@@ -241,6 +243,44 @@ def test_a_model_of_bfloat16_goes_on_from_float32_and_loads_as_bfloat16_with_all
     assert AutoModelForCausalLM.from_pretrained(saved).dtype == torch.bfloat16
     assert parameters(saved, dtype=torch.float32) == weights(backend)
     assert AutoTokenizer.from_pretrained(saved).chat_template == {"tools": "{{ messages }}"}
+
+
+OLDER = {
+    "llama": ("LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "gemma3_text": ("Gemma3TextConfig", {"rope_local_base_freq": 500.0}),
+}
+
+
+def test_weights_decay_whatever_they_are_of() -> None:
+    policy = {name: torch.nn.Parameter(torch.ones(2)) for name in ("layer.weight", "layer.bias", "norm.weight")}
+    config = LearnerConfig(weight_decay=0.5, learning_rate=0.1)
+    optimizer = make_adamw(policy, {}, config, torch.device("cpu"))
+    for each in policy.values():
+        each.grad = torch.zeros(2)
+    optimizer.step()
+    assert [float(each[0].detach()) for each in policy.values()] == pytest.approx([1 - 0.1 * 0.5] * 3)
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_a_checkpoint_says_its_rotations_to_versions_of_transformers_that_the_model_was_saved_by(
+    tmp_path: Path, kind: str
+) -> None:
+    name, more = OLDER[kind]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+    config = getattr(transformers, name)(**sizes, vocab_size=32, num_key_value_heads=1, max_position_embeddings=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "old")
+    said = json.loads((tmp_path / "old" / "config.json").read_text())
+    old = {"rope_theta": 500000.0, "torch_dtype": "bfloat16", **more}
+    kept = {key: value for key, value in said.items() if key not in ("rope_parameters", "dtype")}
+    (tmp_path / "old" / "config.json").write_text(json.dumps({**kept, **old}))
+    model = load_model(tmp_path / "old", torch.device("cpu"))
+    write_model(tmp_path / "new", model, model.state_dict(), tmp_path / "old")
+    written = json.loads((tmp_path / "new" / "config.json").read_text())
+    keys = [key for key in old if key.startswith(("rope", "torch"))]
+    assert {key: written.get(key) for key in keys} == {key: old[key] for key in keys}
+    assert written["rope_parameters"], "and for newer ones"
+    tokens = torch.arange(32)[None]
+    assert torch.equal(load_model(tmp_path / "new", torch.device("cpu"))(tokens).logits, model(tokens).logits)
 
 
 def test_tied_parameters_are_published_once_and_scalars_and_empty_ones_can_be(tmp_path: Path) -> None:

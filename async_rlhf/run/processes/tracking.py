@@ -148,7 +148,9 @@ def measures(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from measures(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and math.isfinite(value) and name not in _NO_MEASURES:
+        elif isinstance(value, int | float) and math.isfinite(value):
+            if name in _NO_MEASURES and not prefix.endswith("/rewards/"):  # there a reward has the name
+                continue
             yield f"{prefix}{name}", float(value)
 
 

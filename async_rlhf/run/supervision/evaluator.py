@@ -110,6 +110,7 @@ class Evaluator:
         self._killed: Counter[Due] = Counter()
         self._given_up: set[Due] = set()
         self._lines, self._known = Tail(run.evaluations), list[dict[str, Any]]()
+        self._has_links = True
         self.plateau = ""
         """Why no further step is wanted; empty while one is."""
 
@@ -139,7 +140,11 @@ class Evaluator:
         try:
             link_best(self._run.path / "checkpoints", records)
         except OSError as error:
-            self._progress.event(f"checkpoints/best cannot be set: {error}")
+            if self._has_links:
+                self._progress.event(
+                    f"checkpoints/best is no link here ({error.strerror}); async-rlhf finds what it names without"
+                )
+            self._has_links = False
 
     def _begin(self, *, finished: bool) -> None:
         checkpoints = [step_of(path) for path in complete(self._run.path / "checkpoints")]

@@ -35,6 +35,7 @@ from typing import Any
 
 from async_rlhf.buffers.lines import LineFile
 from async_rlhf.launch.exit_codes import INTERRUPTED, REFUSED_TO_TRAIN, STALLED
+from async_rlhf.learner.checkpoint.evaluated import without_links
 from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import End, RunDir
@@ -249,5 +250,5 @@ class Events:
 
     def _best_step(self) -> int | None:
         with suppress(OSError, ValueError):
-            return step_of((self._run.path / "checkpoints" / "best").readlink())
+            return step_of(without_links(self._run.path / "checkpoints" / "best").resolve())
         return None

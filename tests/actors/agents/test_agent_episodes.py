@@ -71,6 +71,17 @@ def test_what_an_agent_returns_is_a_score_none_is_not_scorable_and_nonsense_has_
         assert score.metrics.items() >= {name: each for name, each in returned.items() if each is not None}.items()
 
 
+@pytest.mark.parametrize("returned", [Score(1.0, metrics={"calls": 99.0}), {"calls": 1.0}])
+def test_what_an_agent_reports_never_stands_for_what_is_counted_of_it(returned: Any) -> None:
+    def solve(llm: Llm) -> Any:
+        asks(llm, "hi")
+        return returned
+
+    score = play(solve).score
+    assert score.value is None and "it reports 'calls', which is a count" in (score.failure or "")
+    assert score.metrics["calls"] == 1
+
+
 class Quits(BaseException):
     pass
 

@@ -99,6 +99,15 @@ def test_calls_are_read_in_order_and_what_cannot_be_read_is_told_apart_from_none
     assert tool_calls(text) == calls
 
 
+def test_of_a_turn_that_is_cut_anywhere_only_whole_calls_are_read() -> None:
+    text = 'I add. <tool_call>{"name": "f", "arguments": {"a": 1, "b": 23}}</tool_call> <tool_call>{"name": "f"}</tool_call>'
+    whole = [("f", {"a": 1, "b": 23}), ("f", {})]
+    for end in range(len(text) + 1):
+        calls = tool_calls(text[:end])
+        assert calls is None or calls == whole[: len(calls)], text[:end]
+    assert tool_calls(text[: text.index("23")]) is None
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -1,0 +1,53 @@
+"""On a disk without links and modes (exFAT, a cloud drive) a run is made, goes on, and its newest and best are found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rlhf.run.config import load
+from async_rlhf.run.run_dir import RunDir
+from tests.conftest import QUICK, invoke
+
+REFUSING = """
+import errno, os
+
+def refused(*arguments, **named):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+os.symlink = os.link = os.chmod = refused
+"""
+
+
+@pytest.fixture
+def no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the processes that are started from now on."""
+    (tmp_path / "sitecustomize.py").write_text(REFUSING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.mark.usefixtures("no_links")
+def test_a_run_is_made_goes_on_and_is_evaluated_and_pushed_by_the_names_of_its_checkpoints(
+    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    more = {"max_steps": 4, "checkpoint.save_every": 2, "checkpoint.keep_last": 1, "evaluation.every": 2}
+    code, output = command(*small_arguments(**more)).finish()
+    run = RunDir(tmp_path / "runs" / "quick")
+    checkpoints = run.path / "checkpoints"
+    assert code == 0 and f"model: {checkpoints / 'step_000004' / 'model'}" in output, output
+    assert output.count("checkpoints/best is no link here") == 1
+    assert run.log("learner").read_text().count("checkpoints/latest is no link here") == 1
+    code, output = command("train", str(run.path / "config.toml"), "--resume", "--set", "max_steps=6").finish()
+    assert code == 0 and run.read_metrics()[-1]["step"] == 6, output
+    assert {path.name for path in checkpoints.iterdir()} <= {"step_000002", "step_000004", "step_000006"}
+    assert run.latest == checkpoints / "step_000006" and {line["checkpoint/failed"] for line in run.read_metrics()} == {0}
+    records = [line for line in run.read_evaluations() if line["step"] > 0 and "mean_reward" in line]
+    best = max(records, key=lambda line: (line["mean_reward"], -line["step"]))["step"]
+    chosen = load(QUICK, {"model": str(checkpoints / "best" / "model")}).model
+    assert chosen == str(checkpoints / f"step_{best:06d}" / "model")
+    code, said = invoke("push", checkpoints / "latest", "me/speller", "--dry-run")
+    assert code == 0 and "Trained for 6 steps" in said
