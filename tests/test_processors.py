@@ -14,8 +14,14 @@ import torch
 from async_rlhf.launch.processor import LIMITS, described
 from tests.conftest import REPOSITORY
 
-ENGINE = ("actors/test_torch_engine_invariance.py", "actors/test_torch_engine_llama.py")
-LEARNER = ("learner/test_batch.py", "learner/test_logprobs.py", "learner/test_torch_machine.py")
+# By heads whose products each library has ways of its own for.
+_INVARIANCE = "actors/test_torch_engine_invariance.py::test_a_{}_has_the_same_bits_in_any_company[{}]"
+ENGINE = (
+    *(_INVARIANCE.format("completion", f"{heads}-torch.float32") for heads in ("multi-head", "one key head", "tiny heads")),
+    *(_INVARIANCE.format("long_completion", heads) for heads in ("multi-head", "one key head")),
+    "actors/test_torch_engine_llama.py",
+)
+LEARNER = ("learner/test_batch.py", "learner/test_logprobs.py")
 # What ATen, oneDNN and MKL are told of, from the fewest instructions on, and the instruction set that each needs.
 LEVELS = (
     ("sse4_1", "default", "SSE41", "SSE4_2"),
@@ -46,9 +52,9 @@ def pretended(name: str, instructions: tuple[str, ...], *, mkl: bool) -> dict[st
     return found
 
 
-def assert_passing(files: tuple[str, ...], words: list[str], told: dict[str, str], folder: Path) -> None:
-    """These files of tests do, in a pytest of their own."""
-    named = [str(REPOSITORY / "tests" / file) for file in files]
+def assert_passing(tests: tuple[str, ...], words: list[str], told: dict[str, str], folder: Path) -> None:
+    """These tests do, in a pytest of their own."""
+    named = [str(REPOSITORY / "tests" / each) for each in tests]
     command = [sys.executable, "-m", "pytest", *named, *words, "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not rest"]
     own = {name: value for name, value in os.environ.items() if name not in LIMITS} | told
     ended = subprocess.run(
@@ -69,7 +75,7 @@ def test_numbers_are_right_on_a_processor_that_this_one_can_pretend_to_be(
 
 @pytest.mark.rest
 def test_the_learner_keeps_its_promises_where_every_shape_of_a_product_rounds_otherwise(tmp_path: Path) -> None:
-    assert_passing(LEARNER, ["-p", "tests.by_shape"], {}, tmp_path)
+    assert_passing((*LEARNER, "learner/test_torch_machine.py"), ["-p", "tests.by_shape"], {}, tmp_path)
 
 
 def test_a_processor_pretends_to_have_less_than_it_has() -> None:

@@ -36,7 +36,7 @@ def by_borders(shape: tuple[int, ...], summed: int, rows: torch.Tensor) -> torch
 RULES: dict[str, Rule] = {"whole shape": by_whole_shape, "place": by_place, "borders": by_borders}
 
 
-class _Products(TorchDispatchMode):
+class Products(TorchDispatchMode):
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         self._rule = rule
@@ -49,13 +49,13 @@ class _Products(TorchDispatchMode):
                 return self._product(*args)
             case torch.ops.mkldnn._linear_pointwise.default:
                 return self._product(args[0], args[1].to_dense().t())
-            case aten.baddbmm.default:
-                return args[0] + self._product(*args[1:3]) * kwargs.get("alpha", 1)
-            case aten.baddbmm_.default:
-                return args[0].add_(self._product(*args[1:3]) * kwargs.get("alpha", 1))
+            case aten.baddbmm.default | aten.addmm.default:
+                return args[0] * kwargs.get("beta", 1) + self._product(*args[1:3]) * kwargs.get("alpha", 1)
+            case aten.baddbmm_.default | aten.addmm_.default:
+                return args[0].mul_(kwargs.get("beta", 1)).add_(self._product(*args[1:3]) * kwargs.get("alpha", 1))
             case aten.linear.default:
                 return self._product(args[0], args[1].t())
-            case aten.addmm.default | aten.matmul.default:
+            case aten.matmul.default:
                 raise AssertionError(f"{func} is none of the products that are replaced")
         return func(*args, **kwargs)
 
@@ -63,15 +63,15 @@ class _Products(TorchDispatchMode):
         self.num_products += 1
         summed, rows = a.shape[-1], torch.arange(a.shape[-2])
         decided = self._rule((*a.shape[:-1], b.shape[-1]), summed, rows)
-        first = torch.arange(summed) < (decided % (summed - 1) + 1)[:, None]
+        first = torch.arange(summed) < (decided % max(1, summed - 1) + 1)[:, None]
         exact = (a.double() * first, a.double() * ~first)
-        parts = [(part @ b.double()).to(torch.float32) for part in exact]
+        parts = [(part @ b.double()).to(torch.promote_types(a.dtype, torch.float32)) for part in exact]
         return (parts[0] + parts[1]).to(a.dtype)
 
 
 @contextmanager
 def strange_products(rule: str) -> Iterator[None]:
     """All products of the block are of such a library."""
-    with _Products(RULES[rule]) as products:
+    with Products(RULES[rule]) as products:
         yield
     assert products.num_products, "no product was computed"
