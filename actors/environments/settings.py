@@ -24,10 +24,9 @@ Content = str | list[Message]
 
 
 def counted(score: Score, counts: Mapping[str, float]) -> Score:
-    """With what was counted of the episode beside what its maker reports; failed where that has a name of a count."""
-    if taken := sorted(score.metrics.keys() & counts.keys()):
-        return Score(failure=f"it reports {taken[0]!r}, which is a count of its episode; give it another name", metrics=counts)
-    return replace(score, metrics={**score.metrics, **counts})
+    """With what was counted of the episode beside what its maker reports, which is `own/NAME` where a count is called so."""
+    own = {f"own/{name}" if name in counts else name: value for name, value in score.metrics.items()}
+    return replace(score, metrics={**own, **counts})
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_
     hub = psutil.Process(first.hear(orders.Started).pid)
     assert first.hear(orders.Beats).words
     left = Path(first.opened.directory)
-    sockets = (left / ".sockets").readlink()
+    sockets = Path((left / ".sockets").read_text())
     wait_for(lambda: (sockets / "hub").is_socket(), "the hub to listen")
     first.process.kill()
     wait_for(lambda: has_ended(hub), "the hub to end with its agent")

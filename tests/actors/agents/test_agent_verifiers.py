@@ -254,7 +254,8 @@ async def test_a_task_says_and_scores_what_it_does_with_any_other_model(folder: 
     assert played.score.value == pytest.approx(trace.reward)
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
     ours = {"calls": len(script), "chains": 1, "retries_joined": 0, "calls_left": 0, "unparsed_turns": 0}
-    assert played.score.metrics == {**ours, **rewards, **trace.metrics}
+    told = {f"own/{name}" if name in ours else name: value for name, value in {**rewards, **trace.metrics}.items()}
+    assert played.score.metrics == {**ours, **told}
     theirs = [(each.role, each.content) for each in trace.messages if each.role != "assistant"]
     assert [(message["role"], message["content"]) for each in played.calls for message in each.messages] == theirs
 
