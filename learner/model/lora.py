@@ -62,8 +62,10 @@ def _linear(model: nn.Module) -> list[str]:
 
 def _check_plain(model: nn.Module, asked: str) -> None:
     """Raises ConfigError for an adapter of anything else: what would be published and kept of it is not what was learned."""
-    plain = {place for place, layer in _adapted(model) if layer.base_layer.weight.ndim == 2}
-    if wrong := sorted({name.partition(".lora_")[0] for name in adapters(model)} - plain):
+    places = {name.partition(".lora_")[0] for name in adapters(model)}
+    of_layers = nn.Linear | Conv1D | nn.Embedding
+    plain = {place for place in places if isinstance(getattr(model.get_submodule(place), "base_layer", None), of_layers)}
+    if wrong := sorted(places - plain):
         kind, others = getattr(model.config, "model_type", "?"), sorted({place.rpartition(".")[2] for place in plain})
         raise ConfigError(
             f"{asked} with model type {kind!r}: peft puts adapters on {wrong[0].replace(_BASE, '')}, where one parameter holds "
