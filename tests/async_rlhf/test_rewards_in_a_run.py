@@ -113,6 +113,6 @@ def test_a_reward_model_that_reads_along_says_in_the_metrics_what_it_had_read(sm
         "scoring.stages": {"reward_model": {"stream_tokens": 1}},
     }
     (step,) = train(small(max_steps=1, **overrides), quiet=True).metrics
-    assert step["rewards/failed_ratio"] == 0.0 and step["rewards/reward_model/given_up"] == 0.0
+    assert step["rewards/failed_ratio"] == 0.0 and step["reported/reward_model/given_up"] == 0.0
     assert 0 <= step["reported/reward_model/prefetched"] < 1, "the last token is never read before the end"
     assert step["stages/reward_model/exposed_s"] >= 0
