@@ -69,6 +69,11 @@ class PromptTokenizer:
         normalizer = self._tokenizer.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
+    def texts(self, most: int) -> dict[int, str]:
+        """Of at most so many tokens by id, from the whole vocabulary."""
+        ids = range(0, size := self._tokenizer.get_vocab_size(), max(1, -(-size // most)))
+        return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ids}
+
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Token ids, with special tokens or without."""
         return [each.ids for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)]

@@ -6,7 +6,9 @@ The caller limits the time of a request.
 from __future__ import annotations
 
 import functools
+import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +17,7 @@ import httpx2
 from async_rlhf.actors.rewards.settings import TransientError
 
 _MAY_PASS = {408, 409, 425, 429}
-_LONGEST_WAIT_S, _ANSWERS_S = 300.0, 10.0
+_LONGEST_WAIT_S, ANSWERS_S = 300.0, 10.0
 # What HTTP_PROXY names is asked for other machines only.
 _HERE: dict[str, None] = dict.fromkeys(("all://127.0.0.1", "all://localhost"))
 _BROKEN = (httpx2.TransportError, httpx2.DecodingError)
@@ -24,30 +26,38 @@ _BROKEN = (httpx2.TransportError, httpx2.DecodingError)
 async def posted(url: str, request: Mapping[str, Any], api_key_env: str, max_bytes: int) -> Any:
     """The JSON of a good answer; raises TransientError or ValueError for any other. api_key_env: the environment variable with
     the key; "": none is sent."""
+    body = bytearray()
     try:
-        response = await _async_client().post(url, json=request, headers=_headers(api_key_env))
+        async with _async_client().stream("POST", url, json=request, headers=_headers(api_key_env)) as response:
+            async for part in response.aiter_bytes():
+                _add(body, part, url, max_bytes)
     except _BROKEN as error:
         raise _lost(url, error) from error
-    return _content(url, response, max_bytes)
+    return _content(url, response, bytes(body))
 
 
-def post(url: str, request: Mapping[str, Any], api_key_env: str, max_bytes: int) -> Any:
-    """The same, waited for."""
+def post(url: str, request: Mapping[str, Any], api_key_env: str, max_bytes: int, limit_s: float | None = None) -> Any:
+    """The same, waited for: where the caller cannot limit its time, at most twice `limit_s`."""
+    body, began = bytearray(), time.monotonic()
     try:
-        response = _client().post(url, json=request, headers=_headers(api_key_env))
+        with _client().stream("POST", url, json=request, headers=_headers(api_key_env), timeout=limit_s) as response:
+            for part in response.iter_bytes():
+                _add(body, part, url, max_bytes)
+                if limit_s is not None and time.monotonic() - began > limit_s:
+                    raise TransientError(f"{url} gave no whole answer within {limit_s:g} s")
     except _BROKEN as error:
         raise _lost(url, error) from error
-    return _content(url, response, max_bytes)
+    return _content(url, response, bytes(body))
 
 
 def unanswered(setting: str, url: str) -> Iterator[str]:
     """A remark where nothing answers; what is answered does not matter."""
     try:
-        with httpx2.Client(timeout=_ANSWERS_S, mounts=_HERE) as client:
+        with httpx2.Client(timeout=ANSWERS_S, mounts=_HERE) as client:
             client.get(url)
     except (*_BROKEN, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
         why, place = error or type(error).__name__, url.rpartition("@")[2]
-        what = f"no server answers there within {_ANSWERS_S:g} s ({why})"
+        what = f"no server answers there within {ANSWERS_S:g} s ({why})"
         yield f"{setting} = {place!r}: {what}. Start it, or correct the address."
 
 
@@ -78,17 +88,21 @@ def _lost(url: str, error: Exception) -> TransientError:
     return TransientError(f"{url}: {type(error).__name__}: {error}")
 
 
-def _content(url: str, response: httpx2.Response, max_bytes: int) -> Any:
+def _add(body: bytearray, part: bytes, url: str, max_bytes: int) -> None:
+    body += part
+    if len(body) > max_bytes:
+        raise ValueError(f"{url} answered more than {max_bytes} bytes, which is the most that is read")
+
+
+def _content(url: str, response: httpx2.Response, body: bytes) -> Any:
     if response.status_code in _MAY_PASS or response.status_code >= 500:
         raise TransientError(f"{url} answered {response.status_code}", after_s=_retry_after_s(response))
     if response.status_code != 200:
-        raise ValueError(f"{url} answered {response.status_code}: {response.text[:200]!r}")
-    if len(response.content) > max_bytes:
-        raise ValueError(f"{url} answered {len(response.content)} bytes; at most {max_bytes} are read")
+        raise ValueError(f"{url} answered {response.status_code}: {body[:200].decode(errors='replace')!r}")
     try:
-        return response.json()
-    except ValueError as error:
-        raise ValueError(f"{url} answered what is no JSON: {response.text[:200]!r}") from error
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{url} answered what is no JSON: {body[:200].decode(errors='replace')!r}") from error
 
 
 def _retry_after_s(response: httpx2.Response) -> float:

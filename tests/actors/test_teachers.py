@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.asked = model, list[tuple[dict[str, Any], str | None]]()
         self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
-        self.status, self.busy = 200, 0
+        self.status, self.busy, self.is_endless = 200, 0, False
 
     @property
     def url(self) -> str:
@@ -58,6 +59,12 @@ class Handler(BaseHTTPRequestHandler):
         busy, self.server.busy = self.server.busy > 0, self.server.busy - 1
         body = json.dumps(self.server.spoil(self.server.answer(asked))).encode()
         self.send_response(503 if busy else self.server.status)
+        if self.server.is_endless:
+            self.end_headers()
+            with suppress(OSError):  # until the client goes away
+                while True:
+                    self.wfile.write(b"[" * (1 << 20))
+            return
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -151,6 +158,36 @@ def test_an_answer_without_a_number_for_each_token_is_an_error(
     server.spoil = spoil
     with pytest.raises(ValueError, match=message):
         served_teacher.logprobs(server.url, SAMPLES, "")
+
+
+def test_of_an_answer_without_an_end_no_more_is_read_than_one_may_have(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_teacher, "_MAX_BYTES", 8 << 20)
+    server.is_endless = True
+    with pytest.raises(ValueError, match="answered more than 8388608 bytes"):
+        served_teacher.logprobs(server.url, SAMPLES, "")
+
+
+def test_a_server_with_other_tokens_is_told_by_their_texts(server: Server) -> None:
+    texts = {1: "a", 2: " b", 3: "\ufffd", 4: "c", 5: "d"}
+
+    def telling(said: dict[str, str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+            for place in first(answer)[1:]:
+                for token in place:
+                    place[token] |= {"decoded_token": said[token]} if token in said else {}
+            return answer
+
+        return spoil
+
+    server.spoil = telling({"2": "b", "3": "whatever", "4": "c", "5": "\ufffd"})
+    assert served_teacher.other_texts(server.url, texts, "") == [], "white space and parts of characters are not compared"
+    server.spoil = telling({"2": "b", "4": "x", "5": "y"})
+    assert served_teacher.other_texts(server.url, texts, "") == [(4, "x"), (5, "y")]
+    server.spoil = lambda answer: answer
+    assert served_teacher.other_texts(server.url, texts, "") == [], "a server may say no texts"
+    server.spoil = shortened
+    with pytest.raises(ValueError, match="no prompt_logprobs of each token"):
+        served_teacher.other_texts(server.url, texts, "")
 
 
 def test_what_may_pass_is_tried_again_by_the_pool_and_no_other_error(server: Server) -> None:

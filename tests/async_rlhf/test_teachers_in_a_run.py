@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,31 @@ def test_a_teacher_that_cannot_be_meant_is_refused_with_the_way_out(changed: dic
 def test_a_teacher_whose_server_does_not_answer_is_named_before_a_run() -> None:
     remarks = " ".join(preflight(load(QUICK, SERVED)).remarks)
     assert "scoring.reference.path = 'http://127.0.0.1:1/v1': no server answers there within 10 s" in remarks
+
+
+class OtherTokens(BaseHTTPRequestHandler):
+    """A teacher's server whose token of an id is the next one of the policy's."""
+
+    def do_POST(self) -> None:
+        (ids,) = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        told = [{str(token): {"logprob": -1.0, "decoded_token": f"<{token + 1}>"}} for token in ids[1:]]
+        body = json.dumps({"choices": [{"index": 0, "prompt_logprobs": [None, *told]}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_served_teacher_that_reads_the_ids_as_other_texts_is_refused() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), OtherTokens) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        served = {**SERVED, "scoring.reference.path": f"http://127.0.0.1:{server.server_port}/v1"}
+        with pytest.raises(ConfigError, match=r"has other tokens than model = .*: \d\d of \d\d differ, \d+ is '<"):
+            preflight(load(QUICK, served))
+        server.shutdown()
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:

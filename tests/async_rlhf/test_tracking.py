@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -20,7 +21,17 @@ from async_rlhf.cli.commands import app
 from async_rlhf.run import manifest
 from async_rlhf.run.checks.preflight import check_tracking
 from async_rlhf.run.processes.evaluation import record_evaluation
-from async_rlhf.run.processes.tracking import _alone, _Lines, _Sent, measures, rewind, track, tracker_nodes
+from async_rlhf.run.processes.tracking import (
+    _MOST_MEMORY,
+    _alone,
+    _bounded_memory,
+    _Lines,
+    _Sent,
+    measures,
+    rewind,
+    track,
+    tracker_nodes,
+)
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision import supervisor
 from async_rlhf.run.supervision.child import Child
@@ -301,3 +312,10 @@ def test_what_cannot_be_sent_is_refused_with_the_reason(
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match="--to trackio needs the package trackio: pip install trackio"):
         track(run, "trackio", print)
+
+
+def test_an_answer_without_an_end_fills_no_more_memory_than_a_tracker_may_have() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with _bounded_memory(), pytest.raises(MemoryError):
+        bytearray(_MOST_MEMORY)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before

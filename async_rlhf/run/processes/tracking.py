@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from async_rlhf.run.tracking import KINDS, Row, Tracker, opened
 from async_rlhf.run.watching import TrackerKind
 
 _SEND_S = 2.0
+# A service's answer without an end fills no more than this of the machine; torch's and wandb's own need a tenth.
+_MOST_MEMORY = 2 << 30
 _KEPT = 500  # lines after which it is written how far it is
 # Of a table: groups of the first step and of each so many later, so many rows, texts of so many characters.
 _SAMPLED_EVERY, _MOST_ROWS, _LONGEST = 25, 32, 4000
@@ -80,7 +83,7 @@ def track(run: RunDir, kind: str, say: Callable[[str], None]) -> None:
 
 def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress: Callable[[], None] = lambda: None) -> _Sent:
     """While the run goes on, and then the rest; returns how far that is."""
-    with _alone(run, kind):
+    with _alone(run, kind), _bounded_memory():
         sent = _read(run, kind)
         tracker, lines = opened(kind, run, sent.branch), _Lines(run)
         while True:
@@ -107,6 +110,18 @@ def _alone(run: RunDir, kind: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise ConfigError(f"run {str(run.path)!r} is being sent to {kind} by another process") from error
         yield
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Of this process and of those it starts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    own = min(each for each in (soft, hard, _MOST_MEMORY) if each != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_DATA, (own, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 class _Lines:
