@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -95,8 +96,10 @@ class Llm:
         }
 
 
-Action = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""What a harness asks for by name, beside its agents: JSON data for JSON data; raises RequestError."""
+Action = Callable[[Mapping[str, Any], str], Mapping[str, Any]]
+"""What a harness asks for by name, beside its agents: JSON data for JSON data, and the origin by which the harness has reached
+the server, which a forwarded port changes; raises RequestError."""
+_HOST = re.compile(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", re.ASCII)
 
 
 class Endpoint:
@@ -188,7 +191,9 @@ class Endpoint:
         try:
             if not hmac.compare_digest(_key_of(request).encode(), self._key):
                 raise RequestError("the harness' key was expected (Authorization: Bearer KEY)", 401)
-            return _json(action(_object(await _body(request) or b"{}")))
+            host = request.headers.get("host", "")
+            origin = f"http://{host}" if _HOST.fullmatch(host) else self.origin
+            return _json(action(_object(await _body(request) or b"{}"), origin))
         except RequestError as error:
             return _failure(dialect, error.status, str(error))
         except ClientDisconnect:

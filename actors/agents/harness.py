@@ -23,7 +23,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ class Harnesses:
 
     # -- the harness' side, in the endpoint's thread -----------------------------------------------------------------
 
-    def _start(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _start(self, body: Mapping[str, Any], origin: str) -> dict[str, Any]:
         """The episode that has waited longest, or how long to wait."""
         with self._lock:
             if not self._waiting:
@@ -136,13 +136,14 @@ class Harnesses:
             key = next(iter(self._waiting))
             row = self._waiting.pop(key)
             session, llm = self.endpoint.open(lambda call: self._arrived(session.secret, call))
+            llm = replace(llm, origin=origin)
             now = self._clock()
             self._running[session.secret] = _Running(key, session, Turns(self._template, session), now, time.time())
             self.counters["started"] += 1
         urls = {"base_url": llm.base_url, "anthropic_url": llm.anthropic_url, "api_key": llm.api_key, "model": llm.model}
         return {"session_id": session.secret, "row": dict(row), "environ": llm.environ, **urls}
 
-    def _set_reward(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _set_reward(self, body: Mapping[str, Any], origin: str) -> dict[str, Any]:
         """Of the episode, of which the newest counts when the session ends; with a `call_id` of that call, once."""
         with self._lock:
             running = self._named(body)
@@ -153,7 +154,7 @@ class Harnesses:
                 running.reward = body.get("reward")
         return {}
 
-    def _end(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _end(self, body: Mapping[str, Any], origin: str) -> dict[str, Any]:
         """Without a reward the episode has no score, and is not trained on; with a `failure` it has failed for that reason."""
         with self._lock:
             running = self._named(body)

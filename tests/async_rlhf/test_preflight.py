@@ -193,7 +193,7 @@ def test_with_a_template_or_an_environment_prompts_are_the_same_where_it_is_give
     given = [{"prompt": "Play:", "board": f"{n % 4}", "answer": "a", "id": n} for n in range(10)]
     playing = {"environment": str(tmp_path / "play.py:play"), "rewards.functions": []}
     with pytest.raises(
-        ConfigError, match=r"all 9 training prompts are left out: .*of 9 the model reads what it reads of a held-out one"
+        ConfigError, match=r"all 9 training prompts are left out: .*9 are, as the model reads them, prompts that are held out"
     ):
         checked(given, **{"data.held_out": 1})
     for settings in ({"data.template": "{prompt}{board}"}, playing):

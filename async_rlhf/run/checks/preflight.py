@@ -181,7 +181,7 @@ def check_model(config: Config, rows: Rows, environments: Environments) -> Prepa
     if not kept[0] and config.data.spool is None:
         raise ConfigError(
             f"all {first_held_out} training prompts are left out: {first_held_out - len(repeated)} are longer than {setting}, "
-            f"of {len(repeated)} the model reads what it reads of a held-out one (data.held_out = 0: there are none)"
+            f"{len(repeated)} are, as the model reads them, prompts that are held out; data.held_out = 0 holds none out"
         )
     known = [*remarks(config.learner, config.max_steps), *check_routing(config), *_of_prompts(config, found, len(repeated))]
     known += [*tokenizer.remarks(texts, are_chats), *_of_answers(config, kept[0])]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import socketserver
 import stat
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,66 @@ def test_a_session_is_given_to_one_harness(board: Harnesses, harness: Harness) -
         answers = [*threads.map(lambda _: harness.post("start_session")[1], range(24))]
     assert sorted(answer["row"]["n"] for answer in answers if "row" in answer) == [*range(20)]
     assert len({answer["session_id"] for answer in answers if "row" in answer}) == 20
+
+
+class Forwarder(socketserver.ThreadingTCPServer):
+    """A port that another one answers, as ssh forwards it."""
+
+    daemon_threads = True
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Forwarded)
+        self.to = int(origin.rpartition(":")[2])
+
+
+class _Forwarded(socketserver.BaseRequestHandler):
+    server: Forwarder
+
+    def handle(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.server.to)) as other:
+            threading.Thread(target=self._pump, args=(self.request, other), daemon=True).start()
+            self._pump(other, self.request)
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def test_through_a_forwarded_port_a_session_is_played_by_that_port(served: tuple[Bench, Harness]) -> None:
+    bench, harness = served
+
+    def play(near: Harness, origin: str) -> Any:
+        session = near.start()
+        assert session["base_url"].startswith(f"{origin}/sessions/") and session["anthropic_url"].startswith(
+            f"{origin}/sessions/"
+        )
+        assert session["environ"]["ANTHROPIC_BASE_URL"] == session["anthropic_url"]
+        return ask(session, "2+2?"), near.post("end_session", session_id=session["session_id"], reward=1)[0]
+
+    with Forwarder(f"http://{harness._address}") as forwarder, ThreadPoolExecutor(1) as thread:
+        threading.Thread(target=forwarder.serve_forever, args=(0.01,), daemon=True).start()
+        origin = f"http://localhost:{forwarder.server_address[1]}"
+        bench.begin("episode", question="what is 2+2?")
+        playing = thread.submit(play, Harness(origin, harness._key), origin)
+        bench.until(lambda: bench.ended("episode") is not None, lambda key, turn: Reply("four", "stop", 5, 2))
+        assert playing.result(60) == ("four", 200)
+        forwarder.shutdown()
+
+
+def test_a_host_that_is_none_is_in_no_url(board: Harnesses) -> None:
+    for host in ("", "a b", "x/y", 'x"', "x:y", "[::1"):
+        board.begin(1, {})
+        connection = http.client.HTTPConnection(board.origin.removeprefix("http://"), timeout=60)
+        connection.putrequest("POST", "/start_session", skip_host=True)
+        for name, value in (("host", host), ("authorization", f"Bearer {KEY}"), ("content-length", "0")):
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert json.loads(answer.read())["base_url"].startswith(board.origin) if answer.status == 200 else answer.status == 400
+        connection.close()
 
 
 def test_only_the_harness_key_starts_and_ends_and_it_asks_the_model_for_nothing(board: Harnesses, harness: Harness) -> None:
