@@ -52,12 +52,13 @@ class Mean:
 
 
 def estimate(values: Iterable[float | None]) -> Mean | None:
-    """Of what was measured; None when nothing was."""
-    known = [value for value in values if value is not None]
-    return paired(known, [0.0] * len(known)) if known else None
+    """Of what was measured, which is neither None nor NaN; None when nothing was."""
+    numbers = np.array([*values], np.float64)
+    known = numbers[~np.isnan(numbers)]
+    return paired(known, np.zeros(len(known))) if len(known) else None
 
 
-def paired(after: Sequence[float], before: Sequence[float]) -> Mean:
+def paired(after: Sequence[float] | Array, before: Sequence[float] | Array) -> Mean:
     """Of the means of two settings, by seed: `after[i]` and `before[i]` have the same seed. Raises ValueError where they
     cannot.
 
@@ -98,11 +99,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Holm 1979, "A simple sequentially rejective multiple test procedure": the i-th smallest of m is multiplied by m - i + 1, and
     none is below one that was smaller. The chance that any true equality gets a value below a level is at most that level.
     """
-    adjusted, highest = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
-        adjusted[index] = highest
-    return adjusted
+    order = np.argsort(p_values, kind="stable")
+    in_order = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
+    adjusted = np.empty(len(order))
+    adjusted[order] = np.maximum.accumulate(np.minimum(in_order, 1.0))
+    return adjusted.tolist()
 
 
 def detectable(deviation: float, count: int, power: float = 0.8) -> float:

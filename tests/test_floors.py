@@ -60,7 +60,7 @@ ROOMS = {
     "pyarrow": ("actors/data/files.py",),
     "datasets": ("actors/data/files.py", "experiments/throughput/"),
     "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),
-    "pandas": ("experiments/staleness/frames.py",),
+    "pandas": ("experiments/staleness/table.py",),
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/tracking/to_tensorboard.py",),
     "wandb": ("async_rlhf/run/tracking/to_wandb.py",),

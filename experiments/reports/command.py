@@ -8,6 +8,7 @@ Called by the command line, through the entry point in pyproject.toml.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.page import plain, table, write_page
 from async_rlhf.experiments.staleness import report as of_sweep
 from async_rlhf.experiments.staleness.archive import holds_cells, read_sweep
-from async_rlhf.experiments.staleness.cells import CellResult, mean, read_run
+from async_rlhf.experiments.staleness.cells import CellResult, read_run
 from async_rlhf.experiments.staleness.checks import checks_of_each, listed
+from async_rlhf.experiments.staleness.table import Table
 from async_rlhf.inspect.plot import Curves, picture
 from async_rlhf.run.live import changed_at
 from async_rlhf.run.run_dir import RunDir, no_run
@@ -46,36 +48,38 @@ def report(directory: Path, say: Callable[[str], None]) -> list[Path]:
 
 def _write_run(run: RunDir, say: Callable[[str], None]) -> list[Path]:
     """What was written, the pages last. Raises ConfigError for a run without a step, OSError."""
-    result = read_run(run)
+    table = Table([read_run(run)])
     command, end = shlex.join(["async-rlhf", "report", str(run.path)]), run.end()
     how = "it lives" if run.is_alive() else "it was killed, or its end is not recorded" if end is None else end.reason
 
     def draw() -> dict[str, Any]:
-        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations(), changed_at(run))
-        return {"plot": picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")}
+        name = table.results[0].cell
+        curves = Curves(name, run.read_metrics(), run.read_evaluations(), changed_at(run))
+        return {"plot": picture([curves], f"Run {name}. {_made(table)}\n{command}")}
 
-    return write_page(run.path, lambda drawn: render(result, command, how, drawn.get("plot")), draw, say)
+    return write_page(run.path, lambda drawn: render(table, command, how, drawn.get("plot")), draw, say)
 
 
-def render(result: CellResult, command: str, how: str, drawn: str | None) -> str:
-    """The page. how: how the run ended; drawn: the picture beside it."""
+def render(run: Table, command: str, how: str, drawn: str | None) -> str:
+    """The page. run: alone in its table; how: how it ended; drawn: the picture beside it."""
+    result = run.results[0]
     parts = [
         f"# Run {result.cell}",
         f"    {command}",
-        f"{_made(result)} Settings {result.whole}; {', '.join(result.code)}. How it ended: {plain(how)}.",
+        f"{_made(run)} Settings {result.whole}; {', '.join(result.code)}. How it ended: {plain(how)}.",
         *(
             [f"![Reward, evaluations, staleness, lengths, divergences, ratios and idle time over steps]({drawn})"]
             if drawn
             else []
         ),
         "## Numbers",
-        table([["number", "value"], *([name, value] for name, value in _numbers(result) if value)]),
+        table([["number", "value"], *([name, value] for name, value in _numbers(run) if value)]),
         "## Curves",
-        f"Means over {min(_PARTS, result.steps)} parts of the run; samples, tokens and seconds are those at the end of a part.",
-        table(_curves(result)),
+        f"Means over {min(_PARTS, len(run.steps))} parts of the run; samples, tokens and seconds are those at a part's end.",
+        table(_curves(run)),
         "## Realised staleness",
         "Age of the trained tokens in learner steps.",
-        table([["age", "tokens", "share"], *_ages(result)]),
+        table([["age", "tokens", "share"], *_ages(run)]),
         *_groups(result),
         "## Checks",
         listed(checks_of_each([result])),
@@ -83,56 +87,59 @@ def render(result: CellResult, command: str, how: str, drawn: str | None) -> str
     return "\n\n".join(parts) + "\n"
 
 
-def _made(result: CellResult) -> str:
-    tokens = f"{result.trained_tokens:,}"
-    return f"Seed {result.seed}; {result.steps} steps; {result.trained_samples:,} samples and {tokens} tokens trained on."
+def _made(run: Table) -> str:
+    cell = run.cells.loc[0]
+    spent = f"{cell['trained_samples']:,} samples and {cell['trained_tokens']:,} tokens trained on"
+    return f"Seed {cell['seed']}; {cell['steps']} steps; {spent}."
 
 
-def _numbers(result: CellResult) -> Iterator[tuple[str, str]]:
-    yield "held-out reward, start", _shown(result.held_out_start.reward)
-    yield "held-out reward, end", _shown(result.held_out_end.reward)
+def _numbers(run: Table) -> Iterator[tuple[str, str]]:
+    result, cell = run.results[0], run.cells.loc[0]
+    yield "held-out reward, start", _shown(cell["held_out_reward_start"])
+    yield "held-out reward, end", _shown(cell["held_out_reward_end"])
     for when, evaluation in (("start", result.held_out_start), ("end", result.held_out_end)):
         if evaluation.accuracy is not None:
             yield f"held-out accuracy, {when}", _shown(evaluation.accuracy)
         for name, score in evaluation.scores.items() if len(evaluation.scores) > 1 else ():
             yield f"held-out {name}, {when}", _shown(score)
-    yield "reward, last quarter", _shown(result.reward_last_quarter)
-    yield "area under the reward, as a mean height", _shown(result.reward_area)
-    yield "staleness, mean (max, bound) [steps]", f"{result.staleness_mean:.2f} ({result.staleness_max}, {result.bound})"
-    yield "effective sample size, share of tokens", _shown(result.is_ess_mean)
-    yield "largest ratio learner / sampler", _shown(result.is_ratio_max)
-    yield "clipped, share of tokens", _shown(result.clip_ratio_mean)
-    yield "KL to the sampling policy [nats a token]", _shown(result.kl_behaviour_mean)
-    yield "KL to the reference, last quarter [nats a token]", _shown(result.kl_reference_end)
-    yield "idle share of the learner", _shown(result.mean_of("idle/learner"))
-    yield "idle share of the actors", _shown(result.mean_of("idle/actor"))
-    yield "seconds, sum of the steps' times", f"{result.wall_s:.1f}"
-    yield "samples/s after the first step", _shown(result.samples_per_s)
-    yield "tokens generated", "" if result.generated_tokens is None else f"{result.generated_tokens:,}"
+    yield "reward, last quarter", _shown(cell["reward_last_quarter"])
+    yield "area under the reward, as a mean height", _shown(cell["reward_area"])
+    ages = f"{cell['staleness_mean']:.2f} ({cell['staleness_max']}, {result.bound})"
+    yield "staleness, mean (max, bound) [steps]", ages
+    yield "effective sample size, share of tokens", _shown(cell["is_ess_mean"])
+    yield "largest ratio learner / sampler", _shown(cell["is_ratio_max"])
+    yield "clipped, share of tokens", _shown(cell["clip_ratio_mean"])
+    yield "KL to the sampling policy [nats a token]", _shown(cell["kl_behaviour_mean"])
+    yield "KL to the reference, last quarter [nats a token]", _shown(cell["kl_reference_end"])
+    yield "idle share of the learner", _shown(run.mean_of("idle/learner")[0])
+    yield "idle share of the actors", _shown(run.mean_of("idle/actor")[0])
+    yield "seconds, sum of the steps' times", f"{cell['wall_s']:.1f}"
+    yield "samples/s after the first step", _shown(cell["samples_per_s"])
+    yield "tokens generated", f"{result.ledger['tokens_put']:,}" if "tokens_put" in result.ledger else ""
 
 
 def _shown(value: float | None) -> str:
     """Nothing for what was not measured."""
-    return "" if value is None else f"{value:,.3f}"
+    return "" if value is None or math.isnan(value) else f"{value:,.3f}"
 
 
-def _curves(result: CellResult) -> Iterator[Sequence[str]]:
-    names = [name for name in ("staleness/mean", "is/ess", "kl/behaviour", "kl/reference", "completions/mean_length")
-             if name in result.curves]  # fmt: skip
+def _curves(run: Table) -> Iterator[Sequence[str]]:
+    steps = run.steps.loc[0]
+    kept = ("staleness/mean", "is/ess", "kl/behaviour", "kl/reference", "completions/mean_length")
+    names = [name for name in kept if name in steps]
     yield ["steps", "samples", "tokens", "seconds", "reward", *(f"`{name}`" for name in names)]
-    tokens = result.tokens or (0.0,) * result.steps
-    count = min(_PARTS, result.steps)
+    count = min(_PARTS, len(steps))
     for part in range(count):
-        begin, end = part * result.steps // count, (part + 1) * result.steps // count
-        means = [mean(values[begin:end]) for values in (result.rewards, *(result.curves[name] for name in names))]
-        steps = f"{begin + 1} to {end}" if end > begin + 1 else f"{end}"
-        last = (f"{result.samples[end - 1]:,.0f}", f"{tokens[end - 1]:,.0f}", f"{result.seconds[end - 1]:,.1f}")
-        yield [steps, *last, *("-" if each is None else f"{each:.3f}" for each in means)]
+        begin, end = part * len(steps) // count, (part + 1) * len(steps) // count
+        means, last = steps[["reward", *names]][begin:end].mean(), steps.iloc[end - 1]
+        places = f"{begin + 1} to {end}" if end > begin + 1 else f"{end}"
+        spent = (f"{last['samples']:,.0f}", f"{last['tokens']:,.0f}", f"{last['seconds']:,.1f}")
+        yield [places, *spent, *("-" if math.isnan(each) else f"{each:.3f}" for each in means)]
 
 
-def _ages(result: CellResult) -> Iterator[Sequence[str]]:
-    for age, tokens in result.staleness_tokens:
-        yield [str(age), f"{tokens:,}", f"{tokens / result.trained_tokens:.1%}".replace("%", " %")]
+def _ages(run: Table) -> Iterator[Sequence[str]]:
+    for age, tokens in run.results[0].staleness_tokens:
+        yield [str(age), f"{tokens:,}", f"{tokens / run.cells['trained_tokens'][0]:.1%}".replace("%", " %")]
 
 
 def _groups(result: CellResult) -> Iterator[str]:

@@ -18,10 +18,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
-from async_rlhf.experiments.staleness.cells import CellResult, kept
+from async_rlhf.experiments.staleness.cells import kept, read_run
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
+from async_rlhf.experiments.staleness.table import Table
 from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import masked
+from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_small
 
 # Where tables and runs lie is where the file lies.
@@ -30,12 +32,13 @@ _ELSEWHERE = {"output_dir", "results"}
 
 @dataclass(frozen=True)
 class Archive:
-    """A sweep and its results, in its order. command: what it was started with; missing: settings and seeds of cells that
-    have no result, since they failed or were not run; alone: one cell ran at a time, so that their seconds can be compared."""
+    """A sweep and what its cells measured, in its order. command: what it was started with; missing: settings and seeds of
+    cells that have no result, since they failed or were not run; alone: one cell ran at a time, so that their seconds can be
+    compared."""
 
     sweep: SweepConfig
     command: str
-    results: Sequence[CellResult]
+    table: Table
     missing: Sequence[str] = ()
     alone: bool = False
 
@@ -82,18 +85,20 @@ def read_sweep(directory: Path) -> Archive:
             f"{str(path)!r} is missing, which says what was swept: copy it with the cells, or run the sweep again"
         )
     about, sweep = _read(path)
+    cells = {shown((*result.setting, ("seed", result.seed))): result for result in found}
     # seed first, then the grid, as `load_sweep` orders cells
-    axes: dict[str, list[Any]] = {"seed": list(sweep.seeds)}
-    axes |= {axis: [value for value, _ in levels] for axis, levels in sweep.levels.items()}
-    cells = {place: result for result in found if (place := _place(result, axes)) is not None}
-    if not cells:
+    grid = itertools.product(*([(axis, value) for value, _ in levels] for axis, levels in sweep.levels.items()))
+    wanted = [shown((*setting, ("seed", seed))) for seed, setting in itertools.product(sweep.seeds, list(grid))]
+    results = [cells[name] for name in wanted if name in cells]
+    if not results:
         raise ConfigError(f"{str(path)!r} is of another sweep: it has none of the cells beside it")
-    missing = list[str]()
-    for place in itertools.product(*(range(len(values)) for values in axes.values())):
-        if place not in cells:
-            seed, *setting = ((axis, axes[axis][index]) for axis, index in zip(axes, place, strict=True))
-            missing.append(shown((*setting, seed)))
-    return Archive(sweep, about.command, [cells[place] for place in sorted(cells)], missing, about.jobs == 1)
+    return Archive(sweep, about.command, Table(results), [name for name in wanted if name not in cells], about.jobs == 1)
+
+
+def measured(directory: str | Path) -> Table:
+    """Of a sweep's results or of a run, in its directory. Raises ConfigError for any other; DamagedError."""
+    path = Path(directory)
+    return read_sweep(path).table if holds_cells(path) else Table([read_run(RunDir.existing(path))])
 
 
 def _read(path: Path) -> tuple[_Kept, SweepConfig]:
@@ -104,11 +109,3 @@ def _read(path: Path) -> tuple[_Kept, SweepConfig]:
         raise DamagedError(
             f"{path} describes no sweep: {error.errors()[0]['msg']}. The same sweep command writes it again"
         ) from error
-
-
-def _place(result: CellResult, axes: dict[str, list[Any]]) -> tuple[int, ...] | None:
-    """None for a result of another sweep."""
-    setting = {"seed": result.seed, **dict(result.setting)}
-    if setting.keys() != axes.keys() or not all(setting[axis] in values for axis, values in axes.items()):
-        return None
-    return tuple(values.index(setting[axis]) for axis, values in axes.items())

@@ -1,6 +1,6 @@
 """What a run measured: one `CellResult`, from its directory, or from the file that is kept of it.
 
-Starts and draws nothing. Called by `sweep`, the reports and the data frames.
+Starts and draws nothing, and needs no pandas. Called by `sweep`, `archive` and `table`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What one run measured. Means are over steps unless they say otherwise."""
+    """What is kept of one run; `table` makes its numbers of it. Means are over steps."""
 
     cell: str
     setting: tuple[tuple[str, Any], ...]
@@ -68,23 +68,14 @@ class CellResult:
     bound: int
     """`queue.max_staleness`, in steps."""
     exact: bool
-    steps: int
-    trained_samples: int
-    """Completions in all batches."""
     held_out_start: HeldOut
     held_out_end: HeldOut
     rewards: tuple[float | None, ...]
     """Mean reward of each step's batch."""
     seconds: tuple[float, ...]
     """When each step ended: the sum of the steps' times up to it; the first includes the start of the actors."""
-    reward_last_quarter: float | None
-    reward_area: float | None
-    """Area under the curve of the steps' rewards (trapezoids) divided by its width: a mean height."""
     staleness_tokens: tuple[tuple[int, int], ...]
     """(age, trained tokens of that age) over the whole run, ascending."""
-    staleness_mean: float
-    """Mean over trained tokens, in steps."""
-    staleness_max: int
     staleness_violations: int
     exact_kept: bool
     """Every token of step t, counted from 0, had the age min(t, bound): what exact mode promises."""
@@ -94,11 +85,6 @@ class CellResult:
     """Largest probability ratio of learner to sampler of any token, before truncation."""
     kl_behaviour_mean: float | None
     """Estimate of KL(sampler || learner) per token, in nats."""
-    generated_tokens: int | None
-    """Completion tokens that reached the queue."""
-    trained_tokens: int
-    samples_per_s: float | None
-    """Completions trained on per second after the first step."""
     ledger_closes: bool
     fingerprint: str
     """Of the configuration without the swept keys, seed and place."""
@@ -108,9 +94,9 @@ class CellResult:
     """That configuration: keys that have another value than their default."""
     code: tuple[str, ...]
     """Digest of the sources, Python and package versions; more than one of each where the run went on with another."""
-    curves: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
-    """By name of those in CURVES, and of scores, that any step has, and `samples` (completions of its batch): a number a step,
-    to 6 digits."""
+    curves: Mapping[str, tuple[float | None, ...]]
+    """`samples` (completions of each step's batch); and by name of those in CURVES, and of scores, that any step has: a number
+    a step, to 6 digits."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Attempts to make a group by how they ended, and tokens, in the words of the queue's ledger."""
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -124,40 +110,14 @@ class CellResult:
         return shown(self.setting)
 
     @property
-    def wall_s(self) -> float:
-        """Sum of the steps' times."""
-        return self.seconds[-1]
-
-    @property
-    def samples(self) -> tuple[float, ...]:
-        """Completions trained on up to each step; where only their sum was kept, equally many of every step."""
-        each = self.curves.get("samples") or (self.trained_samples / self.steps,) * self.steps
-        return tuple(itertools.accumulate(count or 0.0 for count in each))
-
-    @property
-    def tokens(self) -> tuple[float, ...] | None:
-        """Completion tokens trained on up to each step, where that was kept."""
-        each = self.curves.get("num_tokens")
-        return None if each is None else tuple(itertools.accumulate(count or 0.0 for count in each))
-
-    def mean_of(self, name: str) -> float | None:
-        """Over the steps, of a curve; None where it was not kept."""
-        return mean(self.curves.get(name, ()))
+    def staleness_max(self) -> int:
+        """Age of the oldest token trained on."""
+        return max(age for age, _ in self.staleness_tokens)
 
     @property
     def scores(self) -> list[str]:
         """Reward functions whose scores are kept apart: where there are several, also those that are not rewarded."""
         return sorted(name for name in self.held_out_end.scores if SCORE.format(name) in self.curves)
-
-    @property
-    def clip_ratio_mean(self) -> float | None:
-        """Share of the tokens whose gradient the loss's clip or truncation touched."""
-        return self.mean_of("clip_ratio/region_mean")
-
-    @property
-    def kl_reference_end(self) -> float | None:
-        """KL to the reference in nats a token, over the last quarter of the steps."""
-        return last_quarter(self.curves.get("kl/reference", ()))
 
 
 def read_cell(cell: Cell) -> CellResult:
@@ -171,11 +131,6 @@ def read_run(directory: RunDir, setting: Setting | None = None, swept: Iterable[
     config, metrics = directory.config(), directory.read_metrics()
     if not metrics:
         raise ConfigError(f"run {str(directory.path)!r} has no finished step to analyse")
-    rewards = [step["reward"] for step in metrics]
-    ages = _ages(metrics)
-    num_tokens = sum(ages.values())
-    samples = [len(step["groups"]) * config.generation.group_size for step in metrics]
-    later_s = sum(step["step_time"] for step in metrics[1:])
     ledger = directory.read_ledger().get("ledger", {})
     code, files = _made_by(directory.path)
     return CellResult(
@@ -184,34 +139,25 @@ def read_run(directory: RunDir, setting: Setting | None = None, swept: Iterable[
         seed=config.seed,
         bound=config.queue.max_staleness,
         exact=config.queue.exact,
-        steps=len(metrics),
-        trained_samples=sum(samples),
         held_out_start=_held_out(directory, "start"),
         held_out_end=_held_out(directory, "end"),
-        rewards=tuple(rewards),
+        rewards=tuple(step["reward"] for step in metrics),
         seconds=tuple(itertools.accumulate(step["step_time"] for step in metrics)),
-        reward_last_quarter=last_quarter(rewards),
-        reward_area=_area(rewards),
-        staleness_tokens=tuple(ages.items()),
-        staleness_mean=sum(age * count for age, count in ages.items()) / num_tokens,
-        staleness_max=max(ages),
+        staleness_tokens=_ages(metrics),
         staleness_violations=sum(step["staleness/violations"] for step in metrics),
         exact_kept=all(
             set(step["staleness/histogram"]) == {str(min(step["step"] - 1, config.queue.max_staleness))} for step in metrics
         ),
-        is_ess_mean=mean(step.get("is/ess") for step in metrics),
+        is_ess_mean=_mean(step.get("is/ess") for step in metrics),
         is_ratio_max=max((most for step in metrics if (most := step.get("is/ratio_max")) is not None), default=None),
-        kl_behaviour_mean=mean(step.get("kl/behaviour") for step in metrics),
-        generated_tokens=ledger.get("tokens_put"),
-        trained_tokens=num_tokens,
-        samples_per_s=sum(samples[1:]) / later_s if later_s else None,
+        kl_behaviour_mean=_mean(step.get("kl/behaviour") for step in metrics),
         ledger_closes=bool(ledger.get("closes")),
         fingerprint=fingerprint(config, ("name", "output_dir", "seed", *swept)),
         whole=fingerprint(config, WATCHING),
         settings=given(config),
         code=code,
         files=files,
-        curves={"samples": tuple(map(float, samples)), **_curves(metrics)},
+        curves=_curves(metrics, config.generation.group_size),
         budget=config.budget if config.budget.may_cut_steps else None,
         ledger={word: count for word, count in ledger.items() if type(count) is int},
     )
@@ -254,28 +200,22 @@ def given(config: Config) -> dict[str, Any]:
 _RESULT = TypeAdapter(CellResult)
 
 
-def _ages(metrics: Sequence[dict[str, Any]]) -> dict[int, int]:
+def _ages(metrics: Sequence[dict[str, Any]]) -> tuple[tuple[int, int], ...]:
     ages = Counter[int]()
     for step in metrics:
         ages.update({int(age): count for age, count in step["staleness/histogram"].items()})
-    return dict(sorted(ages.items()))
+    return tuple(sorted(ages.items()))
 
 
-def _area(rewards: Sequence[float | None]) -> float | None:
-    points = [(step, reward) for step, reward in enumerate(rewards) if reward is not None]
-    if len(points) < 2:
-        return points[0][1] if points else None
-    pieces = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points)]
-    return math.fsum(pieces) / (points[-1][0] - points[0][0])
-
-
-def _curves(metrics: Sequence[dict[str, Any]]) -> dict[str, tuple[float | None, ...]]:
+def _curves(metrics: Sequence[dict[str, Any]], group_size: int) -> dict[str, tuple[float | None, ...]]:
     scores = sorted({name for step in metrics for name in step if re.fullmatch(SCORE.format(r"[^/]+"), name)})
     wanted = (*CURVES, *(scores if len(scores) > 1 else ()))
     known = [name for name in wanted if any(step.get(name) is not None for step in metrics)]
     return {
-        name: tuple(None if (value := step.get(name)) is None else float(f"{value:.6g}") for step in metrics) for name in known
-    }
+        "samples": tuple(float(len(step["groups"]) * group_size) for step in metrics),
+        **{name: tuple(None if (value := step.get(name)) is None else float(f"{value:.6g}") for step in metrics)
+           for name in known},
+    }  # fmt: skip
 
 
 def _held_out(directory: RunDir, label: str) -> HeldOut:
@@ -302,12 +242,7 @@ def _made_by(path: Path) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
     return tuple(code), {file: tuple(digests) for file, digests in files.items()}
 
 
-def last_quarter(values: Sequence[float | None]) -> float | None:
-    """Mean over the last quarter of the steps."""
-    return mean(values[-math.ceil(len(values) / 4) :])
-
-
-def mean(values: Iterable[float | None]) -> float | None:
+def _mean(values: Iterable[float | None]) -> float | None:
     """Of those that are known."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None

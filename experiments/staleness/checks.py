@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_rlhf.experiments.staleness.cells import CellResult
+from async_rlhf.experiments.staleness.table import Table
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,16 @@ def listed(found: Sequence[Check]) -> str:
     return "\n".join(f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in found)
 
 
-def checks(results: Sequence[CellResult]) -> list[Check]:
+def checks(table: Table) -> list[Check]:
     """All checks of a sweep, each with what it found."""
+    results = table.results
     prints = {r.fingerprint for r in results}
     code = {r.code for r in results}
     # A run that went on with other code has two texts of a kind.
     one_code = len(code) == 1 and all(len({text.split()[0] for text in each}) == len(each) for each in code)
     return [
         *checks_of_each(results),
-        Check(*_equal_budget(results)),
+        _equal_budget(table),
         Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
         Check("all cells ran the same code", one_code, " / ".join(", ".join(each) for each in sorted(code))),
         *_same_files(results),
@@ -59,9 +61,9 @@ def checks_of_each(results: Sequence[CellResult]) -> list[Check]:
     found = [
         Check("the oldest token trained on keeps the bound in every cell", not over, "; ".join(over) or _cells(len(results))),
         Check("no violation was counted", violations == 0, f"{violations} tokens"),
-        _all_of("bound 0 is staleness 0 for every token", on_policy, [r.staleness_max == 0 for r in on_policy]),
-        _all_of("exact mode: every token of step t has staleness min(t, bound)", exact, [r.exact_kept for r in exact]),
-        _all_of("the ledger closes at the end", results, [r.ledger_closes for r in results]),
+        _all_of("bound 0 is staleness 0 for every token", [r.staleness_max == 0 for r in on_policy]),
+        _all_of("exact mode: every token of step t has staleness min(t, bound)", [r.exact_kept for r in exact]),
+        _all_of("the ledger closes at the end", [r.ledger_closes for r in results]),
     ]
     return [check for check in found if check.detail != "0 of 0 cells"]
 
@@ -70,31 +72,26 @@ def _cells(count: int) -> str:
     return f"{count} cell{'' if count == 1 else 's'}"
 
 
-def _all_of(claim: str, results: Sequence[CellResult], hold: Sequence[bool]) -> Check:
-    return Check(claim, all(hold), f"{sum(hold)} of {_cells(len(results))}")
+def _all_of(claim: str, hold: Sequence[bool]) -> Check:
+    return Check(claim, all(hold), f"{sum(hold)} of {_cells(len(hold))}")
 
 
-def _equal_budget(results: Sequence[CellResult]) -> tuple[str, bool, str]:
-    """The claim, whether it holds, and what was found.
-
-    Where all share a limit of tokens or seconds, the last step of each must be the one that reached it: so they lie within a
-    batch, or a step, above it. Else all have trained on as many samples.
-    """
-    limits = {result.budget and (result.budget.max_trained_tokens, result.budget.max_seconds) for result in results}
+def _equal_budget(table: Table) -> Check:
+    """Where all share a limit of tokens or seconds, the last step of each must be the one that reached it: so they lie within a
+    batch, or a step, above it. Else all have trained on as many samples."""
+    limits = {result.budget and (result.budget.max_trained_tokens, result.budget.max_seconds) for result in table.results}
     tokens, seconds = (limits.pop() if len(limits) == 1 else None) or (None, None)
     if tokens is not None:
-        limit, unit, digits = float(tokens), "tokens trained on", 0
-        used = [result.tokens or () for result in results]
+        limit, unit, digits, used = float(tokens), "tokens trained on", 0, table.steps["tokens"]
     elif seconds is not None:
-        limit, unit, digits = seconds, "seconds of training", 1
-        used = [result.seconds for result in results]
+        limit, unit, digits, used = seconds, "seconds of training", 1, table.steps["seconds"]
     else:
-        samples = sorted({result.trained_samples for result in results})
-        return "all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, samples))
-    curves = [(0.0, 0.0, *curve) for curve in used]
-    ends = [curve[-1] for curve in curves]
-    return (
+        samples = sorted(table.cells["trained_samples"].unique())
+        return Check("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, samples)))
+    ends = used.groupby("run").tail(1)
+    before = used.groupby("run").shift(fill_value=0.0)[ends.index]
+    return Check(
         f"all cells used up a budget of {limit:,.10g} {unit}, each with its last step",
-        all(curve[-2] < limit <= curve[-1] for curve in curves),
-        f"{min(ends):,.{digits}f} to {max(ends):,.{digits}f}",
+        bool(((before < limit) & (limit <= ends)).all()),
+        f"{ends.min():,.{digits}f} to {ends.max():,.{digits}f}",
     )

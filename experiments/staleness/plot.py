@@ -1,27 +1,29 @@
-"""The picture of a sweep: learning over steps and over seconds, the outcome, and the staleness that was really there.
+"""The pictures of a sweep, each in blocks of panels: `results`, learning over steps and over seconds, the outcome, and the
+staleness that was really there; `trade_offs`, what reward cost, what corrections did, how far the policy moved.
 
-Where two keys are swept, learning has a column for each value of the first and a colour for each value of the second.
-Needs matplotlib (the extra `experiments`). Called by `report`; `trade_offs` draws what else was measured.
+Where two keys are swept, there is a column for each value of the first and a colour for each value of the second. Panels for
+which no cell kept a number are left out. Needs matplotlib (the extra `experiments`). Called by `report`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.config import SweepConfig, shown
-from async_rlhf.experiments.staleness.outcomes import by_setting
+from async_rlhf.experiments.staleness.outcomes import path, reached, target
+from async_rlhf.experiments.staleness.table import BLOCK, SMOOTHED, SPENT, Frame, Table
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate
 from async_rlhf.inspect.plot import COLOURS, tidy
 
-# More columns than this leave no room for a number in each cell of the last panel.
+# More columns than this leave no room for a number in each cell of the ages.
 _MOST_WRITTEN_AGES = 12
 _FEWEST_AGES = 4
 # More neighbours on a scale of colours than this differ in dashes too.
@@ -34,83 +36,87 @@ _LOOKS: tuple[tuple[Any, str], ...] = (
 _FINEST_SCALE = 0.1
 """The least width of an axis of held-out rewards: chance among a few hundred prompts is no more than this."""
 _CURVE = "line: mean of the seeds\nband: lowest to highest"
+_LEGEND_COLUMNS = 4
+_MOST_TICKS = 5
+# What learning is drawn over: the title of a panel alone, and its axis.
+_PLACES = {
+    "step": ("Training reward over steps", "learner step"),
+    "seconds": ("Training reward over time", "training time [s], mean of the seeds"),
+}
+# What reward costs.
+_COSTS = {"samples": "completions trained on", "tokens": "tokens trained on", "seconds": "training time [s]"}
+_MARK = {"linestyle": "", "markersize": 5, "alpha": 0.85}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of one setting: the column and the name of their curve, the name of their row, their colour, and with it
-    the dashes and the marker that tell it from others of that colour, in the words of matplotlib's `plot`."""
+    """The runs of one setting: the column and the name of their curve, the name of their row, and their look in the words of
+    matplotlib's `plot`: colour, and the dashes and the marker that tell it from others of that colour."""
 
-    cells: list[CellResult]
+    runs: list[int]
     column: str
     curve: str
     row: str
     look: dict[str, Any]
 
-    @property
-    def colour(self) -> Any:
-        return self.look["color"]
+
+@dataclass(frozen=True)
+class _Panel:
+    """lines: points (`x`, `y`) of each, and its look. finish: sets limits of its axes and writes into them, when the lines of
+    its block are drawn."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    lines: Sequence[tuple[Frame, dict[str, Any]]]
+    finish: Callable[[Any], None]
+    grid: str = "both"
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Panels side by side, in as many rows as they need. height: of a row, in inches. shared: they have the same axes (`xy`),
+    the same y (`y`), or the same y and in a row the same x (`row`)."""
+
+    panels: Sequence[_Panel]
+    columns: int
+    height: float
+    shared: str = ""
 
     @property
-    def points(self) -> list[tuple[int, float, list[float]]]:
-        """Step, the seconds that it ended after (mean over seeds), and the rewards of the seeds, where there are any."""
-        seconds = zip(*(cell.seconds for cell in self.cells), strict=False)
-        rewards = zip(*(cell.rewards for cell in self.cells), strict=False)
-        steps = enumerate(zip(seconds, rewards, strict=True), 1)
-        found = [(step, sum(s) / len(s), [each for each in r if each is not None]) for step, (s, r) in steps]
-        return [point for point in found if point[2]]
+    def rows(self) -> int:
+        return -(-len(self.panels) // self.columns)
 
 
-def picture(results: Sequence[CellResult], sweep: SweepConfig, command: str = "") -> Figure:
-    """Above, learning; below, a row for each setting with its outcome and its ages, in the order of the sweep."""
-    settings = settings_of(results)
-    columns = list(dict.fromkeys(setting.column for setting in settings))
-    legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
-    learning, row = max(4.0 if len(columns) == 1 else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(sweep.levels)
-    heights = [learning, 1.3 + row * len(settings)]
-    size = (max(13.0, 3.4 * len(columns)), sum(heights) + 0.7)
-    figure = Figure(figsize=size, dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
-    halves: Any = figure.subfigures(2, 1, height_ratios=heights)
-    _draw_learning(halves[0], settings, columns)
-    outcome, ages = halves[1].subplots(1, 2, width_ratios=[1, 1.2], sharey=True)
-    _draw_ages(ages, settings)
-    _draw_outcome(outcome, settings)
-    outcome.set_yticks(range(len(settings)), [setting.row for setting in settings])
-    for axes in figure.axes:
-        axes.title.set_fontsize("medium")
-    figure.suptitle(title(results, sweep, command), wrap=True)
-    return figure
-
-
-def title(results: Sequence[CellResult], sweep: SweepConfig, command: str) -> str:
-    """The question, what was run, and the command that made it."""
+def pictures(table: Table, sweep: SweepConfig, command: str = "") -> dict[str, Figure]:
+    """By the names of their files. Above each the question, what was run, and the command that made it."""
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
-    budget = f"{results[0].trained_samples:,} samples trained on per run"
-    details = f"{sweep.name}: {sweep.grid}; {seeds}, {budget}"
-    return "\n".join([sweep.question, details, *([command] if command else [])])
+    budget = f"{table.cells['trained_samples'][0]:,} samples trained on per run"
+    title = "\n".join([sweep.question, f"{sweep.name}: {sweep.grid}; {seeds}, {budget}", *([command] if command else [])])
+    settings = settings_of(table)
+    return {"results": _results(table, settings, title), "trade_offs": _trade_offs(table, settings, title)}
 
 
-def settings_of(results: Sequence[CellResult]) -> list[Setting]:
+def settings_of(table: Table) -> list[Setting]:
     """Every setting with its names and its colour."""
-    groups = by_setting(results)
-    places = range(len(results[0].setting))
+    given = {result.label: result.setting for result in table.results}
+    places = range(len(table.axes))
     # a key with one value among the results, as in a sweep that is not finished, tells nothing apart
-    varied = [i for i in places if len({result.setting[i][1] for result in results}) > 1] or [places[-1]]
+    varied = [i for i in places if len({setting[i][1] for setting in given.values()}) > 1] or [places[-1]]
     by_column = len(varied) == 2
-    curves = {label: shown(cells[0].setting[i] for i in varied[by_column:]) for label, cells in groups.items()}
+    curves = {label: shown(setting[i] for i in varied[by_column:]) for label, setting in given.items()}
     # The value behind each curve: a setting of three keys has none, its name is a word.
-    values = {curves[label]: cells[0].setting[varied[-1]][1] if len(varied) <= 2 else label for label, cells in groups.items()}
+    values = {curves[label]: setting[varied[-1]][1] if len(varied) <= 2 else label for label, setting in given.items()}
     colours = dict(zip(values, _colours(list(values.values())), strict=True))
-    columns = {label: shown([cells[0].setting[varied[0]]]) if by_column else "" for label, cells in groups.items()}
+    columns = {label: shown([setting[varied[0]]]) if by_column else "" for label, setting in given.items()}
     order = list(dict.fromkeys(columns.values()))
     settings = []
-    for number, (label, cells) in enumerate(groups.items()):
+    for number, (label, runs) in enumerate(table.settings.items()):
         style, marker = _LOOKS[order.index(columns[label]) % len(_LOOKS)]
-        if not by_column and number % 2 and len(groups) > _MOST_SOLID:
+        if not by_column and number % 2 and len(given) > _MOST_SOLID:
             style = "--"
-        curve, row = curves[label].replace(", ", "\n"), label.replace(", ", "\n")
         look = {"color": colours[curves[label]], "linestyle": style, "marker": marker}
-        settings.append(Setting(cells, columns[label], curve, row, look))
+        settings.append(Setting(runs, columns[label], curves[label].replace(", ", "\n"), label.replace(", ", "\n"), look))
     return settings
 
 
@@ -123,94 +129,243 @@ def _colours(values: Sequence[Any]) -> list[Any]:
     return [scale(0.8 * i / max(1, len(values) - 1)) for i in range(len(values))]
 
 
-def _draw_learning(figure: Any, settings: Sequence[Setting], columns: Sequence[str]) -> None:
-    """The same curves over learner steps and over seconds: side by side, or one above the other for each column."""
-    num_rows = 1 if len(columns) == 1 else 2
-    sharex: Any = "row" if num_rows == 2 else False
-    panels = figure.subplots(num_rows, 2 * len(columns) // num_rows, sharex=sharex, sharey=True, squeeze=False)
-    for i, column in enumerate(columns):
-        over_steps, over_seconds = panels[0] if num_rows == 1 else panels[:, i]
-        inside = [setting for setting in settings if setting.column == column]
-        for j, setting in enumerate(inside):
-            _draw_curve(over_steps, over_seconds, setting, "--" if j % 2 and len(inside) > _MOST_SOLID else "-")
-        over_steps.xaxis.set_major_locator(MaxNLocator(integer=True))
-        over_steps.set(title=column or "Training reward over steps", xlabel="learner step")
-        over_seconds.set(xlabel="training time [s], mean of the seeds")
-        if num_rows == 1:
-            over_seconds.set_title("Training reward over time")
-    for axes in panels.flat:
+def _results(table: Table, settings: Sequence[Setting], title: str) -> Figure:
+    """Above, learning; below, a row for each setting with its outcome and its ages, in the order of the sweep."""
+    columns = _columns(settings)
+    is_one = len(columns) == 1
+    legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
+    learning, row = max(4.0 if is_one else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(table.axes)
+    panels = [_learning(table, inside, what, is_one) for what in _PLACES for inside in columns]
+    blocks = [
+        _Block(panels, 2, learning, "y") if is_one else _Block(panels, len(columns), learning / 2, "row"),
+        _Block([_outcome(table, settings), _ages(table, settings)], 2, 1.3 + row * len(settings), "y"),
+    ]
+    figure, parts = _draw(blocks, max(13.0, 3.4 * len(columns)), title)
+    names = {line.get_label(): line for axes in parts[0].axes for line in axes.lines}
+    above = _CURVE if max(table.seeds) > 1 else None
+    parts[0].legend(names.values(), names, loc="outside right upper", frameon=False, title=above, alignment="left")
+    return figure
+
+
+def _trade_offs(table: Table, settings: Sequence[Setting], title: str) -> Figure:
+    """A panel for each quantity that was kept; divergences from the reference have one for each column."""
+    value = None if (goal := target(table)) is None else goal.value
+    columns = _columns(settings)
+    paths = [_known(_over_reference(table, inside, name) for inside in columns) for name in table.scores or [""]]
+    over_samples, *others = (_course(table, settings, what, goal=value) for what in SPENT)
+    lengths = _course(table, settings, "samples", "Completion length", "mean length [tokens]", "completions/mean_length")
+    # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
+    apart = [_corrections(table), _to_sampler(table, settings)] if table.cells["staleness_max"].any() else []
+    # one panel is there of runs without rewards too
+    panels = [over_samples, *_known([*others, lengths, *apart])]
+    if len(columns) == 1:
+        panels, paths = [*panels, *(panel for each in paths for panel in each)], []
+    costs = [] if value is None else _known(_cost(table, settings, what, value) for what in ("samples", "seconds"))
+    row = 0.1 + 0.11 * (1 + settings[0].row.count("\n"))
+    blocks = [
+        _Block(panels, 2 if len(panels) == 4 else 3, 3.7),
+        *(_Block(each, min(3, len(each)), 3.7, "xy") for each in paths if each),
+        *([_Block(costs, 2, 1.3 + row * len(settings), "y")] if costs else []),
+    ]
+    below = 0.18 * -(-sum(1 + setting.row.count("\n") for setting in settings) // _LEGEND_COLUMNS)
+    figure, _ = _draw(blocks, 14.5, title, below)
+    handles = [Line2D([], [], **setting.look, markersize=4, label=setting.row) for setting in settings]
+    look: dict[str, Any] = {"handlelength": 4, "frameon": False, "fontsize": "small"}
+    figure.legend(handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, **look)
+    return figure
+
+
+def _columns(settings: Sequence[Setting]) -> list[list[Setting]]:
+    return [[each for each in settings if each.column == column] for column in dict.fromkeys(s.column for s in settings)]
+
+
+def _known(panels: Iterable[_Panel]) -> list[_Panel]:
+    return [panel for panel in panels if not all(points.empty for points, _ in panel.lines)]
+
+
+def _draw(blocks: Sequence[_Block], width: float, title: str, below: float = 0.0) -> tuple[Figure, list[Any]]:
+    """The figure, and the part of each block. below: inches for a legend."""
+    heights = [block.height * block.rows for block in blocks]
+    figure = Figure(figsize=(width, sum(heights) + below + 1.0), dpi=110, layout="constrained")
+    parts: Any = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, block in zip(parts, blocks, strict=True):
+        sharex: Any = {"xy": True, "row": "row"}.get(block.shared, False)
+        places = part.subplots(block.rows, block.columns, squeeze=False, sharex=sharex, sharey=bool(block.shared)).ravel()
+        for spare in places[len(block.panels) :]:
+            spare.remove()
+        for panel, axes in zip(block.panels, places, strict=False):
+            for points, look in panel.lines:
+                axes.plot(points["x"], points["y"], **look)
+            axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+            axes.set_title(panel.title, fontsize="medium")
+            tidy(axes, grid=panel.grid)
+            axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS))
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+        for panel, axes in zip(block.panels, places, strict=False):
+            panel.finish(axes)
+            if block.shared == "row":
+                axes.yaxis.label.set_visible(axes.get_subplotspec().is_first_col())
+            elif block.shared:
+                axes.label_outer()
+    figure.suptitle(title, wrap=True, fontsize="medium")
+    return figure, list(parts)
+
+
+def _learning(table: Table, settings: Sequence[Setting], what: str, is_one: bool) -> _Panel:
+    """Reward of each step: mean over seeds, and the range of the seeds as a band; over the step, or over the seconds that it
+    ended after, mean over seeds. is_one: there is no other column."""
+    lines = []
+    for i, setting in enumerate(settings):
+        seconds = table.steps["seconds"].loc[setting.runs].unstack("run").dropna()
+        rewards = table.steps["reward"].loc[setting.runs].unstack("run").reindex(seconds.index)
+        points = rewards.agg(["mean", "min", "max"], axis=1).set_axis(["y", "low", "high"], axis=1)
+        points = points.assign(x=points.index if what == "step" else seconds.mean(axis=1)).dropna()
+        style = "--" if i % 2 and len(settings) > _MOST_SOLID else "-"
+        lines.append((points, {"color": setting.look["color"], "linestyle": style, "label": setting.curve}))
+
+    def finish(axes: Any) -> None:
+        for points, look in lines:
+            axes.fill_between(points["x"], points["low"], points["high"], color=look["color"], alpha=0.13, linewidth=0)
         axes.set_xlim(left=0)
-        tidy(axes)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("mean reward of the batch")
-    names: dict[str, Any] = {}
-    for axes in panels.flat:
-        names |= {line.get_label(): line for line in axes.lines}
-    title = _CURVE if any(len(setting.cells) > 1 for setting in settings) else None
-    figure.legend(names.values(), names, loc="outside right upper", frameon=False, title=title, alignment="left")
+        axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS, integer=what == "step"))
+
+    alone, label = _PLACES[what]
+    words = alone if is_one else settings[0].column if what == "step" else ""
+    return _Panel(words, label, "mean reward of the batch", lines, finish, "y")
 
 
-def _draw_curve(over_steps: Any, over_seconds: Any, setting: Setting, style: str) -> None:
-    """Reward of each step: mean over seeds, and the range of the seeds as a band."""
-    points = setting.points
-    means = [sum(rewards) / len(rewards) for *_, rewards in points]
-    low, high = [min(rewards) for *_, rewards in points], [max(rewards) for *_, rewards in points]
-    for axes, places in ((over_steps, [step for step, *_ in points]), (over_seconds, [seconds for _, seconds, _ in points])):
-        axes.plot(places, means, style, color=setting.colour, label=setting.curve)
-        axes.fill_between(places, low, high, color=setting.colour, alpha=0.13, linewidth=0)
-
-
-def _draw_outcome(axes: Any, settings: Sequence[Setting]) -> None:
+def _outcome(table: Table, settings: Sequence[Setting]) -> _Panel:
     """Held-out reward at the end: a point a seed, a line at the mean, its interval where there is one."""
-    for row, setting in enumerate(settings):
-        ends = [cell.held_out_end.reward for cell in setting.cells if cell.held_out_end.reward is not None]
-        if (found := estimate(ends)) is None:
-            axes.annotate("not measured", (0.5, row), xycoords=("axes fraction", "data"), ha="center", va="center")
-            continue
-        # Points with equal values stay visible one above the other.
-        places = [row + 0.09 * (i - (len(ends) - 1) / 2) for i in range(len(ends))]
-        axes.plot(ends, places, "o", color=setting.colour, markersize=5, alpha=0.85)
-        axes.errorbar(found.mean, row, xerr=found.half_width, color=setting.colour, capsize=5, elinewidth=1.2)
-        axes.vlines(found.mean, row - 0.32, row + 0.32, color=setting.colour, linewidth=2)
-    before = estimate(cell.held_out_start.reward for setting in settings for cell in setting.cells)
-    fewest = min(len(setting.cells) for setting in settings)
-    marks = f"point: seed, line: mean{', bar: 95 % interval' if fewest >= MIN_SEEDS else '; too few seeds for an interval'}"
-    axes.set(
-        title=f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\n{marks}",
-        xlabel="mean reward, greedy",
+
+    def finish(axes: Any) -> None:
+        for row, setting in enumerate(settings):
+            ends, colour = table.cells["held_out_reward_end"][setting.runs].dropna(), setting.look["color"]
+            if (found := estimate(ends)) is None:
+                axes.annotate("not measured", (0.5, row), xycoords=("axes fraction", "data"), ha="center", va="center")
+                continue
+            # Points with equal values stay visible one above the other.
+            places = row + 0.09 * (np.arange(len(ends)) - (len(ends) - 1) / 2)
+            axes.plot(ends, places, "o", color=colour, markersize=5, alpha=0.85)
+            axes.errorbar(found.mean, row, xerr=found.half_width, color=colour, capsize=5, elinewidth=1.2)
+            axes.vlines(found.mean, row - 0.32, row + 0.32, color=colour, linewidth=2)
+        _widen(axes, "x")
+        axes.set_yticks(range(len(settings)), [setting.row for setting in settings])
+
+    before = estimate(table.cells["held_out_reward_start"])
+    words = (
+        f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\npoint: seed, line: mean"
     )
-    widen(axes, "x")
-    tidy(axes, grid="x")
+    words += ", bar: 95 % interval" if min(table.seeds) >= MIN_SEEDS else "; too few seeds for an interval"
+    return _Panel(words, "mean reward, greedy", "", [], finish, "x")
 
 
-def _draw_ages(axes: Any, settings: Sequence[Setting]) -> None:
+def _ages(table: Table, settings: Sequence[Setting]) -> _Panel:
     """Share of trained tokens by age, a row a setting, and the mean age beside it."""
     # of fresh data alone the panel would be one black field
-    oldest = max(_FEWEST_AGES - 1, *(age for setting in settings for cell in setting.cells for age, _ in cell.staleness_tokens))
-    shares = [_shares(setting.cells, oldest) for setting in settings]
-    axes.imshow(shares, cmap="Greys", vmin=0, vmax=1, aspect="auto")
-    for row, (setting, ages) in enumerate(zip(settings, shares, strict=True)):
-        for age, share in enumerate(ages):
-            if share > 0 and oldest < _MOST_WRITTEN_AGES:
+    oldest = max(_FEWEST_AGES - 1, table.cells["staleness_max"].max())
+    tokens = [table.ages.loc[setting.runs].sum().reindex(range(oldest + 1), fill_value=0.0) for setting in settings]
+    shares = np.array([each / each.sum() for each in tokens])
+
+    def finish(axes: Any) -> None:
+        axes.grid(False)
+        axes.spines[:].set_visible(True)
+        axes.imshow(shares, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+        for (row, age), share in np.ndenumerate(shares) if oldest < _MOST_WRITTEN_AGES else ():
+            if share > 0:
                 text = "<1 %" if share < 0.005 else f"{share:.0%}".replace("%", " %")
                 axes.text(age, row, text, ha="center", va="center", color="white" if share > 0.5 else "black", fontsize="small")
-        mean = sum(cell.staleness_mean for cell in setting.cells) / len(setting.cells)
-        axes.annotate(f"mean {mean:.2f}", (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize="small")
-    axes.set(title="Realised staleness\nshare of trained tokens by age", xlabel="age of the token [learner steps]")
-    if oldest < _MOST_WRITTEN_AGES:
-        axes.set_xticks(range(oldest + 1))
+        for row, setting in enumerate(settings):
+            words = f"mean {table.cells['staleness_mean'][setting.runs].mean():.2f}"
+            axes.annotate(words, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize="small")
+        if oldest < _MOST_WRITTEN_AGES:
+            axes.set_xticks(range(oldest + 1))
+
+    title = "Realised staleness\nshare of trained tokens by age"
+    return _Panel(title, "age of the token [learner steps]", "", [], finish)
 
 
-def _shares(cells: Sequence[CellResult], oldest: int) -> list[float]:
-    total = sum(cell.trained_tokens for cell in cells)
-    counts = [0] * (oldest + 1)
-    for cell in cells:
-        for age, count in cell.staleness_tokens:
-            counts[age] += count
-    return [count / total for count in counts]
+def _course(table: Table, settings: Sequence[Setting], what: str, of: str = "Training reward", unit: str = "mean reward",
+            curve: str = "reward", goal: float | None = None) -> _Panel:  # fmt: skip
+    """A smoothed curve over what had been spent."""
+    both = table.smoothed.reindex(columns=[what, curve])
+    lines = [(_means(both, each.runs), {**each.look, "marker": "", "linewidth": 1.3}) for each in settings]
+
+    def finish(axes: Any) -> None:
+        axes.set_xlim(left=0)
+        if goal is not None:
+            axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=":")
+            box = {"facecolor": "white", "alpha": 0.7, "pad": 0.5, "linewidth": 0}
+            # curves begin low: the left is free
+            axes.annotate(f"target {goal:.2f}", (0.01, goal), xycoords=("axes fraction", "data"), va="bottom",
+                          fontsize="x-small", color="0.3", bbox=box)  # fmt: skip
+
+    words = f"{of} over {what}\nmean of the seeds and of {SMOOTHED} completions"
+    return _Panel(words, _COSTS[what], unit, lines, finish)
 
 
-def widen(axes: Any, axis: str = "y") -> None:
+def _over_reference(table: Table, settings: Sequence[Setting], name: str) -> _Panel:
+    """Of one reward function, of their sum where the name is empty; the settings of one column."""
+    look, along = {"markersize": 4, "linewidth": 1, "alpha": 0.85}, path(table, name)
+    lines = [(_means(along, each.runs), {**each.look, **look}) for each in settings]
+    what, where = name or "reward", settings[0].column and f"{settings[0].column}; "
+    words = f"Training {what} over KL to the reference\n{where}a mark: {BLOCK} completions of each seed"
+    return _Panel(words, "KL(policy that sampled, reference) [nats a token]", f"mean {what}", lines, _widen)
+
+
+def _means(both: Frame, runs: list[int]) -> Frame:
+    """Points of a setting: of each step or block the means over the seeds, where all that have any number have one."""
+    of_these = both[both.index.isin(runs, level="run")]
+    wide = (of_these[name].unstack("run").dropna(axis=1, how="all") for name in both)
+    x, y = (each.mean(axis=1, skipna=False) for each in wide)
+    return x.to_frame("x").assign(y=y).dropna()
+
+
+def _corrections(table: Table) -> _Panel:
+    """A mark a cell, over what its staleness really was."""
+    shares = {"is_ess_mean": ("effective sample size", "o"), "clip_ratio_mean": ("clipped", "^")}
+    lines = [(_pairs(table.cells, "staleness_mean", number),
+              {**_MARK, "alpha": 0.7, "label": label, "marker": marker, "color": colour})
+             for (number, (label, marker)), colour in zip(shares.items(), COLOURS, strict=False)]  # fmt: skip
+
+    def finish(axes: Any) -> None:
+        axes.set_ylim(-0.03, 1.03)
+        axes.legend(fontsize="x-small", frameon=False)
+
+    words = "Effective and clipped tokens by staleness\na mark a run"
+    return _Panel(words, "mean staleness of the run [learner steps]", "share of tokens", lines, finish)
+
+
+def _to_sampler(table: Table, settings: Sequence[Setting]) -> _Panel:
+    names, look = ("kl_behaviour_mean", "held_out_reward_end"), {**_MARK, "markersize": 6}
+    lines = [(_pairs(table.cells.loc[each.runs], *names), {**each.look, **look}) for each in settings]
+    words = "Held-out reward over KL to the sampling policy\na mark a run; KL is a mean over steps"
+    return _Panel(words, "KL(sampler, learner) [nats a token]", "held-out reward, end", lines, _widen)
+
+
+def _pairs(cells: Frame, *names: str) -> Frame:
+    """Both numbers of each cell that has both."""
+    return cells[[*names]].set_axis(["x", "y"], axis=1).dropna()
+
+
+def _cost(table: Table, settings: Sequence[Setting], what: str, goal: float) -> _Panel:
+    spent = reached(table, goal)[what]
+    look = {**_MARK, "marker": "o"}
+    lines = [(spent[each.runs].dropna().to_frame("x").assign(y=row), {**each.look, **look})
+             for row, each in enumerate(settings)]  # fmt: skip
+
+    def finish(axes: Any) -> None:
+        for row, setting in enumerate(settings):
+            count = f"{len(lines[row][0])} of {len(setting.runs)}"
+            axes.annotate(count, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize="x-small")
+        axes.set_yticks(range(len(settings)), [setting.row for setting in settings], fontsize="x-small")
+        axes.set_ylim(len(settings) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+
+    words = f"{what.capitalize()} to the target of {goal:.3f}\na mark a run; on the right how many reached it"
+    return _Panel(words, _COSTS[what], "", lines, finish)
+
+
+def _widen(axes: Any, axis: str = "y") -> None:
     """An axis of rewards, x or y, so that it is no finer than chance."""
     low, high = getattr(axes, f"get_{axis}lim")()
     margin = max(0.0, (_FINEST_SCALE - (high - low)) / 2)

@@ -6,23 +6,17 @@ From an archive alone. Formats numbers, never computes one; the tables below the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.experiments.page import by_group, difference, write_csv, write_page
-from async_rlhf.experiments.staleness import measures
+from async_rlhf.experiments.page import by_group, difference, write_page
 from async_rlhf.experiments.staleness.archive import Archive
-from async_rlhf.experiments.staleness.cells import CellResult
 from async_rlhf.experiments.staleness.checks import checks, listed
-from async_rlhf.experiments.staleness.outcomes import area, by_setting, compared, final_reward, paired_difference
+from async_rlhf.experiments.staleness.measures import Column, mean_of, sections
+from async_rlhf.experiments.staleness.outcomes import compared
+from async_rlhf.experiments.staleness.table import Table
 from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
-
-_PLAIN_COLUMNS = (
-    "reward_last_quarter", "reward_area", "staleness_mean", "staleness_max", "staleness_violations", "is_ess_mean",
-    "is_ratio_max", "kl_behaviour_mean", "clip_ratio_mean", "kl_reference_end", "generated_tokens", "trained_tokens", "wall_s",
-    "samples_per_s",
-)  # fmt: skip
 
 # Cells without a result that are named one by one.
 _MOST_NAMED = 6
@@ -30,115 +24,106 @@ _MOST_NAMED = 6
 
 def write(archive: Archive, directory: Path, say: Callable[[str], None]) -> list[Path]:
     """Into the directory, which exists. What was written, the pages last. Raises OSError."""
-    write_csv([row(result) for result in archive.results], directory / "results.csv")
+    write_csv(archive.table, directory / "results.csv")
 
     def draw() -> dict[str, Any]:
-        from async_rlhf.experiments.staleness.plot import picture
-        from async_rlhf.experiments.staleness.trade_offs import picture as trade_offs
+        from async_rlhf.experiments.staleness.plot import pictures
 
-        given = archive.results, archive.sweep, archive.command
-        return {"results": picture(*given), "trade_offs": trade_offs(*given)}
+        return pictures(archive.table, archive.sweep, archive.command)
 
-    def page(drawn: Mapping[str, str]) -> str:
-        return render(archive, drawn.get("results"), drawn.get("trade_offs"))
-
-    return [directory / "results.csv", *write_page(directory, page, draw, say)]
+    return [directory / "results.csv", *write_page(directory, lambda drawn: render(archive, drawn), draw, say)]
 
 
-def row(result: CellResult) -> dict[str, Any]:
-    """The numbers of a cell by the columns of results.csv, to 6 digits behind the point."""
-    numbers = {
-        "cell": result.cell,
-        **dict(result.setting),
-        "seed": result.seed,
-        "steps": result.steps,
-        "trained_samples": result.trained_samples,
-        "held_out_reward_start": result.held_out_start.reward,
-        "held_out_reward_end": result.held_out_end.reward,
-        "held_out_accuracy_start": result.held_out_start.accuracy,
-        "held_out_accuracy_end": result.held_out_end.accuracy,
-        "held_out_length_end": result.held_out_end.length,
-        **{f"held_out_{name}_end": result.held_out_end.scores.get(name) for name in result.scores},
-        **{column: getattr(result, column) for column in _PLAIN_COLUMNS},
-    }
-    return {key: round(value, 6) + 0.0 if isinstance(value, float) else value for key, value in numbers.items()}
+def write_csv(cells: Table, path: Path) -> None:
+    """A line a cell, numbers to 6 digits behind the point; an empty field was not measured."""
+    # as Python rounds, and no zero has a sign
+    rounded = cells.cells.select_dtypes("float64").map(lambda value: round(value, 6) + 0.0)
+    cells.cells.assign(**rounded).to_csv(path, index=False, lineterminator="\n")
 
 
-def render(archive: Archive, picture: str | None, trade_offs: str | None = None) -> str:
-    """The page. `picture` and `trade_offs` are files beside it."""
-    sweep, results, missing = archive.sweep, archive.results, archive.missing
-    first, seeds = results[0], [len(cells) for cells in by_setting(results).values()]
+def render(archive: Archive, drawn: Mapping[str, str]) -> str:
+    """The page. drawn: files beside it, of the pictures by their names."""
+    sweep, cells, missing = archive.sweep, archive.table, archive.missing
+    first, count = cells.results[0], len(cells.results)
     overrides = ", ".join(f"`{key} = {value}`" for key, value in sweep.overrides.items()) or "none"
     base = f" Base: `{Path(sweep.base).name}`, with {overrides}."
     named = "; ".join([*missing[:_MOST_NAMED], *(["..."] if len(missing) > _MOST_NAMED else [])])
-    left = f" **{len(missing)} of {len(missing) + len(results)} cells have no result: {named}.**" if missing else ""
+    left = f" **{len(missing)} of {len(missing) + count} cells have no result: {named}.**" if missing else ""
     budget = f" Budget: {sweep.samples:,} samples trained on per run." if sweep.samples else ""
+    before = estimate(cells.cells["held_out_reward_start"])
+    shown = {name: [f"![{_PICTURES[name]}]({file})"] for name, file in drawn.items()}
     parts = [
         f"# {sweep.question}",
         f"    {archive.command}",
         f"Sweep `{sweep.name}`: {sweep.grid}. Seeds: {', '.join(map(str, sweep.seeds))}.{base}{budget} "
         f"Settings {first.fingerprint}; {', '.join(first.code)}.{left}",
         "## Result",
-        _legend(max(seeds), min(seeds)),
-        table(results),
-        _start(results),
-        *([f"![Reward over steps and seconds, held-out reward and staleness by setting]({picture})"] if picture else []),
-        *measures.sections(results, archive.alone),
-        *(
-            [f"![Reward over samples and tokens, corrections, divergences and the cost of a target]({trade_offs})"]
-            if trade_offs
-            else []
-        ),
+        _legend(max(cells.seeds), min(cells.seeds)),
+        result(cells),
+        f"Held-out reward before training: {'not measured' if before is None else f'{before.mean:.3f}'}.",
+        *shown.get("results", []),
+        *sections(cells, archive.alone),
+        *shown.get("trade_offs", []),
         "## Checks",
-        listed(checks(results)),
+        listed(checks(cells)),
         "## What may be concluded, and what not",
-        conclusions(results, max(seeds)),
+        conclusions(cells),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def table(results: Sequence[CellResult]) -> str:
+_PICTURES = {
+    "results": "Reward over steps and seconds, held-out reward and staleness by setting",
+    "trade_offs": "Reward over samples and tokens, corrections, divergences and the cost of a target",
+}
+
+
+def result(cells: Table) -> str:
     """One row a setting."""
-    groups = by_setting(results)
-    reference = next(iter(groups.values()))
-    columns: dict[str, Callable[[list[CellResult]], str]] = {
-        "seeds": lambda cells: str(len(cells)),
-        "held-out reward, end": measures.mean_of(final_reward),
-        f"minus that of {reference[0].label}": lambda cells: (
-            "" if cells is reference else difference(paired_difference(cells, reference))
+    numbers, reference = cells.cells, next(iter(cells.settings))
+    found = compared(cells, numbers["held_out_reward_end"])
+    columns: dict[str, Column] = {
+        "seeds": lambda runs: str(len(runs)),
+        "held-out reward, end": mean_of(numbers["held_out_reward_end"]),
+        f"minus that of {reference}": lambda runs: (
+            "" if (label := cells.labels[runs[0]]) == reference else difference(found.get(label))
         ),
-        "held-out accuracy, end": measures.mean_of(lambda cell: cell.held_out_end.accuracy),
-        "length": measures.mean_of(lambda cell: cell.held_out_end.length, 1),
-        "reward, last quarter": measures.mean_of(lambda cell: cell.reward_last_quarter),
-        "area under the reward": measures.mean_of(area),
-        "staleness, mean (max)": _staleness,
-        "ESS": measures.mean_of(lambda cell: cell.is_ess_mean),
-        "largest ratio": lambda cells: _highest(cell.is_ratio_max for cell in cells),
-        "samples/s": measures.mean_of(lambda cell: cell.samples_per_s, 0),
+        "held-out accuracy, end": mean_of(numbers["held_out_accuracy_end"]),
+        "length": mean_of(numbers["held_out_length_end"], 1),
+        "reward, last quarter": mean_of(numbers["reward_last_quarter"]),
+        "area under the reward": mean_of(numbers["reward_area"]),
+        "staleness, mean (max)": lambda runs: (
+            f"{numbers['staleness_mean'][runs].mean():.2f} ({numbers['staleness_max'][runs].max()})"
+        ),
+        "ESS": mean_of(numbers["is_ess_mean"]),
+        "largest ratio": lambda runs: (
+            f"{most:.2f}" if (most := numbers["is_ratio_max"][runs].max()) == most else "-"  # NaN is no number
+        ),
+        "samples/s": mean_of(numbers["samples_per_s"], 0),
     }
-    if all(cell.held_out_end.accuracy is None for cells in groups.values() for cell in cells):
+    if numbers["held_out_accuracy_end"].isna().all():
         del columns["held-out accuracy, end"]
-    return by_group(groups, columns)
+    return by_group(cells.settings, columns)
 
 
-def conclusions(results: Sequence[CellResult], num_seeds: int) -> str:
+def conclusions(cells: Table) -> str:
     """Only what the numbers carry."""
     never = (
         "- Not from this page: anything about larger models, longer answers, other tasks, or settings that were not swept; "
         "and nothing about speed beyond this machine, which other work may have shared."
     )
-    if num_seeds < MIN_SEEDS:
+    if max(cells.seeds) < MIN_SEEDS:
         return "\n".join(
             [
-                f"- **This is a demonstration.** With {_seeds(num_seeds)} no interval is trustworthy: it shows that the sweep "
-                "runs and that the bound holds, not what a setting does to learning. Differences between settings may be "
+                f"- **This is a demonstration.** With {_seeds(max(cells.seeds))} no interval is trustworthy: it shows that the "
+                "sweep runs and that the bound holds, not what a setting does to learning. Differences between settings may be "
                 "chance, in either direction.",
                 "- May be concluded: what the checks above say about staleness, cell by cell.",
                 never,
             ]
         )
-    base, *others = by_setting(results)
-    found = compared(results)
+    base, *others = cells.settings
+    found = compared(cells, cells.cells["held_out_reward_end"])
     judged = {label: each for label, each in found.items() if each.adjusted is not None}
     lines = [
         f"- {worded(label, base, judged[label], len(judged))}"
@@ -169,20 +154,5 @@ def _legend(num_seeds: int, fewest: int) -> str:
     )
 
 
-def _start(results: Sequence[CellResult]) -> str:
-    before = estimate(result.held_out_start.reward for result in results)
-    return f"Held-out reward before training: {'not measured' if before is None else f'{before.mean:.3f}'}."
-
-
 def _seeds(count: int) -> str:
     return f"{count} seed{'s' if count > 1 else ''}"
-
-
-def _staleness(cells: Sequence[CellResult]) -> str:
-    mean = sum(cell.staleness_mean for cell in cells) / len(cells)
-    return f"{mean:.2f} ({max(cell.staleness_max for cell in cells)})"
-
-
-def _highest(values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{max(known):.2f}" if known else "-"

@@ -11,6 +11,7 @@ A cell that failed has no result and is tried again by the same command; the oth
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import threading
@@ -29,6 +30,7 @@ from async_rlhf.experiments.staleness.archive import keep_sweep, read_sweep
 from async_rlhf.experiments.staleness.cells import WATCHING, CellResult, given, keep, kept, read_cell
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig, load_sweep
 from async_rlhf.experiments.staleness.report import write
+from async_rlhf.experiments.staleness.table import Table
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.learner.loop.budget import Spent
@@ -348,9 +350,11 @@ def _check_same(place: Path, old: Mapping[str, Any], config: Config) -> None:
 
 def _summary(result: CellResult) -> str:
     """One finished cell in a line."""
-    reward = f"reward {result.reward_last_quarter:.3f} over the last quarter" if result.reward_last_quarter is not None else ""
-    start, end = result.held_out_start.reward, result.held_out_end.reward
+    cell, start, end = Table([result]).cells.loc[0], result.held_out_start.reward, result.held_out_end.reward
+    reward = ""
     if end is not None:
-        reward = f"held-out reward {'' if start is None else f'{start:.3f} -> '}{end:.3f}"
-    staleness = f"staleness {result.staleness_mean:.2f} (max {result.staleness_max}, bound {result.bound})"
-    return f"{result.steps} steps in {result.wall_s:.0f} s, {reward}, {staleness}"
+        reward = f"held-out reward {'' if start is None else f'{start:.3f} -> '}{end:.3f}, "
+    elif not math.isnan(last := cell["reward_last_quarter"]):
+        reward = f"reward {last:.3f} over the last quarter, "
+    staleness = f"staleness {cell['staleness_mean']:.2f} (max {result.staleness_max}, bound {result.bound})"
+    return f"{cell['steps']} steps in {cell['wall_s']:.0f} s, {reward}{staleness}"

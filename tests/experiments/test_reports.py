@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,11 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli.app import experiment
-from async_rlhf.experiments.page import write_csv
 from async_rlhf.experiments.reports.command import report
-from async_rlhf.experiments.staleness.archive import keep_sweep, read_sweep
+from async_rlhf.experiments.staleness.archive import keep_sweep, measured, read_sweep
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, keep, kept, read_run
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.frames import curves, results
-from async_rlhf.experiments.staleness.report import render, row
+from async_rlhf.experiments.staleness.report import render, write_csv
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import REPOSITORY
 from tests.experiments.written import ended_run
@@ -47,13 +46,13 @@ def run(small: Any) -> RunDir:
 
 
 @pytest.fixture
-def measured(run: RunDir) -> CellResult:
+def result(run: RunDir) -> CellResult:
     found = read_run(run)
-    return replace(found, trained_samples=12 * 128, curves={**found.curves, "samples": (128.0,) * 12})
+    return replace(found, curves={**found.curves, "samples": (128.0,) * 12})
 
 
 @pytest.fixture
-def sweep(measured: CellResult, tmp_path: Path) -> Path:
+def sweep(result: CellResult, tmp_path: Path) -> Path:
     """The directory of a sweep of two bounds with three seeds, its runs removed."""
     directory = tmp_path / "swept"
     config = SweepConfig(
@@ -65,8 +64,8 @@ def sweep(measured: CellResult, tmp_path: Path) -> Path:
         for seed in config.seeds:
             end = HeldOut(0.8 - 0.1 * bound + 0.01 * seed * (1 + bound), None)
             cell = replace(
-                measured, cell=f"b{bound}_{seed}", setting=(("queue.max_staleness", bound),), seed=seed, bound=1,
-                held_out_end=end, rewards=tuple((each or 0.0) - 0.05 * bound * seed for each in measured.rewards),
+                result, cell=f"b{bound}_{seed}", setting=(("queue.max_staleness", bound),), seed=seed, bound=1,
+                held_out_end=end, rewards=tuple((each or 0.0) - 0.05 * bound * seed for each in result.rewards),
             )  # fmt: skip
             keep(cell, config.kept(cell.cell))
     return directory
@@ -92,7 +91,7 @@ def test_a_sweep_is_reported_from_its_directory_wherever_that_was_moved(sweep: P
 
 
 def page_of(directory: Path) -> str:
-    return render(read_sweep(directory), None)
+    return render(read_sweep(directory), {})
 
 
 PUBLISHED = [path.parent for path in sorted((REPOSITORY / "experiments").rglob("sweep.json"))]
@@ -101,8 +100,9 @@ PUBLISHED = [path.parent for path in sorted((REPOSITORY / "experiments").rglob("
 @pytest.mark.parametrize("directory", PUBLISHED, ids=lambda path: path.name)
 def test_a_published_page_and_its_table_are_what_the_kept_results_give(directory: Path, tmp_path: Path) -> None:
     archive = read_sweep(directory)
-    assert render(archive, "results.png", "trade_offs.png") == (directory / "report.md").read_text()
-    write_csv([row(result) for result in archive.results], tmp_path / "again.csv")
+    pictures = {name: f"{name}.png" for name in ("results", "trade_offs")}
+    assert render(archive, pictures) == (directory / "report.md").read_text()
+    write_csv(archive.table, tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == (directory / "results.csv").read_text()
 
 
@@ -187,17 +187,22 @@ def test_a_directory_that_is_neither_and_a_file_that_is_damaged_are_refused(smal
         report(sweep, [].append)
 
 
-def test_data_frames_have_a_row_a_run_and_a_row_a_step(sweep: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = results(sweep)
-    assert list(frame["queue.max_staleness"]) == [1, 0] * 3 and list(frame["seed"]) == [0, 0, 1, 1, 2, 2]
-    assert frame["held_out_reward_end"].dtype == "float64" and frame["held_out_accuracy_end"].isna().all()
-    steps = curves(sweep)
+def test_data_frames_have_a_row_a_run_and_a_row_a_step(sweep: Path, run: RunDir) -> None:
+    table = measured(sweep)
+    assert list(table.cells["queue.max_staleness"]) == [1, 0] * 3 and list(table.cells["seed"]) == [0, 0, 1, 1, 2, 2]
+    assert table.cells["held_out_reward_end"].dtype == "float64" and table.cells["held_out_accuracy_end"].isna().all()
+    steps = table.curves
     assert len(steps) == 6 * 12 and steps["samples"].max() == 1536 and steps["tokens"].max() == 1278
-    assert list(curves(run.path)["kl/reference"])[:2] == [0.1, 0.2]
-    assert len(results(run.path)) == 1
+    means = steps.groupby(["queue.max_staleness", "step"])["reward"].mean().unstack(0)
+    assert list(means[0]) == pytest.approx([min(1.0, i / 10) for i in range(1, 13)]) and len(means) == 12
+    assert list(measured(run.path).curves["kl/reference"])[:2] == [0.1, 0.2] and len(measured(run.path).cells) == 1
+
+
+def test_without_pandas_a_sweep_says_how_to_get_it_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "async_rlhf.experiments.staleness.table")
     with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[experiments\]'"):
-        results(sweep)
+        import_module("async_rlhf.experiments.staleness.table")
 
 
 def test_an_installation_that_is_older_than_its_code_is_told_of() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.staleness import report
 from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, fingerprint, keep, kept, read_cell
 from async_rlhf.experiments.staleness.checks import checks
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig
-from async_rlhf.experiments.staleness.outcomes import paired_difference
-from async_rlhf.experiments.staleness.plot import picture
-from async_rlhf.experiments.staleness.report import conclusions, render, row, table
+from async_rlhf.experiments.staleness.outcomes import compared
+from async_rlhf.experiments.staleness.plot import pictures
+from async_rlhf.experiments.staleness.report import conclusions, render
+from async_rlhf.experiments.staleness.table import Table
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.run_dir import RunDir
 from tests.experiments.written import ended_run
@@ -44,7 +47,10 @@ def write(small: Any) -> Write:
     def make(
         steps: list[dict[str, Any]] = STEPS, evaluations: tuple[dict[str, Any], ...] = (END,), ledger: bool = True, **more: Any
     ) -> RunDir:
-        lines = [{"step": i, "groups": [0, 1, 2, 3], "staleness/violations": 0, **s} for i, s in enumerate(steps, 1)]
+        every = {"groups": [0, 1, 2, 3], "staleness/violations": 0}
+        lines = [
+            {"step": i, "num_tokens": sum(s["staleness/histogram"].values()), **every, **s} for i, s in enumerate(steps, 1)
+        ]
         closed = {"tokens_put": 210, "closes": True} if ledger else None
         return ended_run(small(**{"queue.max_staleness": 2, **more}), lines, evaluations, closed)
 
@@ -58,19 +64,21 @@ def result(write: Write) -> CellResult:
 
 
 def test_a_run_directory_becomes_its_numbers(result: CellResult, write: Write) -> None:
+    table = Table([result])
+    cell, steps = table.cells.loc[0], table.steps.loc[0]
     assert result.setting == (("queue.max_staleness", 2),) and result.label == "queue.max_staleness = 2"
-    assert (result.seed, result.bound, result.exact, result.steps) == (0, 2, False, 4)
-    assert result.trained_samples == 4 * 4 * 4
+    assert (result.seed, result.bound, result.exact, cell["steps"]) == (0, 2, False, 4)
+    assert cell["trained_samples"] == 4 * 4 * 4 and list(steps["samples"]) == [16, 32, 48, 64]
     assert result.staleness_tokens == ((0, 40), (1, 90), (2, 70))
-    assert result.staleness_mean == pytest.approx((90 + 140) / 200)
-    assert (result.staleness_max, result.staleness_violations) == (2, 0)
+    assert cell["staleness_mean"] == pytest.approx((90 + 140) / 200)
+    assert (cell["staleness_max"], result.staleness_violations) == (2, 0)
     assert result.is_ess_mean == pytest.approx(0.9) and result.is_ratio_max == 3.0
     assert result.kl_behaviour_mean == pytest.approx(0.2)
-    assert (result.generated_tokens, result.trained_tokens, result.ledger_closes) == (210, 200, True)
-    assert result.seconds == (5.0, 6.0, 8.0, 9.0) and result.wall_s == 9.0
-    assert result.samples_per_s == pytest.approx(48 / 4), "the first step waits for processes to start"
-    assert result.rewards == (0.2, 0.4, None, 0.8) and result.reward_last_quarter == 0.8
-    assert result.reward_area == pytest.approx((0.3 * 1 + 0.6 * 2) / 3), "bridged where a step has no reward"
+    assert (cell["generated_tokens"], cell["trained_tokens"], result.ledger_closes) == (210, 200, True)
+    assert result.seconds == (5.0, 6.0, 8.0, 9.0) and cell["wall_s"] == 9.0
+    assert cell["samples_per_s"] == pytest.approx(48 / 4), "the first step waits for processes to start"
+    assert result.rewards == (0.2, 0.4, None, 0.8) and cell["reward_last_quarter"] == 0.8
+    assert cell["reward_area"] == pytest.approx((0.3 * 1 + 0.6 * 2) / 3), "bridged where a step has no reward"
     assert result.held_out_start == HeldOut(0.3, None), "an accuracy that is missing is missing"
     assert result.held_out_end == HeldOut(0.9, 0.85), "the last evaluation of a label counts"
     planned = [{**step, "staleness/histogram": {str(age): 10}} for step, age in zip(STEPS, (0, 1, 2, 2), strict=True)]
@@ -82,19 +90,23 @@ def test_what_a_run_lacks_is_missing_in_its_numbers_and_a_run_without_a_step_has
     judged = read(write(evaluations=({**END, "rewards": scores},)))
     assert judged.held_out_end == HeldOut(0.9, None, scores=scores), "none of several rewards says what is solved"
     bare = read(write(evaluations=(), ledger=False, name="bare"))
-    assert bare.held_out_end == HeldOut(None, None) and bare.generated_tokens is None and not bare.ledger_closes
-    assert bare.trained_tokens == 200
-    single = read(write(STEPS[:1], name="single"))
-    assert (single.reward_area, single.reward_last_quarter, single.samples_per_s) == (0.2, 0.2, None)
+    cell = Table([bare]).cells.loc[0]
+    assert bare.held_out_end == HeldOut(None, None) and cell.isna()["generated_tokens"] and not bare.ledger_closes
+    assert cell["trained_tokens"] == 200
+    single = Table([read(write(STEPS[:1], name="single"))]).cells.loc[0]
+    assert (single["reward_area"], single["reward_last_quarter"]) == (0.2, 0.2) and single.isna()["samples_per_s"]
     with pytest.raises(ConfigError, match="has no finished step to analyse"):
         read(write([], name="empty"))
 
 
 def test_settings_are_compared_within_a_seed(result: CellResult) -> None:
-    reference = [replace(result, seed=seed, held_out_end=HeldOut(0.1 * seed, None)) for seed in range(4)]
-    better = [replace(result, seed=seed, held_out_end=HeldOut(0.1 * seed + 0.05, None)) for seed in (3, 2, 1, 9)]
-    found = paired_difference(better, reference)
-    assert found is not None and found.count == 3
+    ends = {0: {seed: 0.1 * seed for seed in range(4)}, 2: {seed: 0.1 * seed + 0.05 for seed in (3, 2, 1, 9)}}
+    table = Table([
+        replace(result, seed=seed, setting=(("queue.max_staleness", bound),), held_out_end=HeldOut(end, None))
+        for bound, each in ends.items() for seed, end in each.items()
+    ])  # fmt: skip
+    (found,) = compared(table, table.cells["held_out_reward_end"]).values()
+    assert found.count == 3
     assert (found.mean, found.low, found.high) == pytest.approx((0.05, 0.05, 0.05), abs=1e-9)
 
 
@@ -106,23 +118,23 @@ def test_a_fingerprint_knows_every_key_but_those_left_out(small: Any) -> None:
 
 
 def broken(results: list[CellResult]) -> list[str]:
-    return [check.claim for check in checks(results) if not check.holds]
+    return [check.claim for check in checks(Table(results)) if not check.holds]
 
 
 def test_a_sound_sweep_passes_every_check(result: CellResult) -> None:
-    on_policy = replace(result, bound=0, staleness_max=0)
+    on_policy = replace(result, bound=0, staleness_tokens=((0, 200),))
     exact = replace(result, exact=True, exact_kept=True)
     assert broken([result, on_policy, exact]) == []
-    assert len(checks([result, on_policy, exact])) == 8
-    assert len(checks([result])) == 6, "nothing is said about bound 0 or exact mode when neither was run"
+    assert len(checks(Table([result, on_policy, exact]))) == 8
+    assert len(checks(Table([result]))) == 6, "nothing is said about bound 0 or exact mode when neither was run"
 
 
 BREAKS: dict[str, dict[str, Any]] = {
-    "keeps the bound": {"staleness_max": 3},
+    "keeps the bound": {"staleness_tokens": ((3, 200),)},
     "no violation": {"staleness_violations": 1},
-    "bound 0 is staleness 0": {"bound": 0, "staleness_max": 1},
+    "bound 0 is staleness 0": {"bound": 0, "staleness_tokens": ((1, 200),)},
     "exact mode": {"exact": True, "exact_kept": False},
-    "same number of samples": {"trained_samples": 63},
+    "same number of samples": {"curves": {"samples": (15.0,) * 4, "num_tokens": (50.0,) * 4}},
     "ledger closes": {"ledger_closes": False},
     "every setting that is not swept": {"fingerprint": "0" * 12},
     "same code": {"code": ("commit f00",)},
@@ -171,14 +183,13 @@ LIMITED: dict[str, tuple[Budget, str]] = {
 
 @pytest.mark.parametrize("what", LIMITED)
 def test_cells_with_a_limit_used_it_up_in_their_last_step_or_the_check_fails(what: str, write: Write, tmp_path: Path) -> None:
-    steps = [{**step, "num_tokens": sum(step["staleness/histogram"].values())} for step in STEPS]
     budget, claim = LIMITED[what]
-    result = replace(read(write(steps)), budget=budget)
+    result = replace(read(write()), budget=budget)
     keep(result, tmp_path / "kept.json")
     assert kept(tmp_path / "kept.json") == result
-    other = replace(result, trained_samples=16, budget=replace(budget, max_steps=5))
+    other = replace(result, curves={**result.curves, "samples": (4.0,) * 4}, budget=replace(budget, max_steps=5))
     assert broken([result, other]) == [], "with other steps and samples"
-    (check,) = (check for check in checks([result]) if claim in check.claim)
+    (check,) = (check for check in checks(Table([result])) if claim in check.claim)
     assert check.detail == ("200 to 200" if what == "tokens" else "9.0 to 9.0")
     for wrong in (Budget(99, 201, None), Budget(99, 160, None), Budget(99, None, 9.5), Budget(99, None, 8.0)):
         assert any("used up a budget" in claim for claim in broken([replace(result, budget=wrong)]))
@@ -188,7 +199,7 @@ def test_cells_with_a_limit_used_it_up_in_their_last_step_or_the_check_fails(wha
 
 
 def page_of(sweep: SweepConfig, results: list[CellResult]) -> str:
-    return render(Archive(sweep, "async-rlhf sweep s.toml", results), None)
+    return render(Archive(sweep, "async-rlhf sweep s.toml", Table(results)), {})
 
 
 def sweep_of(seeds: tuple[int, ...], **values: list[Any]) -> SweepConfig:
@@ -206,22 +217,25 @@ def grid(result: CellResult, ends: dict[int, list[float]]) -> list[CellResult]:
 
 def test_two_seeds_are_called_a_demonstration(result: CellResult) -> None:
     archive = Archive(
-        sweep_of((0, 1)), "async-rlhf sweep s.toml --set max_steps=9", grid(result, {0: [0.9, 0.8], 2: [0.7, 0.8]})
+        sweep_of((0, 1)), "async-rlhf sweep s.toml --set max_steps=9", Table(grid(result, {0: [0.9, 0.8], 2: [0.7, 0.8]}))
     )
-    page = render(archive, "results.png")
+    page = render(archive, {"results": "results.png"})
     assert "**This is a demonstration.** With 2 seeds no interval is trustworthy" in page
     assert "±" not in page
     assert "0.850 (0.800 to 0.900)" in page and "-0.100 (-0.200 to +0.000)" in page
     assert "    async-rlhf sweep s.toml --set max_steps=9\n" in page and "](results.png)" in page
-    said = [axes.get_title() for axes in picture(archive.results, archive.sweep).axes]
+    said = [axes.get_title() for axes in pictures(archive.table, archive.sweep)["results"].axes]
     assert any("too few seeds for an interval" in title for title in said) and not any("bar:" in title for title in said)
 
 
-def test_what_was_not_measured_is_a_dash_an_empty_field_and_no_conclusion(result: CellResult) -> None:
-    blind = [replace(each, held_out_end=HeldOut(None, None)) for each in grid(result, {0: [0.0] * 3, 2: [0.0] * 3})]
-    assert "too few held-out evaluations to say anything" in conclusions(blind, 3)
-    assert "| queue.max_staleness = 0 | 3 | - |" in table(blind)
-    assert row(blind[0])["held_out_reward_end"] is None
+def test_what_was_not_measured_is_a_dash_an_empty_field_and_no_conclusion(result: CellResult, tmp_path: Path) -> None:
+    cells = grid(result, {0: [0.0] * 3, 2: [0.0] * 3})
+    blind = Table([replace(each, held_out_end=HeldOut(None, None), is_ratio_max=None) for each in cells])
+    assert "too few held-out evaluations to say anything" in conclusions(blind)
+    assert "| queue.max_staleness = 0 | 3 | - |" in report.result(blind) and "| - | 12 " in report.result(blind)
+    report.write_csv(blind, tmp_path / "results.csv")
+    (row, *_) = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
+    assert row["held_out_reward_end"] == "" and row["generated_tokens"] == "210", "a whole number"
 
 
 def test_page_and_picture_say_what_the_file_sweeps_and_the_budget(result: CellResult) -> None:
@@ -232,7 +246,7 @@ def test_page_and_picture_say_what_the_file_sweeps_and_the_budget(result: CellRe
         "What do queue.max_staleness and loss.kind do to learning?",
         "queue.max_staleness = 2; loss.kind = cispo, ppo_clip",
     )
-    page, title = page_of(sweep, runs), picture(runs, sweep).get_suptitle()
+    page, title = page_of(sweep, runs), pictures(Table(runs), sweep)["results"].get_suptitle()
     assert page.startswith(f"# {question}\n") and f"Sweep `s`: {grid}. Seeds: 0." in page and "![" not in page
     assert " with none. Budget: 64 samples trained on per run. " in page
     assert title == f"{question}\ns: {grid}; 1 seed, 64 samples trained on per run"
@@ -248,7 +262,7 @@ def test_settings_are_drawn_over_steps_and_over_seconds_and_named_whole_in_legen
         settings = [tuple(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
         runs = [replace(result, setting=setting, seed=seed, seconds=tuple((1 + seed) * s for s in result.seconds))
                 for setting in settings for seed in (0, 1)]  # fmt: skip
-        figure = picture(runs, sweep_of((0, 1), **values))
+        figure = pictures(Table(runs), sweep_of((0, 1), **values))["results"]
         *learning, outcome, _ = figure.axes
         columns = len(learning) // 2
         for steps, seconds in zip(learning[:columns], learning[columns:], strict=True):
