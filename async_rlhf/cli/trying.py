@@ -96,38 +96,38 @@ def try_loss(
 def try_chaos(
     config: ConfigPath,
     overrides: Overrides = None,
-    kills: Annotated[int, typer.Option(min=1, help="Blows to strike while the run goes on.")] = 200,
+    faults: Annotated[int, typer.Option(min=1, help="Faults to inject while the run goes on.")] = 200,
     long_freezes: Annotated[
-        int, typer.Option(min=0, help="Of the blows, freezes of 60 to 120 s: longer than every time-out.")
+        int, typer.Option(min=0, help="Of the faults, freezes of 60 to 120 s: longer than every time-out.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Decides who is struck, when and how.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for target, time and kind of each fault.")] = 0,
 ) -> None:
     """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
     from collections import Counter
 
-    from async_rlhf.inspect.chaos import Monkey, problems
+    from async_rlhf.inspect.chaos import FaultInjector, problems
     from async_rlhf.preparation import prepare
     from async_rlhf.run.display.console import Display
     from async_rlhf.run.supervision.child import MAX_DEATHS
 
     loaded = load_config(config, overrides)
     with Display() as display:
-        # Blows are no fault of a role's: however short its lives are, it is started again.
-        supervisor, run = prepare(loaded, progress=display, max_deaths=kills + MAX_DEATHS)
-        monkey = Monkey(
-            supervisor.processes, lambda: supervisor.num_records, kills, seed, long_freezes, agents=supervisor.agents
+        # An injected fault is not a role's own: however short its lives are, it is started again.
+        supervisor, run = prepare(loaded, progress=display, max_deaths=faults + MAX_DEATHS)
+        injector = FaultInjector(
+            supervisor.processes, lambda: supervisor.num_records, faults, seed, long_freezes, agents=supervisor.agents
         )
-        with monkey:
+        with injector:
             supervisor.run()
-    struck = sorted(Counter(f"{blow.kind} {blow.name}" for blow in monkey.blows).items())
-    words = ", ".join(f"{name} {number}" for name, number in struck)
-    typer.echo(f"{len(monkey.blows)} of {kills} blows: {words}; {supervisor.num_records} steps recorded")
+    injected = injector.faults
+    words = ", ".join(f"{name} {number}" for name, number in sorted(Counter(f"{f.kind} {f.target}" for f in injected).items()))
+    typer.echo(f"{len(injected)} of {faults} faults: {words}; {supervisor.num_records} steps recorded")
     found = problems(run, loaded)
     for problem in found:
         typer.echo(f"PROBLEM: {problem}", err=True)
-    if len(monkey.blows) < kills:
+    if len(injected) < faults:
         typer.echo(f"the run was over too soon: raise max_steps (now {loaded.max_steps})", err=True)
-    if found or len(monkey.blows) < kills:
+    if found or len(injected) < faults:
         raise typer.Exit(1)
     typer.echo("nothing was lost, nothing was trained twice, the ledger closes")
 

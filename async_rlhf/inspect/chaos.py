@@ -1,11 +1,11 @@
-"""Chaos: a real run whose processes are killed and stopped at random; at its end the books must be right.
+"""Faults: processes of a real run are killed and stopped at random; at its end the books must be right.
 
-`async-rlhf try chaos CONFIG --kills 200 --long-freezes 6 --seed S` runs the configuration as `train` does. Beside it a thread
+`async-rlhf try chaos CONFIG --faults 200 --long-freezes 6 --seed S` runs the configuration as `train` does. Beside it a thread
 ends (SIGKILL) or freezes (SIGSTOP, later SIGCONT) one process of the run after another; a long freeze outlasts leases and
 requests, some outlast the watchdog. On other hosts it ends processes and agents, with all that these run, and freezes nothing.
-Every process is struck once before any is struck again, and the kinds of blows are drawn before the first: timing changes
-neither. It waits for finished steps between two blows, so that a run whose checkpoints are made often enough always gets on.
-`problems` then reads what the run left behind.
+No process is a target again before all others that run have been as often, and the kinds of faults are drawn before the first:
+timing changes neither. It waits for finished steps between two faults, so that a run whose checkpoints are made often enough
+always gets on; or, as a soak does, for a share of the whole. `problems` then reads what the run left behind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
 
-# One blow in five freezes instead of killing: a process that is neither dead nor alive is the harder case.
+# One fault in five freezes instead of killing: a process that is neither dead nor alive is the harder case.
 _FREEZE_SHARE = 0.2
 _FREEZE_S = 3.0
 _MAX_STEPS_BETWEEN = 2
@@ -38,49 +38,53 @@ _LONG_FREEZE_S = (60.0, 120.0)
 _PATIENCE_S = 120.0
 
 
-class Blow(NamedTuple):
-    """What was done to whom, at which step."""
+class Fault(NamedTuple):
+    """What was done to which process, at which step."""
 
     step: int
-    name: str
+    target: str
     kind: str
 
 
-class Struck(Protocol):
-    """What may be struck: a process of a run, as its supervisor or any other program sees it."""
+class Target(Protocol):
+    """A process of a run, as its supervisor or any other program sees it."""
 
     @property
     def pid(self) -> int: ...
 
 
 @dataclass
-class Monkey:
-    """Strikes `num_blows` times while the run goes on. Owns one thread; on close every frozen process goes on.
+class FaultInjector:
+    """Injects `num_faults` while the run goes on. Owns one thread; on close every frozen process goes on.
 
     processes: what runs now, by name. steps: how many steps were ever recorded (it never falls). num_long: how many of the
-    blows are long freezes, of `long_freeze_s` seconds (from, to). agents: see `program.Launcher`.
+    faults are long freezes, of `long_freeze_s` seconds (from, to). freeze_share: of the others, how many are short freezes.
+    agents: see `program.Launcher`. is_due: whether the fault of this number, from 0, is to come; without it, it comes after up
+    to two further steps.
     """
 
-    processes: Callable[[], Mapping[str, Struck]]
+    processes: Callable[[], Mapping[str, Target]]
     steps: Callable[[], int]
-    num_blows: int
+    num_faults: int
     seed: int
     num_long: int = 0
     long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
+    freeze_share: float = _FREEZE_SHARE
     agents: Callable[[], Mapping[str, Callable[[], None]]] = dict
-    blows: list[Blow] = field(default_factory=list)
+    is_due: Callable[[int], bool] | None = None
+    faults: list[Fault] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        num_long = min(self.num_long, self.num_blows)
-        num_freezes = round((self.num_blows - num_long) * _FREEZE_SHARE)
-        num_kills = self.num_blows - num_long - num_freezes
+        num_long = min(self.num_long, self.num_faults)
+        num_freezes = round((self.num_faults - num_long) * self.freeze_share)
+        num_kills = self.num_faults - num_long - num_freezes
         self._kinds = ["long freeze"] * num_long + ["freeze"] * num_freezes + ["kill"] * num_kills
         self._random.shuffle(self._kinds)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._strike_all, name="chaos", daemon=True)
+        self._thread = threading.Thread(target=self._inject_all, name="faults", daemon=True)
 
-    def __enter__(self) -> Monkey:
+    def __enter__(self) -> FaultInjector:
         self._thread.start()
         return self
 
@@ -88,44 +92,49 @@ class Monkey:
         self._closing.set()
         self._thread.join(timeout=10)
 
-    def _strike_all(self) -> None:
-        while len(self.blows) < self.num_blows and not self._closing.is_set():
+    def _inject_all(self) -> None:
+        while len(self.faults) < self.num_faults and not self._closing.is_set():
             self._await_next()
             # not always right after a step: any moment must do
             if self._closing.wait(self._random.random() * 0.3):
                 return
-            self._strike()
+            self._inject()
 
     def _await_next(self) -> None:
-        wanted, waited = self.steps() + self._random.randint(0 if self.blows else 1, _MAX_STEPS_BETWEEN), 0.0
-        # Without a step for long the next blow comes all the same: a process that hangs is to be struck, not waited for.
+        if self.is_due is not None:
+            while not self.is_due(len(self.faults)) and not self._closing.wait(_LOOK_S):
+                pass
+            return
+        wanted, waited = self.steps() + self._random.randint(0 if self.faults else 1, _MAX_STEPS_BETWEEN), 0.0
+        # Without a step for long the next fault comes all the same: a process that hangs is a target, not waited for.
         while self.steps() < wanted and waited < _PATIENCE_S and not self._closing.wait(_LOOK_S):
             waited += _LOOK_S
 
-    def _strike(self) -> None:
-        processes, kind = self.processes(), self._kinds[len(self.blows)]
+    def _inject(self) -> None:
+        processes, kind = self.processes(), self._kinds[len(self.faults)]
         away = {name: each.kill for name, each in processes.items() if isinstance(each, RemoteProcess)}
         away |= {f"agent of {name}": end for name, end in self.agents().items()}
         here = {name: each for name, each in processes.items() if name not in away}
         if not (names := sorted(here if kind == "long freeze" else {**here, **away})):
             return
-        struck_before = {blow.name for blow in self.blows}
-        name = self._random.choice([each for each in names if each not in struck_before] or names)
+        times = Counter(fault.target for fault in self.faults)
+        fewest = min(times[name] for name in names)
+        name = self._random.choice([each for each in names if times[each] == fewest])
         if name in away:
             away[name]()
-            self.blows.append(Blow(self.steps(), name, "kill"))
+            self.faults.append(Fault(self.steps(), name, "kill"))
             return
-        struck = here[name]
+        target = here[name]
         with suppress(ProcessLookupError):
-            os.kill(struck.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-            self.blows.append(Blow(self.steps(), name, kind))
+            os.kill(target.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            self.faults.append(Fault(self.steps(), name, kind))
             if kind != "kill":
                 seconds = self._random.uniform(*(self.long_freeze_s if kind == "long freeze" else (0.0, _FREEZE_S)))
                 until = time.monotonic() + seconds
-                while self.processes().get(name) is struck and time.monotonic() < until and not self._closing.wait(_LOOK_S):
+                while self.processes().get(name) is target and time.monotonic() < until and not self._closing.wait(_LOOK_S):
                     pass
-                if self.processes().get(name) is struck:  # else the watchdog has ended it, and the run goes on
-                    os.kill(struck.pid, signal.SIGCONT)
+                if self.processes().get(name) is target:  # else the watchdog has ended it, and the run goes on
+                    os.kill(target.pid, signal.SIGCONT)
 
 
 def problems(run: RunDir, config: Config) -> list[str]:

@@ -11,7 +11,6 @@ into an hour. All else is as shipped, with limits so low that whatever begins an
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import threading
 import time
@@ -20,17 +19,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count, cycle, islice
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.deposit import end, put
 from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, command, rotated, sizes
 from async_rlhf.experiments.soak.slopes import Sample
-from async_rlhf.inspect.chaos import problems
+from async_rlhf.inspect.chaos import FaultInjector, problems
 from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.config import Config, dump, load
 from async_rlhf.run.live import ask
@@ -128,8 +125,6 @@ def soak(plan: Plan, out: Path) -> Seen:
     """Let a run go on in this directory, which exists and is empty, and end it by ending its spool."""
     config, seen, spool = configuration(out), Seen(), out / "spool"
     run, changes = RunDir(config.run_dir), cycle(_CHANGES)
-    roles = list(islice(cycle(_ROLES), plan.kills))
-    random.Random(plan.seed).shuffle(roles)
     (out / "run.toml").write_text(dump(config))
     spool.mkdir()
     with ExitStack() as held:
@@ -143,7 +138,12 @@ def soak(plan: Plan, out: Path) -> Seen:
         page, address = held.enter_context(open_page(run.path))
         held.enter_context(viewers(address, plan.viewers, seen.views))
         census = Census({"supervisor": train.pid, "page": page.pid})
-        began, next_change = time.monotonic(), _CHANGE_S
+        began, next_change, share = time.monotonic(), _CHANGE_S, 0.0
+        injector = FaultInjector(
+            lambda: {role: process for role in _ROLES if (process := census.role(role)) is not None}, lambda: steps, plan.kills,
+            plan.seed, freeze_share=0.0, is_due=lambda number: share >= (number + 0.5) / plan.kills,
+        )  # fmt: skip
+        held.enter_context(injector)
         while train.poll() is None:
             time.sleep(_LOOK_S)
             steps, seconds = max(steps, highest_step(tail.rest())), time.monotonic() - began
@@ -151,28 +151,19 @@ def soak(plan: Plan, out: Path) -> Seen:
             _sample(seen, census, run.path, steps)
             _feed(seen, spool, steps)
             share = max(seconds / plan.seconds, steps / plan.steps if plan.steps else 0.0)
-            if len(seen.kills) < len(roles) and share >= (len(seen.kills) + 0.5) / len(roles):
-                _kill(seen, census, roles[len(seen.kills)])
-            elif share >= 1 and len(seen.kills) == len(roles):
+            if share >= 1 and len(injector.faults) == plan.kills:
                 break
             if seconds >= next_change:
                 next_change += _CHANGE_S
                 with suppress(ConfigError):  # the run has ended by itself: who waits for it sees that
                     ask(run, next(changes))
+        seen.kills = [fault.target for fault in injector.faults]
         end(spool)
         with suppress(subprocess.TimeoutExpired):
             seen.exit_code = train.wait(_END_S)
         seen.parts = sizes(run.path)[0]
         seen.rotations |= rotated(run.path)
     return seen
-
-
-def _kill(seen: Seen, census: Census, role: str) -> None:
-    """One that does not live when its time has come is killed when it lives again."""
-    if (process := census.role(role)) is not None:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-            seen.kills.append(role)
 
 
 def _sample(seen: Seen, census: Census, directory: Path, steps: int) -> None:

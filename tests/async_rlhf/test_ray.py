@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
-from async_rlhf.inspect.chaos import Monkey, problems
+from async_rlhf.inspect.chaos import FaultInjector, problems
 from async_rlhf.launch.connection import Connections, NodeFiles
 from async_rlhf.launch.local import LocalLauncher
 from async_rlhf.launch.orders import Open
@@ -85,8 +85,8 @@ def test_the_quick_run_learns_while_a_node_is_lost_and_another_joins(
             name = events[0].split()[0]
             if len(cluster.worker_nodes) == 2 and actors[name].process is not None and actors[name]._progressed:
                 back.append(name)
-                stack.enter_context(monkey)
-        elif back and len(monkey.blows) == 2 and supervisor.num_records >= max(200, monkey.blows[1].step + 20):
+                stack.enter_context(injector)
+        elif back and len(injector.faults) == 2 and supervisor.num_records >= max(200, injector.faults[1].step + 20):
             supervisor.drain()
 
     heard = Heard(step)
@@ -97,7 +97,7 @@ def test_the_quick_run_learns_while_a_node_is_lost_and_another_joins(
     def away() -> dict[str, Process]:
         return {name: process for name, process in supervisor.processes().items() if name.startswith("actor-")}
 
-    monkey = Monkey(away, lambda: supervisor.num_records, 2, 4, agents=supervisor.agents)
+    injector = FaultInjector(away, lambda: supervisor.num_records, 2, 4, agents=supervisor.agents)
     with ExitStack() as stack:
         assert not supervisor.run(), heard.events
     assert problems(run, config.model_copy(update={"max_steps": supervisor.num_records})) == []
