@@ -101,5 +101,6 @@ def path(table: Table, name: str) -> Frame:
 
 def _least(table: Table, axis: str, number: Series) -> Series:
     """Of each run, among those that differ from it only in this axis."""
-    others = [table.cells[each] for each in ("seed", *table.axes) if each != axis]
+    # as text, for a swept value may be a list
+    others = [table.cells[each].map(str) for each in ("seed", *table.axes) if each != axis]
     return number.groupby(others).transform("min")

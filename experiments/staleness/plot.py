@@ -102,7 +102,7 @@ def settings_of(table: Table) -> list[Setting]:
     given = {result.label: result.setting for result in table.results}
     places = range(len(table.axes))
     # a key with one value among the results, as in a sweep that is not finished, tells nothing apart
-    varied = [i for i in places if len({setting[i][1] for setting in given.values()}) > 1] or [places[-1]]
+    varied = [i for i in places if len({str(setting[i][1]) for setting in given.values()}) > 1] or [places[-1]]
     by_column = len(varied) == 2
     curves = {label: shown(setting[i] for i in varied[by_column:]) for label, setting in given.items()}
     # The value behind each curve: a setting of three keys has none, its name is a word.
