@@ -214,14 +214,10 @@ def _draw(blocks: Sequence[_Block], width: float, title: str, below: float = 0.0
 def _learning(table: Table, settings: Sequence[Setting], what: str, is_one: bool) -> _Panel:
     """Reward of each step: mean over seeds, and the range of the seeds as a band; over the step, or over the seconds that it
     ended after, mean over seeds. is_one: there is no other column."""
-    lines = []
-    for i, setting in enumerate(settings):
-        seconds = table.steps["seconds"].loc[setting.runs].unstack("run").dropna()
-        rewards = table.steps["reward"].loc[setting.runs].unstack("run").reindex(seconds.index)
-        points = rewards.agg(["mean", "min", "max"], axis=1).set_axis(["y", "low", "high"], axis=1)
-        points = points.assign(x=points.index if what == "step" else seconds.mean(axis=1)).dropna()
-        style = "--" if i % 2 and len(settings) > _MOST_SOLID else "-"
-        lines.append((points, {"color": setting.look["color"], "linestyle": style, "label": setting.curve}))
+    both = table.steps.assign(step=table.steps.index.get_level_values("step"))[[what, "reward"]]
+    styles = ["--" if i % 2 and len(settings) > _MOST_SOLID else "-" for i in range(len(settings))]
+    lines = [(_means(both, each.runs), {"color": each.look["color"], "linestyle": style, "label": each.curve})
+             for each, style in zip(settings, styles, strict=True)]  # fmt: skip
 
     def finish(axes: Any) -> None:
         for points, look in lines:
@@ -313,11 +309,12 @@ def _over_reference(table: Table, settings: Sequence[Setting], name: str) -> _Pa
 
 
 def _means(both: Frame, runs: list[int]) -> Frame:
-    """Points of a setting: of each step or block the means over the seeds, where all that have any number have one."""
+    """Points of a setting: of each step or block the means over the seeds, where all that have any number have one, and `low`
+    and `high` of the second number."""
     of_these = both[both.index.isin(runs, level="run")]
     wide = (of_these[name].unstack("run").dropna(axis=1, how="all") for name in both)
-    x, y = (each.mean(axis=1, skipna=False) for each in wide)
-    return x.to_frame("x").assign(y=y).dropna()
+    x, y = (each.dropna() for each in wide)
+    return x.mean(axis=1).to_frame("x").assign(y=y.mean(axis=1), low=y.min(axis=1), high=y.max(axis=1)).dropna()
 
 
 def _corrections(table: Table) -> _Panel:

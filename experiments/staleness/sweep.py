@@ -62,7 +62,7 @@ class Job:
 
     def state(self) -> State:
         """Raises ConfigError for a cell that was run with other settings, or is being run."""
-        found = state_of(self.cell, self.num_prompts)
+        found = self.of_run()
         return found if self.result() is None else "finished"
 
     def result(self) -> CellResult | None:
@@ -74,7 +74,24 @@ class Job:
 
     @property
     def num_steps(self) -> int:
-        return num_steps(self.cell.config, self.num_prompts)
+        """Most steps of a whole run, which ends before `max_steps` where the data does."""
+        config = self.cell.config
+        return config.bound(self.num_prompts).num_groups // config.groups_per_batch
+
+    def of_run(self) -> State:
+        """How far its run directory has come. Raises ConfigError when it holds another configuration, or is in use."""
+        config = self.cell.config
+        if not (config.run_dir / "config.toml").exists():
+            return "new"
+        directory = RunDir.existing(config.run_dir)
+        _check_same(config.run_dir, given(directory.config()), config)
+        if directory.is_alive():
+            raise ConfigError(f"cell {str(config.run_dir)!r} is being run by {holder(directory.lock_file)}; wait, or stop it")
+        evaluated = {record["label"] for record in directory.read_evaluations() if "missing" not in record}
+        metrics = directory.read_metrics()
+        spent = Spent.until(metrics[-1] if metrics else {})
+        done = spent.steps >= self.num_steps or config.budget.ended(spent)
+        return "finished" if done and (not config.evaluation.at_end or "end" in evaluated) else "unfinished"
 
 
 Outcome = CellResult | str
@@ -145,7 +162,8 @@ def run_sweep(
         return False
     if measured := [job for job in all_jobs if job.head not in failures]:
         for job in measured:
-            _keep(job)
+            if job.result() is None:  # only its run was left
+                keep(read_cell(job.cell), job.kept)
         *_, markdown, _ = write(read_sweep(sweep.results_dir), sweep.results_dir, say)
         say(f"report: {markdown}")
     if failures:
@@ -169,7 +187,7 @@ class Here:
     def run(self, job: Job, progress: Progress) -> Outcome | None:
         config = job.cell.config
         try:
-            resume = state_of(job.cell, job.num_prompts) != "new"
+            resume = job.of_run() != "new"
             with self._beginning:  # one at a time: it reads the model, and may convert it
                 supervisor, _ = prepare(config, resume=resume, progress=progress)
                 self._supervisors.add(supervisor)
@@ -302,37 +320,6 @@ def _job(sweep: SweepConfig, cell: Cell, number: str, is_here: bool) -> Job:
     """is_here: whether it will be run on this machine. Raises ConfigError for a cell that cannot be run."""
     num_prompts = preflight(cell.config, is_here=is_here).num_prompts
     return Job(cell, f"cell {number}: {cell.label}", num_prompts, sweep.kept(cell.config.name))
-
-
-def _keep(job: Job) -> None:
-    """What a cell that has ended measured, also where only its run was left."""
-    if job.result() is None:
-        keep(read_cell(job.cell), job.kept)
-
-
-def num_steps(config: Config, num_prompts: int) -> int:
-    """Most steps of a whole run, which ends before `max_steps` where the data does."""
-    return config.bound(num_prompts).num_groups // config.groups_per_batch
-
-
-def state_of(cell: Cell, num_prompts: int) -> State:
-    """How far the run of a cell has come.
-
-    num_prompts: size of its training data, on which the number of its steps depends. Raises ConfigError when its
-    directory holds another configuration, or is in use.
-    """
-    config = cell.config
-    if not (config.run_dir / "config.toml").exists():
-        return "new"
-    directory = RunDir.existing(config.run_dir)
-    _check_same(config.run_dir, given(directory.config()), config)
-    if directory.is_alive():
-        raise ConfigError(f"cell {str(config.run_dir)!r} is being run by {holder(directory.lock_file)}; wait, or stop it")
-    evaluated = {record["label"] for record in directory.read_evaluations() if "missing" not in record}
-    metrics = directory.read_metrics()
-    spent = Spent.until(metrics[-1] if metrics else {})
-    done = spent.steps >= num_steps(config, num_prompts) or config.budget.ended(spent)
-    return "finished" if done and (not config.evaluation.at_end or "end" in evaluated) else "unfinished"
 
 
 def _check_same(place: Path, old: Mapping[str, Any], config: Config) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
-from async_rlhf.experiments.staleness.sweep import state_of
+from async_rlhf.experiments.staleness.sweep import Job
 from async_rlhf.preparation import as_rewards_want
 from async_rlhf.run.config import dump, load
 from async_rlhf.run.run_dir import RunDir
@@ -185,9 +185,9 @@ def test_how_far_a_cell_is_what_is_on_disk_says(case: str, small: Any) -> None:
         ended_run(cell.config, metrics, evaluations)
         running = RunDir.reopen(cell.config)
         with pytest.raises(ConfigError, match=r"is being run by process \d+ on host .*; wait, or stop it"):
-            state_of(cell, 64)
+            Job(cell, "", 64, Path()).of_run()
         running.retire()
-    assert state_of(cell, 64) == state
+    assert Job(cell, "", 64, Path()).of_run() == state
 
 
 def test_other_settings_than_those_of_its_run_are_refused(small: Any) -> None:
@@ -197,7 +197,7 @@ def test_other_settings_than_those_of_its_run_are_refused(small: Any) -> None:
     ):
         ended_run(small(**before, name=str(number)), FOUR)
         with pytest.raises(ConfigError, match=rf"with other settings \({change}\)\. Restore them, those of --set too"):
-            state_of(Cell(small(**now, name=str(number)), {}), 64)
+            Job(Cell(small(**now, name=str(number)), {}), "", 64, Path()).of_run()
 
 
 def test_how_a_run_is_watched_and_what_a_reward_says_of_itself_are_no_changed_settings(small: Any, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_how_a_run_is_watched_and_what_a_reward_says_of_itself_are_no_changed_se
     (tmp_path / "judge.py").write_text(judge)
     own = {"rewards.functions": [str(tmp_path / "judge.py:judge")]}
     ended_run(as_rewards_want(small(**own)), FOUR)
-    assert state_of(Cell(small(**own, stall_timeout_s=7.0), {}), 64) == "finished"
+    assert Job(Cell(small(**own, stall_timeout_s=7.0), {}), "", 64, Path()).of_run() == "finished"
 
 
 def test_an_axis_of_named_values_sets_several_keys_at_once(tmp_path: Path) -> None:
