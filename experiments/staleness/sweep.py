@@ -4,7 +4,7 @@ owns        a thread for each cell that runs; a cell is a normal run in a direct
             a node of a Ray cluster (`on_ray`)
 waits for   the runs
 on Ctrl-C   the cells that run drain and save; the same command goes on from there. A second one forces them to end
-Called by `async-rlhf sweep`, through the entry point in pyproject.toml. It computes no number: `outcomes` does.
+Called by `async-rlhf sweep`, through the entry point in pyproject.toml. It computes no number: `table` and `outcomes` do.
 
 A cell that failed has no result and is tried again by the same command; the others go on.
 """
