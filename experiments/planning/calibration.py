@@ -138,8 +138,8 @@ def _travel_s(records: list[dict[str, Any]], adoptions: list[tuple[int, float, f
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Steps with each bound as `max_staleness`, the run's own among them, and with an actor more. factor: what the run took,
-    over what its own times make a step; predictions are multiplied by it."""
+    """Steps with each bound as `max_staleness`, the run's own among them, and with an actor more. factor: what a step took, over
+    what the run's times make of it; the circuit that bounds it is multiplied by that in all predictions."""
 
     run: RunTimes
     factor: float
@@ -147,7 +147,7 @@ class WhatIf:
     with_another_actor: StepTime
 
     def samples_per_s(self, step: StepTime) -> float:
-        return self.run.rows / (self.factor * step.seconds)
+        return self.run.rows / step.seconds
 
     @property
     def best(self) -> int:
@@ -160,9 +160,15 @@ def what_if(run: RunTimes) -> WhatIf:
     """By the circuits of the run's own times. A decode step is taken to last as long whatever rows are in it, and an actor more
     to bring hardware of its own. Bounds with which the run would hang are left out."""
     own = run.bound.max_staleness
+    made = _step(run, own, run.actors)
+    name, factor = made.bound_by.name, run.step_s / made.seconds
+
+    def predicted(bound: int, actors: int) -> StepTime:
+        circuits = _step(run, bound, actors).circuits
+        return StepTime.of(replace(each, step_s=each.step_s * (factor if each.name == name else 1.0)) for each in circuits)
+
     bounds = sorted({own, *(bound for bound in BOUNDS if bound >= run.bound.lowest_staleness)})
-    by_bound = {bound: _step(run, bound, run.actors) for bound in bounds}
-    return WhatIf(run, run.step_s / by_bound[own].seconds, by_bound, _step(run, own, run.actors + 1))
+    return WhatIf(run, factor, {bound: predicted(bound, run.actors) for bound in bounds}, predicted(own, run.actors + 1))
 
 
 def _step(run: RunTimes, bound: int, actors: int) -> StepTime:
@@ -182,6 +188,7 @@ def _step(run: RunTimes, bound: int, actors: int) -> StepTime:
         "actors": {"generate": rows * run.mean_length / alive * run.decode_s, "adopt": run.adopt_s},
         "learner": {"train": run.train_s, "publish": run.copy_s},
         "judges": {"score": run.rows * run.score_s / run.judges},
+        "weight channel": {"publish": run.travel_s},
     }
     return step_time(bound, around, lanes)
 

@@ -15,7 +15,7 @@ With N = 0 the second is the synchronous loop; the larger N, the more only the l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -48,6 +48,10 @@ class StepTime:
 
     circuits: tuple[Circuit, ...]
 
+    @classmethod
+    def of(cls, circuits: Iterable[Circuit]) -> StepTime:
+        return cls(tuple(sorted(circuits, key=lambda circuit: -circuit.step_s)))
+
     @property
     def seconds(self) -> float:
         return self.circuits[0].step_s
@@ -66,9 +70,8 @@ class StepTime:
 def step_time(max_staleness: int, around: Seconds, lanes: Mapping[str, Seconds]) -> StepTime:
     """In the long run. around: from the begin to the end of each stage of one batch. lanes: by name, for how long a batch takes
     what the lane has, by its stages."""
-    found = [Circuit(AROUND, sum(around.values()) / (max_staleness + 1), around)]
-    found += [Circuit(name, sum(lane.values()), lane) for name, lane in lanes.items()]
-    return StepTime(tuple(sorted(found, key=lambda circuit: -circuit.step_s)))
+    once = Circuit(AROUND, sum(around.values()) / (max_staleness + 1), around)
+    return StepTime.of([once, *(Circuit(name, sum(lane.values()), lane) for name, lane in lanes.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
