@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BOUNDS = (0, 1, 2, 4, 8)
 _NEAR = 0.98  # of the fastest: no reason for more staleness
 _LEAST = 4  # steps of a run
+_BY_ROWS = 0.25  # of a decode step, the share that is taken to grow with its rows: a run's means do not tell
 _LEAST_SHARE, _HALVINGS = 1e-6, 60
 
 
@@ -138,8 +139,8 @@ def _travel_s(records: list[dict[str, Any]], adoptions: list[tuple[int, float, f
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Steps with each bound as `max_staleness`, the run's own among them, and with an actor more. factor: what a step took, over
-    what the run's times make of it; the circuit that bounds it is multiplied by that in all predictions."""
+    """Steps with each bound as `max_staleness`, the run's own among them, and with an actor more. factor: what a step took,
+    over what the run's times make of it; the circuit that bounds it is multiplied by that in all predictions."""
 
     run: RunTimes
     factor: float
@@ -157,8 +158,8 @@ class WhatIf:
 
 
 def what_if(run: RunTimes) -> WhatIf:
-    """By the circuits of the run's own times. A decode step is taken to last as long whatever rows are in it, and an actor more
-    to bring hardware of its own. Bounds with which the run would hang are left out."""
+    """By the circuits of the run's own times. An actor more is taken to bring hardware of its own. Bounds with which the run
+    would hang are left out."""
     own = run.bound.max_staleness
     made = _step(run, own, run.actors)
     name, factor = made.bound_by.name, run.step_s / made.seconds
@@ -175,17 +176,23 @@ def _step(run: RunTimes, bound: int, actors: int) -> StepTime:
     """With more batches ahead more rows share a step, up to the slots. A batch alone waits for its longest row, and for those
     that found no slot before."""
     rows = run.rows / actors
-    alive = max(1.0, min(run.slots, max(1, bound) * rows))
-    waiting = max(0.0, rows - run.slots) * run.mean_length / run.slots
+    tokens = rows * run.mean_length
+    most = max(1.0, min(run.slots, max(1, bound) * rows))
+    lasts = run.longest + max(0.0, rows - run.slots) * run.mean_length / run.slots
+    usual = max(1.0, min(most, (bound + 1) * tokens / lasts))  # Little's law, where each batch waits for its longest row
+
+    def decode_s(alive: float) -> float:
+        return run.decode_s * (1 - _BY_ROWS + _BY_ROWS * alive / run.alive)
+
     around = {
-        "generate": (run.longest + waiting) * run.decode_s,
+        "generate": lasts * decode_s(usual),
         "score": run.score_s,
         "train": run.train_s,
         "publish": run.copy_s + run.travel_s,
         "adopt": run.adopt_s,
     }
     lanes = {
-        "actors": {"generate": rows * run.mean_length / alive * run.decode_s, "adopt": run.adopt_s},
+        "actors": {"generate": tokens / most * decode_s(most), "adopt": run.adopt_s},
         "learner": {"train": run.train_s, "publish": run.copy_s},
         "judges": {"score": run.rows * run.score_s / run.judges},
         "weight channel": {"publish": run.travel_s},

@@ -190,7 +190,7 @@ def what_if_lines(found: WhatIf) -> Iterator[str]:
         f"{run.samples_per_s:.4g} samples/s, the learner waited for {run.learner_idle:.0%} of its time"
     )
     made_s = run.step_s / found.factor
-    yield f"its stages make a step of {made_s:.3g} s, and it took {run.step_s:.3g} s: predictions are times {found.factor:.2f}"
+    yield f"a step took {run.step_s:.3g} s, its stages make {made_s:.3g} s: below, what bounds it is times {found.factor:.2f}"
     for bound, step in found.by_bound.items():
         this = " (this run)" if bound == own else ""
         yield f"  max_staleness {bound:<3} {found.samples_per_s(step):8.4g} samples/s, bound by {step.bound_by.name}{this}"

@@ -32,7 +32,7 @@ from tests.planning.specs import spec
 RUN = RunTimes(
     bound=Bound(groups_per_batch=8, max_staleness=0, num_groups=800), steps=100, actors=1, slots=32, rows=32, mean_length=30.0,
     longest=60.0, step_s=10.0, learner_idle=0.7, train_s=2.5, alive=16.0, decode_s=0.1, copy_s=0.2, travel_s=0.5, adopt_s=0.3,
-    score_s=0.5, judges=4.0,
+    score_s=0.5, judges=3.0,
 )  # fmt: skip
 
 
@@ -41,30 +41,34 @@ def with_bound(bound: int, **changes: Any) -> RunTimes:
 
 
 def test_by_hand() -> None:
-    """One batch around: its longest row, the last score, training, and the weights. Then the slowest of actors (30 tokens of 32
-    rows, all in one step, and adoption), of the learner and of the judges."""
+    """Once around: the longest row, the last score, training, the weights. In a batch alone 16 rows are decoded in the mean, as
+    in the run; with more batches 32, in steps that are longer by a quarter."""
     found = what_if(RUN)
     assert set(found.by_bound) == {0, 1, 2, 4, 8}
-    around = 60 * 0.1 + 0.5 + 2.5 + 0.7 + 0.3
-    judges = 32 * 0.5 / 4
-    assert [found.by_bound[bound].seconds for bound in (0, 1, 2, 8)] == pytest.approx([around, around / 2, judges, judges])
+    rest, judges = 0.5 + 2.5 + 0.7 + 0.3, 32 * 0.5 / 3
+    seconds = [found.by_bound[bound].seconds for bound in (0, 1, 2, 8)]
+    assert seconds == pytest.approx([60 * 0.1 + rest, (60 * 0.125 + rest) / 2, judges, judges])
     assert found.by_bound[8].bound_by.name == "judges" and found.best == 2 and found.factor == pytest.approx(1.0)
-    crowded = what_if(replace(with_bound(4), slots=8, judges=100.0))
-    assert crowded.by_bound[0].seconds == pytest.approx(around + 24 * 30 / 8 * 0.1)
-    assert crowded.by_bound[4].seconds == pytest.approx(32 * 30 / 8 * 0.1 + 0.3)
-    assert crowded.with_another_actor.seconds == pytest.approx(16 * 30 / 8 * 0.1 + 0.3)
     text = "\n".join(what_if_lines(found))
     assert "[queue]\nmax_staleness = 2" in text and "(this run)" in text and "an actor more" in text
     assert json.loads(json.dumps(what_if_as_json(found), allow_nan=False))["settings"] == {"queue": {"max_staleness": 2}}
+    # With 8 slots, of which 24 rows wait for theirs: 960 tokens by 8 rows a step, and adoption.
+    crowded = what_if(replace(with_bound(4), slots=8, judges=100.0, step_s=120 * 0.0875 + 0.3))
+    assert crowded.by_bound[0].seconds == pytest.approx((60 + 90) * 0.085 + rest)
+    assert crowded.by_bound[4].seconds == pytest.approx(crowded.run.step_s) and crowded.factor == pytest.approx(1.0)
+    assert crowded.with_another_actor.seconds == pytest.approx(60 * 0.0875 + 0.3)
 
 
 @given(st.integers(0, 8), st.floats(0.1, 100), st.integers(1, 64), st.integers(1, 4))
-def test_its_own_speed_is_met_and_no_more_staleness_is_slower(bound: int, step_s: float, slots: int, actors: int) -> None:
+def test_its_own_speed_is_met_and_more_staleness_or_actors_are_never_slower(
+    bound: int, step_s: float, slots: int, actors: int
+) -> None:
     run = replace(with_bound(bound), step_s=step_s, slots=slots, actors=actors)
     found = what_if(run)
-    assert found.samples_per_s(found.by_bound[bound]) == pytest.approx(run.samples_per_s)
-    assert all(later.seconds <= earlier.seconds for earlier, later in pairwise(found.by_bound.values()))
-    assert found.with_another_actor.seconds <= found.by_bound[bound].seconds
+    own = found.by_bound[bound].seconds
+    assert own == pytest.approx(step_s) or (own > step_s and found.factor < 1)  # another circuit takes longer than the run
+    assert all(later.seconds <= earlier.seconds * (1 + 1e-9) for earlier, later in pairwise(found.by_bound.values()))
+    assert found.with_another_actor.seconds <= own * (1 + 1e-9)
 
 
 def test_a_bound_under_which_the_run_would_hang_is_left_out() -> None:
