@@ -3,7 +3,7 @@
     sweep.json         the command, the grid, the seeds, the base and what was laid upon it
     cells/RUN.json     what a finished cell measured
 
-All of it may be moved, and is enough to make every table and picture again. Called by `sweep`, `frames` and the reports.
+All of it may be moved, and is enough to make every table and picture again. Called by `sweep`, the reports and notebooks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
@@ -28,6 +27,7 @@ from async_rlhf.run.run_files import read_small
 
 # Where tables and runs lie is where the file lies.
 _ELSEWHERE = {"output_dir", "results"}
+_UNKNOWN_JOBS = 2
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,27 @@ class Archive:
     alone: bool = False
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """jobs: the most cells that ever ran at once."""
+class _Kept(BaseModel):
+    """jobs: the most cells that ever ran at once; where that is not known, more than one may have."""
 
     command: str
-    sweep: dict[str, Any]
-    jobs: int = 2
-
-
-_KEPT = TypeAdapter(_Kept)
+    sweep: SweepConfig
+    jobs: int = _UNKNOWN_JOBS
 
 
 def keep_sweep(sweep: SweepConfig, command: str, jobs: int) -> None:
     """Write `sweep.json` where the sweep's results lie. jobs: cells that run at once now. Raises OSError."""
-    values = sweep.model_dump(mode="json", exclude=_ELSEWHERE)
-    values["overrides"] = {key: masked(key, value, Config) for key, value in sweep.overrides.items()}
+    overrides = {key: masked(key, value, Config) for key, value in sweep.overrides.items()}
+    about = sweep.model_copy(update={"overrides": overrides, "base": Path(sweep.base).name})
     path = sweep.results_dir / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         try:
-            jobs = max(jobs, _read(path)[0].jobs)
-        except DamagedError:  # it is written again; what ran beside what is not known
-            jobs = max(jobs, _Kept.jobs)
-    write_whole(path, _KEPT.dump_json(_Kept(command, {**values, "base": Path(sweep.base).name}, jobs), indent=1) + b"\n")
+            jobs = max(jobs, _read(path).jobs)
+        except DamagedError:  # it is written again
+            jobs = max(jobs, _UNKNOWN_JOBS)
+    kept_now = _Kept(command=command, sweep=about, jobs=jobs)
+    write_whole(path, kept_now.model_dump_json(indent=1, exclude={"sweep": _ELSEWHERE}).encode() + b"\n")
 
 
 def holds_cells(directory: Path) -> bool:
@@ -84,7 +81,8 @@ def read_sweep(directory: Path) -> Archive:
         raise ConfigError(
             f"{str(path)!r} is missing, which says what was swept: copy it with the cells, or run the sweep again"
         )
-    about, sweep = _read(path)
+    about = _read(path)
+    sweep = about.sweep
     cells = {shown((*result.setting, ("seed", result.seed))): result for result in found}
     # seed first, then the grid, as `load_sweep` orders cells
     grid = itertools.product(*([(axis, value) for value, _ in levels] for axis, levels in sweep.levels.items()))
@@ -101,10 +99,9 @@ def measured(directory: str | Path) -> Table:
     return read_sweep(path).table if holds_cells(path) else Table([read_run(RunDir.existing(path))])
 
 
-def _read(path: Path) -> tuple[_Kept, SweepConfig]:
+def _read(path: Path) -> _Kept:
     try:
-        found = _KEPT.validate_json(read_small(path))
-        return found, SweepConfig.model_validate(found.sweep, strict=False)
+        return _Kept.model_validate_json(read_small(path))
     except ValidationError as error:
         raise DamagedError(
             f"{path} describes no sweep: {error.errors()[0]['msg']}. The same sweep command writes it again"
