@@ -37,8 +37,8 @@ CASES: Sequence[Case] = (
     Case("token weight, truncated at 2, mean 1", LossConfig(is_cap=2.0, is_normalised=True)),
     Case("token weight 2, mask 0.5 to 2 (IcePop)", LossConfig(is_cap=2.0, token_mask=(0.5, 2.0))),
     Case("second-moment mask 0.04 (M2PO), token weight", LossConfig(is_cap=_OPEN, second_moment=0.04)),
-    Case("sequence weight, not truncated", LossConfig(is_cap=_OPEN, is_level="sequence", sequence_ratio="product")),
-    Case("sequence weight, truncated at 2", LossConfig(is_cap=2.0, is_level="sequence", sequence_ratio="product")),
+    Case("sequence weight, not truncated", LossConfig(is_cap=_OPEN, is_level="product")),
+    Case("sequence weight, truncated at 2", LossConfig(is_cap=2.0, is_level="product")),
     Case("sequence weight, geometric, truncated at 2", LossConfig(is_cap=2.0, is_level="sequence")),
     Case("token weight 2, sequence mask, geometric 0.8 to 1.25", LossConfig(sequence_mask=(0.8, 1.25))),
     Case("token weight 2, off-policy sequence mask 0.1", LossConfig(off_policy_delta=0.1)),
@@ -66,9 +66,9 @@ DISTILLED: Sequence[Case] = (
     Case("reverse KL, truncated at 2", LossConfig(kind="reverse_kl")),
     Case("reverse KL, not truncated", LossConfig(kind="reverse_kl", is_cap=_OPEN)),
     Case("forward KL, truncated at 10", LossConfig(kind="forward_kl")),
-    Case("forward KL, truncated at 2", LossConfig(kind="forward_kl", teacher_cap=2.0)),
+    Case("forward KL, truncated at 2", LossConfig(kind="forward_kl", cap=2.0)),
     Case("reverse KL, all 5 tokens", LossConfig(kind="reverse_kl_top_k")),
-    Case("reverse KL, likeliest 2 tokens", LossConfig(kind="reverse_kl_top_k", teacher_top_k=2)),
+    Case("reverse KL, likeliest 2 tokens", LossConfig(kind="reverse_kl_top_k", top_k=2)),
 )
 
 
@@ -114,7 +114,12 @@ def distilled(case: Case, current: Tensor, behaviour: Tensor, teacher: Tensor) -
     those of the data; and the spread of one completion, in units of the former."""
     weights = policy.probabilities(behaviour)
     inputs = policy.inputs_for(
-        current, behaviour, torch.zeros(policy.Y, dtype=torch.float64), 0, teacher, case.config.teacher_top_k
+        current,
+        behaviour,
+        torch.zeros(policy.Y, dtype=torch.float64),
+        0,
+        teacher,
+        case.config.parameters.get("top_k", policy.V),
     )
     found = policy.gradients(inputs, case.config, current)
     mean = (weights[:, None] * found).sum(0)
