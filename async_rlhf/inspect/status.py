@@ -33,6 +33,7 @@ _STEP_BYTES = 64 << 10
 _MOST_CHANGES = 10
 _LAST_STATES = ("finished", "drained")  # of a hub: what it wrote last
 _ACTOR = "version {version:.0f}, {groups:.0f} groups, last message {silent_s:.1f} s ago"
+_BEHIND = "; not version {behind_version} for {behind_s:.1f} s: {behind_because}"
 _CURRICULUM = (
     "{places:,.0f} prompts, {new:,.0f} not used yet, {hard:,.0f} hard, {retired:,.0f} retired; mean pass rate {pass_rate:.2f}"
 )
@@ -49,7 +50,7 @@ class _Hub(_Shape):
     state: str = ""
     waiting_for: str = ""
     ledger: dict[str, int | bool] = {}
-    actors: dict[str, dict[str, float]] = {}
+    actors: dict[str, dict[str, float | str]] = {}
     refused: dict[str, int] = {}
     spool: dict[str, int | bool | str] | None = None
     curriculum: dict[str, float] | None = None
@@ -136,7 +137,8 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     if bits := found["bits"]:
         lines.append(f"bits of completions: {bits['obstacle'] and 'not promised: '}{bits['obstacle'] or 'promised'}")
     for name, actor in hub.get("actors", {}).items() if alive else ():
-        lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}")
+        behind = _sentence(actor, _BEHIND.format_map) if "behind_because" in actor else ""
+        lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}{behind}")
     restarts = dict(sorted(found["restarts"].items()))
     refused = dict(sorted(hub.get("refused", {}).items(), key=lambda item: -item[1]))
     lines += _listed("scorer", found["scorer"], "{0} {1}")

@@ -105,7 +105,7 @@ class ActorSessions:
             _log.warning("%s made no progress with group %d for %.0f s: it goes to others", name, number, timeout_s)
 
     def status(self, now: float) -> dict[str, Any]:
-        """Of each actor, by name: what it reports, serves and holds."""
+        """Of each actor, by name: what it reports, serves and holds, and why it does not serve what it should."""
         return {
             name: {
                 **actor.telemetry,
@@ -113,6 +113,7 @@ class ActorSessions:
                 "capacity": actor.capacity,
                 "groups": len(actor.leases),
                 "silent_s": round(now - actor.last_seen, 3),
+                **self._weight_server.behind(name, self._admission, now),
             }
             for name, actor in self._fleet.actors.items()
         }

@@ -8,6 +8,7 @@ by chunk.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from async_rlhf.buffers.weights.standby import Standby
 from async_rlhf.buffers.weights.store import Delta
 from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num_chunks
 
+_log = logging.getLogger(__name__)
 _CHUNKS_AHEAD = 8  # chunks requested before the first has come
 TURN_S = 0.02
 """Of verification between two decode steps: about as long as a step of a large model. 8 GB are verified in 50 to 100 turns."""
@@ -95,8 +97,8 @@ class WeightReceiver:
                     raise WireError(f"a chunk is one frame, got {len(arrays)}")
                 self._add(self._assembly, part, arrays[0])
                 self._ask_chunk()
-        except WeightsError:
-            self._fetch_again()
+        except WeightsError as error:
+            self._fetch_again(error)
         else:
             self.advance()
 
@@ -116,8 +118,8 @@ class WeightReceiver:
                 self._assembly.advance()
             if self._assembly.is_complete and self._assembly.is_verified:
                 self._finish(self._assembly.whole())
-        except WeightsError:
-            self._fetch_again()
+        except WeightsError as error:
+            self._fetch_again(error)
 
     def refused(self, request: int) -> None:
         """The hub has not (any more) what this request is for: a newer target is on its way."""
@@ -183,13 +185,15 @@ class WeightReceiver:
         self._weights = weights
         self._held = weights if self._config.delta and not self._maps else None
 
-    def _fetch_again(self) -> None:
-        """What came is damaged: fetch it again, and without the help of what is held."""
+    def _fetch_again(self, damage: WeightsError) -> None:
+        """Without the help of what is held. Raises the damage once there was too much in a row."""
         self._num_damaged += 1
-        if self._num_damaged > _MAX_DAMAGED:
-            raise
-        assert self._target is not None
+        if self._num_damaged > _MAX_DAMAGED or self._target is None:
+            raise damage
         target, self._target, self._held = self._target, None, None
+        _log.warning(
+            "version %d came damaged, fetched again (%d of %d): %s", target[1], self._num_damaged, _MAX_DAMAGED, damage
+        )
         self._drop()
         self.adopt(target)
 

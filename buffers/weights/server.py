@@ -16,6 +16,7 @@ from async_rlhf.buffers.errors import WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.message import DeltaSpec
 from async_rlhf.buffers.queue.admission import Actor, Admission
+from async_rlhf.buffers.weights.adoption import Adoption, Version, adoption_of, fetched_for_credit
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, EarlyParts, Verifier
 from async_rlhf.buffers.weights.broadcast import Broadcasts
 from async_rlhf.buffers.weights.digests import num_threads
@@ -81,7 +82,7 @@ class WeightServer:
         """
         if isinstance(message, wire.Publish):
             admission.check_version(message.version)
-        is_here = message.version == admission.published and self._is_here(message.fence, message.version)
+        is_here = message.version == admission.published and self.has((message.fence, message.version))
         if is_here:  # repeated after its answer was lost
             return wire.Checked(done=True) if isinstance(message, wire.Check) else wire.Done()
         answer: wire.Message = wire.Done()
@@ -179,7 +180,7 @@ class WeightServer:
     def serve(self, request: wire.Fetch | wire.FetchChunk) -> tuple[wire.Message, wire.Frames]:
         """The requested manifest or chunk; raises WeightsError when it is not here."""
         if isinstance(request, wire.Fetch):
-            if not self._is_here(request.fence, request.version):
+            if not self.has((request.fence, request.version)):
                 raise WeightsError(f"version {request.version} is not here; there are {sorted(self.store.versions)}")
             return self._manifest(request), []
         if request.delta is None:
@@ -209,53 +210,50 @@ class WeightServer:
         engines are sent for a broadcast."""
         yield from self.broadcasts.messages
         self.broadcasts.messages.clear()
-        newest = None if admission.bound.exact else (admission.fence, admission.published)
         for name, actor in admission.fleet.actors.items():
-            serving = (actor.fence, actor.version)
-            if serving == newest and actor.announced in (None, newest):
-                actor.behind_since = None
-                continue  # so it is with nearly all, nearly always
-            if (version := admission.target(name)) is None:
+            state, target = adoption_of(name, actor, admission, self)
+            if target is None or state is Adoption.NOT_STORED:
                 continue
-            target = (admission.fence, version)
-            if not (self._is_here(*target) or self.broadcasts.has_received(actor, target)):
-                continue
-            if target == serving:
+            if target == (actor.fence, actor.version):
                 actor.behind_since = None
             elif actor.behind_since is None:
                 actor.behind_since = now
-            if self.broadcasts.is_expected(name, actor, target):
-                continue
-            # A fetch that is under way is finished as long as it can still earn a credit: else a link that is slower than a
-            # step would fetch for ever and adopt nothing.
-            if self._fetches(actor, admission) is not None:
-                continue
-            # Also when it is to stay after all: it may be about to leave for an earlier target.
-            if target != (actor.announced or serving):
+            if state is Adoption.DUE:
                 actor.announced = target
-                yield actor.identity, wire.Adopt(fence=target[0], version=version, **self.broadcasts.offer(actor, target))
+                offer = self.broadcasts.offer(actor, target)
+                yield actor.identity, wire.Adopt(fence=target[0], version=target[1], **offer)
+
+    def behind(self, name: str, admission: Admission, now: float) -> dict[str, int | float | str]:
+        """For an operator, of an actor that does not serve what it should: the version, why, and for how many seconds."""
+        actor = admission.fleet.actors[name]
+        state, target = adoption_of(name, actor, admission, self)
+        if target is None or state is Adoption.SERVES or target == (actor.fence, actor.version):
+            return {}
+        seconds = 0.0 if actor.behind_since is None else now - actor.behind_since
+        return {"behind_version": target[1], "behind_s": round(seconds, 3), "behind_because": str(state)}
 
     def drop_old(self, admission: Admission) -> None:
         """Forget the sets that are neither needed nor being fetched for a credit."""
         needed = admission.lowest_needed_version()
         if all(version >= needed for version in self.store.versions):
             return
-        fetched = (self._fetches(actor, admission) for actor in admission.fleet.actors.values())
+        fetched = (fetched_for_credit(actor, admission, self) for actor in admission.fleet.actors.values())
         lowest = min([needed, *(each for each in fetched if each is not None)])
         self.store.keep(lambda version: version >= lowest)
 
-    def _is_here(self, fence: int, version: int) -> bool:
-        """Of a version that was broadcast its own bytes are, and not those of another learner's."""
-        is_broadcast = self.broadcasts.newest == (fence, version)
-        return version in self.store and (not is_broadcast or self.store.get(version).fence == fence)
+    # -- what is here (`adoption.Stored`) ----------------------------------------------------------------------------
 
-    def _fetches(self, actor: Actor, admission: Admission) -> int | None:
-        """The version announced to an actor, which it has not got yet, and may still begin something with."""
-        if actor.announced is None or actor.announced == (actor.fence, actor.version):
-            return None
-        fence, version = actor.announced
-        is_worth_it = fence == admission.fence and self._is_here(fence, version) and admission.may_begin(version)
-        return version if is_worth_it else None
+    def has(self, version: Version) -> bool:
+        """Of a version that was broadcast its own bytes, and not those of another learner's."""
+        fence, number = version
+        is_broadcast = self.broadcasts.newest == version
+        return number in self.store and (not is_broadcast or self.store.get(number).fence == fence)
+
+    def was_broadcast(self, actor: Actor, version: Version) -> bool:
+        return self.broadcasts.has_received(actor, version)
+
+    def is_in_broadcast(self, name: str, actor: Actor, version: Version) -> bool:
+        return self.broadcasts.is_expected(name, actor, version)
 
     @staticmethod
     def serves(actor: Actor, fence: int, version: int) -> None:

@@ -24,10 +24,8 @@ from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import Row, of_prompts
-from async_rlhf.actors.reference import is_address
-from async_rlhf.actors.rewards.settings import TransientError
 from async_rlhf.buffers.config import check_installed
-from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.errors import ConfigError, check_all, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
 from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.launch.forked import umask
@@ -41,6 +39,7 @@ from async_rlhf.run.checks.model import (
     names_end,
     no_room,
 )
+from async_rlhf.run.checks.servers import unanswered
 from async_rlhf.run.checks.spool import check_spool
 from async_rlhf.run.config import Config
 from async_rlhf.run.effects import without_effect
@@ -54,7 +53,6 @@ from async_rlhf.run.scoring import (
     environment_specs,
     of_source,
     played_by,
-    reward_specs,
     score_names,
     stage_specs,
     stop_strings,
@@ -62,7 +60,7 @@ from async_rlhf.run.scoring import (
 from async_rlhf.run.tracking import check_place
 from async_rlhf.run.watching import HooksConfig, TrackingConfig
 
-_SHOWN, _PROBED = 10, 64
+_SHOWN = 10
 _OF_SOURCE = re.compile(r"\bdata\.(?=(source|columns|options|size|template)\b)")
 
 Environments = Mapping[str, EnvironmentSpec]
@@ -86,23 +84,23 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
     it needs none of its packages and devices. Raises ConfigError."""
     if is_here:
-        check_inherited()
-        _check_packages(config)
-        _check_devices(config)
-    environments = environment_specs(config)
+        check_all(check_inherited, partial(_check_packages, config), partial(_check_devices, config))
+    environments = dict[str, EnvironmentSpec]()
+    check_all(
+        lambda: environments.update(environment_specs(config)), partial(check_tracking, config.tracking),
+        partial(check_hooks, config.hooks), partial(check_teachers, config), partial(stage_specs, config),
+    )  # fmt: skip
     rows = rows or load_rows(config.data)
-    check_tracking(config.tracking)
-    check_hooks(config.hooks)
     spool = config.data.spool
     of_spool = check_spool(spool) if spool is not None and is_here else []
-    check_teachers(config)
-    if spool is not None:
-        stage_specs(config)  # what they and the environment want of a row is looked at when it comes
-    else:
-        _check_columns(config, [*rows[0], *rows[1]], environments)
-        _check_sources(config, rows[0])
-        config.scoring.reference.check_taught(row.columns for row in rows[0])
-    _check_judged(config, rows[0], environments)
+    rules = [partial(_check_judged, config, rows[0], environments)]
+    if spool is None:  # of a spool's row what is wanted of it is looked at when it comes
+        rules += [
+            partial(_check_columns, config, [*rows[0], *rows[1]], environments),
+            partial(_check_sources, config, rows[0]),
+            partial(config.scoring.reference.check_taught, [row.columns for row in rows[0]]),
+        ]
+    check_all(*rules)
     names = score_names(config, environments.values())
     config.rewards.composition.check(names)
     judges = {"data.curriculum.reward": config.data.curriculum.reward, "evaluation.solved_by": config.evaluation.solved_by}
@@ -121,10 +119,10 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     _check_evaluation(config, rows[1], environments, converted)
     config.bound(prepared.num_prompts).check()
     # Other hosts may reach what this machine does not. A server may come up while a run goes on, which then asks it again.
-    unanswered = [*_unanswered(config)] if is_here and config.launch.kind == "local" else []
+    of_servers = [*unanswered(config)] if is_here and config.launch.kind == "local" else []
     is_evaluated = rows[1] or config.evaluation.source is not None
     of_evaluation = check_judging(config, names) if is_evaluated else ()
-    return replace(prepared, remarks=[*of_spool, *prepared.remarks, *unanswered, *of_evaluation, *without_effect(config)])
+    return replace(prepared, remarks=[*of_spool, *prepared.remarks, *of_servers, *of_evaluation, *without_effect(config)])
 
 
 def _check_evaluation(config: Config, held_out: Sequence[Row], environments: Environments, converted: bool) -> None:
@@ -356,47 +354,6 @@ def _check_devices(config: Config) -> None:
 
         for setting, device in asked:
             check_device(setting, device)
-
-
-def _unanswered(config: Config) -> Iterator[str]:
-    """Remarks on teachers and judges behind a URL where nothing answers. Raises ConfigError for a teacher with other tokens."""
-    own = config.scoring.reference
-    teachers = {f"scoring.reference.by_source.{source}": path for source, path in own.by_source.items() if is_address(path)}
-    if is_address(own.path):
-        teachers["scoring.reference.path"] = own.path
-    asked = {**teachers}
-    for spec in reward_specs(config):
-        if spec.target == "judge" and isinstance(url := spec.options.get("url"), str):
-            asked[f"rewards.options.{spec.name}.url"] = url
-    if asked:
-        from async_rlhf.actors.rewards import endpoint  # imports an HTTP client, which few need
-
-        for setting, url in asked.items():
-            remarks = [*endpoint.unanswered(setting, url)]
-            if setting in teachers and not remarks and (Path(config.model) / "tokenizer.json").is_file():
-                remarks = [*_tokens_of(config, setting, url)]
-            yield from remarks
-
-
-def _tokens_of(config: Config, setting: str, url: str) -> Iterator[str]:
-    """Whether a teacher reads the policy's ids as the policy does, where its server says its tokens' texts. Raises ConfigError;
-    a remark where it does not answer yet."""
-    from async_rlhf.actors.scoring.served_teacher import other_texts
-
-    texts = PromptTokenizer(Path(config.model)).texts(_PROBED)
-    try:
-        others = other_texts(url, texts, config.scoring.reference.api_key_env)
-    except TransientError as error:
-        yield f"{setting} = {url!r}: {error}. The run asks it again."
-        return
-    except ValueError as error:
-        raise ConfigError(f"{setting}: {error}. A teacher is served so that it says this, as vllm serve does") from error
-    if len(others) > len(texts) // 4:  # a server may write a few otherwise
-        token, text = others[0]
-        raise ConfigError(
-            f"{setting} = {url!r} has other tokens than model = {config.model!r}: {len(others)} of {len(texts)} differ, "
-            f"{token} is {text!r} there and {texts[token]!r} here. Serve a teacher of its family, with the same tokenizer.json"
-        )
 
 
 def check_tracking(config: TrackingConfig) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.protocol.message import DeltaSpec
+from async_rlhf.buffers.weights.adoption import Adoption
 from async_rlhf.buffers.weights.shared import HAS_SEALS
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import DEADLINE_S, until
@@ -135,7 +137,16 @@ def test_an_actor_that_does_not_adopt_in_its_time_is_dropped_and_comes_back(flee
         stubborn.client.poll(ActorState(0, 0, -1, ()), wire.Telemetry(), timeout_s=0.02)  # beats, and never adopts
         return int(hub.weights["dropped_actors"])
 
-    until(dropped)
+    seen = list[dict[str, Any]]()
+
+    def dropped_or_seen() -> int:
+        seen.append(hub.status()["actors"].get("stubborn", {}))
+        return dropped()
+
+    until(dropped_or_seen)
+    assert "behind_s" not in hub.status()["actors"]["anna"]
+    reasons = {(shown["version"], shown["behind_version"], shown["behind_because"]) for shown in seen if "behind_s" in shown}
+    assert reasons == {(-1, 0, str(Adoption.FETCHES))}
     assert "anna" in hub.status()["actors"]
     stubborn.adopt(0)
     until(lambda: hub.status()["actors"].get("stubborn", {}).get("version") == 0, stubborn)

@@ -1,0 +1,75 @@
+"""What stands between an actor and the version that it should serve: a decision, without a clock and without I/O.
+
+`docs/weights.md` has the table of these states for an operator. Each is tried in the order below, and the first that holds is
+the actor's; `DUE` is the one in which the hub sends it an `Adopt`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from async_rlhf.buffers.queue.admission import Actor, Admission
+
+Version = tuple[int, int]
+"""Of weights: the learner's fence, and the number."""
+
+
+class Adoption(StrEnum):
+    SERVES = "serves it"
+    NONE_YET = "no version is published"
+    NOT_STORED = "its bytes are not at the hub yet"
+    IN_BROADCAST = "the device channel brings it"
+    FETCHES = "it fetches and loads what was announced"
+    ANNOUNCED = "it was announced, and is loaded when the actor can take it"
+    DUE = "it is announced now"
+
+
+class Stored(Protocol):
+    """What the hub has of weights."""
+
+    def has(self, version: Version) -> bool: ...
+
+    def was_broadcast(self, actor: Actor, version: Version) -> bool:
+        """Whether the actor's engine has it whole from the device channel."""
+
+    def is_in_broadcast(self, name: str, actor: Actor, version: Version) -> bool: ...
+
+
+class Step(NamedTuple):
+    """target: what the actor should serve; None while no version is published."""
+
+    state: Adoption
+    target: Version | None
+
+
+def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -> Step:
+    """Where an actor is on its way to the version that it should serve."""
+    serving = (actor.fence, actor.version)
+    newest = None if admission.bound.exact else (admission.fence, admission.published)
+    if serving == newest and actor.announced in (None, newest):
+        return Step(Adoption.SERVES, serving)  # so it is with nearly all, nearly always
+    if (number := admission.target(name)) is None:
+        return Step(Adoption.NONE_YET, None)
+    target = (admission.fence, number)
+    if not (stored.has(target) or stored.was_broadcast(actor, target)):
+        return Step(Adoption.NOT_STORED, target)
+    if stored.is_in_broadcast(name, actor, target):
+        return Step(Adoption.IN_BROADCAST, target)
+    # A fetch that is under way is finished as long as it can still earn a credit: else a link that is slower than a step would
+    # fetch for ever and adopt nothing.
+    if fetched_for_credit(actor, admission, stored) is not None:
+        return Step(Adoption.FETCHES, target)
+    # Also when it is to stay after all: it may be about to leave for an earlier target.
+    if target != (actor.announced or serving):
+        return Step(Adoption.DUE, target)
+    return Step(Adoption.SERVES if target == serving else Adoption.ANNOUNCED, target)
+
+
+def fetched_for_credit(actor: Actor, admission: Admission, stored: Stored) -> int | None:
+    """The version announced to an actor, which it has not got yet, and may still begin something with."""
+    if actor.announced is None or actor.announced == (actor.fence, actor.version):
+        return None
+    fence, number = actor.announced
+    is_worth_it = fence == admission.fence and stored.has(actor.announced) and admission.may_begin(number)
+    return number if is_worth_it else None
