@@ -156,8 +156,7 @@ class LossConfig(KindSection):
     """Tokens whose ratio proximal / behaviour lies outside are masked (IcePop)."""
     is_level: Literal["token", "sequence", "product"] = "token"
     """Whose ratio the importance weight is: the token's, or its completion's, which is the geometric mean over the tokens
-    (`sequence`) or their product. A loss whose terms are completions reads `token` as
-    `sequence`."""
+    (`sequence`) or their product. A loss of whole completions reads `token` as `sequence`."""
     sequence_mask: Interval | None = None
     """Completions are masked whose ratio proximal / behaviour, the geometric mean over the tokens, lies outside."""
     second_moment: float | None = Field(default=None, gt=0)

@@ -12,10 +12,10 @@ import ast
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -99,14 +99,11 @@ def advantage(*bare: Any, **declared: Any) -> Callable[[Function], Function]:
     return lambda function: function
 
 
-SpecT = TypeVar("SpecT", bound=LossSpec | AdvantageSpec)
-
-
 @dataclass(frozen=True)
-class Declared(Generic[SpecT]):
+class Declared:
     """A function as its source has it."""
 
-    spec: SpecT
+    spec: LossSpec | AdvantageSpec
     parameters: Mapping[str, Parameter]
 
 
@@ -119,7 +116,7 @@ def shipped(decorator: Decorator) -> Mapping[str, str]:
 
 
 @cache
-def declared(decorator: Decorator, kind: str) -> Declared[Any]:
+def declared(decorator: Decorator, kind: str) -> Declared:
     """What a function declares. Raises ConfigError for one that is not there, is not declared with the decorator, or declares
     what has no meaning."""
     tree, node, call = _declaration(decorator, kind)
@@ -152,26 +149,17 @@ def load_function(decorator: Decorator, kind: str) -> Callable[..., Any]:
     return function
 
 
-def losses() -> Mapping[str, str]:
-    """The shipped ones by name, and the module of each."""
-    return shipped("loss")
-
-
-def advantages() -> Mapping[str, str]:
-    """The shipped ones by name, and the module of each."""
-    return shipped("advantage")
+losses, advantages = partial(shipped, "loss"), partial(shipped, "advantage")
 
 
 def loss_spec(kind: str) -> LossSpec:
     """What a loss declares. Raises ConfigError as `declared` does."""
-    spec: LossSpec = declared("loss", kind).spec
-    return spec
+    return declared("loss", kind).spec  # type: ignore[return-value]
 
 
 def advantage_spec(kind: str) -> AdvantageSpec:
     """What an estimator declares. Raises ConfigError as `declared` does."""
-    spec: AdvantageSpec = declared("advantage", kind).spec
-    return spec
+    return declared("advantage", kind).spec  # type: ignore[return-value]
 
 
 def check_kind(kind: str, decorator: Decorator) -> str:

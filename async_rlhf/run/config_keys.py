@@ -183,7 +183,7 @@ def known(values: dict[str, Any], config: type[BaseModel]) -> dict[str, Any]:
 def check_parameters(section: KindSection, config: type[BaseModel]) -> None:
     """Raises ConfigError for parameters that the function of a section does not take."""
     try:
-        section.arguments  # noqa: B018 - reading them is what is tried
+        _ = section.arguments
     except ValidationError as error:
         name = section.decorator
         problems = ({**problem, "loc": (name, *problem["loc"])} for problem in error.errors())

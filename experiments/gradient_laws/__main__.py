@@ -15,6 +15,7 @@ from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.corrections import second_moment_mask
 from async_rlhf.learner.objective.objective import LossInputs, importance_weight
+from async_rlhf.learner.registry import loss_spec, losses
 
 STALENESS = (0, 1, 4, 8, 16, 32)
 # A cap that nothing reaches: the untruncated estimator.
@@ -30,6 +31,7 @@ class Case:
     scale: float = 1.0
 
 
+_SCALES = {"gspo": 1 / policy.T, "oapl": 2.0}
 CASES: Sequence[Case] = (
     Case("none (decoupled PPO without weight)", LossConfig(is_cap=None)),
     Case("token weight, not truncated", LossConfig(is_cap=_OPEN)),
@@ -45,19 +47,11 @@ CASES: Sequence[Case] = (
     Case("token weight 2, mask of mean divergence 0.02", LossConfig(divergence_mean=0.02)),
     Case("token weight 2, mask of largest divergence 0.1", LossConfig(divergence_max=0.1)),
     Case("decoupled PPO, proximal interpolated", LossConfig(proximal="interpolate")),
-    Case("PPO clip around behaviour", LossConfig(kind="ppo_clip")),
-    Case("CISPO, token weight 2", LossConfig(kind="cispo")),
-    Case("truncated-IS REINFORCE, 2", LossConfig(kind="truncated_is")),
-    Case("DPPO, total variation 0.2, truncated at 2", LossConfig(kind="dppo_tv")),
-    Case("DPPO, binary KL 0.05, truncated at 2", LossConfig(kind="dppo_kl")),
-    Case("IPO 0.3, truncated at 2", LossConfig(kind="ipo")),
-    Case("SAO, band 0.2 to 4", LossConfig(kind="sao")),
-    Case("SAPO, token weight 2", LossConfig(kind="sapo")),
-    Case("VESPO", LossConfig(kind="vespo")),
-    Case("OAPL, beta 1", LossConfig(kind="oapl"), scale=2.0),
-    Case("TOPR", LossConfig(kind="topr")),
-    Case("GSPO, weight 2", LossConfig(kind="gspo"), scale=1 / policy.T),
-    Case("Proximal RLOO", LossConfig(kind="proximal_rloo")),
+    *(
+        Case(f"`{kind}`", LossConfig(kind=kind), _SCALES.get(kind, 1.0))
+        for kind in losses()
+        if loss_spec(kind).learns_from == "all" and kind != LossConfig().kind
+    ),
 )
 
 
