@@ -4,32 +4,108 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal
+from functools import cache
+from typing import Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    create_model,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.registry import advantage_spec, check_kind, loss_spec
+from async_rlhf.learner.registry import Decorator, advantage_spec, check_kind, declared, loss_spec, shipped
 
 Interval = tuple[float, float]
-PositivePair = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
-AdvantageKind = Annotated[str, AfterValidator(lambda kind: check_kind(kind, "advantage"))]
-LossKind = Annotated[str, AfterValidator(lambda kind: check_kind(kind, "loss"))]
 
 
-class AdvantageConfig(Section):
-    """What a completion, or each of its tokens, is worth."""
+class KindSection(Section):
+    """A section whose `kind` names a function, with the function's own parameters as settings beside its fields.
 
-    kind: AdvantageKind = "group_relative"
+    Those of a shipped function are read and filled in as the section is made. Those of a user's own file are when they are
+    asked for, first by the check before a run: who only reads a configuration needs no such file.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    decorator: ClassVar[Decorator]
+    kind: str
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str) -> str:
+        return check_kind(kind, cls.decorator)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        kind = values.get("kind", cls.model_fields["kind"].default) if isinstance(values, dict) else None
+        if not isinstance(kind, str) or kind not in shipped(cls.decorator):
+            return values
+        own = {name: value for name, value in values.items() if name not in cls.model_fields}
+        return {**values, **dict(own_parameters(cls, kind).model_validate(own))}
+
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """What was filled in is neither set nor other than the default."""
+        values: dict[str, Any] = dump(self)
+        if not (info.exclude_defaults or info.exclude_unset) or self.kind not in shipped(self.decorator):
+            return values
+        filled_in = own_parameters(type(self), self.kind)().model_dump()
+        own = self.model_extra or {}
+        return {name: value for name, value in values.items() if name not in own or own[name] != filled_in[name]}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The function's own. Raises ConfigError for a function that cannot be read, ValidationError for what it does not
+        take."""
+        return dict(own_parameters(type(self), self.kind).model_validate(self.model_extra))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All that the function takes by keyword: fields of this section, and its own parameters. Raises as `parameters`."""
+        shared = declared(self.decorator, self.kind).parameters.keys() & type(self).model_fields
+        return {name: getattr(self, name) for name in shared} | self.parameters
+
+    def takes(self, name: str) -> bool:
+        """Whether the function has this keyword parameter. Raises ConfigError."""
+        return name in declared(self.decorator, self.kind).parameters
+
+
+@cache
+def own_parameters(section: type[KindSection], kind: str) -> type[Section]:
+    """The parameters of a function that are no fields of its section, as a section. Raises ConfigError."""
+    taken = declared(section.decorator, kind).parameters
+    for name in taken.keys() & section.model_fields:
+        if taken[name][1] is not ...:
+            raise ConfigError(
+                f"{section.decorator}.kind = {kind!r}: parameter {name!r} has the name of {section.decorator}.{name}, which is "
+                "given to it; leave its default out, or choose another name"
+            )
+    own: dict[str, Any] = {name: each for name, each in taken.items() if name not in section.model_fields}
+    return create_model(kind, __base__=_Parameters, **own)
+
+
+class _Parameters(Section):
+    model_config = ConfigDict(validate_default=True, protected_namespaces=())
+
+
+class AdvantageConfig(KindSection):
+    """What a completion, or each of its tokens, is worth. Beside these keys each estimator has parameters of its own."""
+
+    decorator = "advantage"
+    kind: str = "group_relative"
     """From rewards: `group_relative` (GRPO), `leave_one_out` (RLOO), `optimal_token`, `max_rl`, `oapl`, `reinforce_pp` (over
     the batch). With a critic: `gae`, or for stale data `v_trace` and `traced`. One of your own: `file.py:name` or
     `package.module:name`."""
     level: Literal["completion", "turn"] = "completion"
     """`turn`: each turn of an episode has an advantage (`group_relative`, `leave_one_out`): its return, the reward and what the
     environment gave from this turn on (an agent: for it alone), compared with its siblings' same turn."""
-    scale_by_std: bool = True
-    """`group_relative`: divide a group's centred rewards by their standard deviation."""
     constant_groups: Literal["keep", "drop", "refill"] = "keep"
     """Groups whose rewards are all equal: kept (their advantage is 0), dropped from the batch and counted, or replaced by
     others before a batch is made, so that it is full of groups with different rewards (dynamic sampling)."""
@@ -43,35 +119,24 @@ class AdvantageConfig(Section):
     """Discount per token, of estimators that look at tokens: `reinforce_pp` and those with a critic."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """Decay of the traces of `gae` and `traced` (and of `v_trace`, times its c)."""
-    lam_alpha: float | None = Field(default=None, gt=0)
-    """In place of `lam` in advantages: a completion of N sampled tokens has 1 - 1 / (lam_alpha N), at least 0."""
-    lam_critic: float | None = Field(default=None, ge=0, le=1)
-    """In place of `lam` in what the critic is fitted to."""
-    rho_cap: float = Field(default=1.0, gt=0)
-    """`v_trace`, `traced`: upper truncation of the weight of a temporal difference."""
-    c_cap: float = Field(default=1.0, gt=0)
-    """`v_trace`, `traced`: upper truncation of the weight by which a trace is cut; at most `rho_cap`."""
-    bootstrap: Literal["mixed", "target"] = "mixed"
-    """`v_trace`: behind a token stand the V-trace target and the critic's value, mixed by `lam` (rlax), or the target alone
-    (IMPALA)."""
-    oapl_beta: float = Field(default=1.0, gt=0)
-    """`oapl`: what a nat of divergence from the policy that sampled costs; as a rule `loss.oapl_beta`."""
     normalise: bool = True
     """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
 
     @property
     def needs_critic(self) -> bool:
-        return advantage_spec(self.kind).needs_critic
+        return advantage_spec(self.kind).critic
 
     @property
     def needs_energy(self) -> bool:
         return advantage_spec(self.kind).level == "group_tokens"
 
 
-class LossConfig(Section):
-    """The objective and its corrections for data sampled by other weights."""
+class LossConfig(KindSection):
+    """The objective and its corrections for data sampled by other weights. Beside these keys each loss has parameters of its
+    own."""
 
-    kind: LossKind = "decoupled_ppo"
+    decorator = "loss"
+    kind: str = "decoupled_ppo"
     """One of `docs/learner.md`: `decoupled_ppo` clips around the policy at the start of the step, `ppo_clip` around the one
     that sampled. One of your own: `file.py:name` or `package.module:name`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -89,31 +154,28 @@ class LossConfig(Section):
     """Whether importance weights are divided by their mean over the batch; needs a forward pass before the first update."""
     token_mask: Interval | None = None
     """Tokens whose ratio proximal / behaviour lies outside are masked (IcePop)."""
-    is_level: Literal["token", "sequence"] = "token"
-    """Whose importance weight: the token's or its completion's. Losses whose terms are completions always take the latter."""
+    is_level: Literal["token", "sequence", "product"] = "token"
+    """Whose ratio the importance weight is: the token's, or its completion's, which is the geometric mean over the tokens
+    (`sequence`) or their product. A loss of whole completions reads `token` as `sequence`."""
     sequence_mask: Interval | None = None
-    """Completions whose ratio proximal / behaviour lies outside are masked."""
-    sequence_ratio: Literal["geometric", "product"] = "geometric"
-    """A completion's ratio: geometric mean over its tokens, or their product."""
+    """Completions are masked whose ratio proximal / behaviour, the geometric mean over the tokens, lies outside."""
     second_moment: float | None = Field(default=None, gt=0)
     """The most off-policy tokens are masked until the mean squared log-ratio of the batch is this (M2PO: 0.04)."""
     off_policy_delta: float | None = Field(default=None, gt=0)
     """A completion with a negative advantage is masked when its mean log-ratio behaviour / proximal is above this."""
     divergence_mean: float | None = Field(default=None, gt=0)
-    """Completions whose tokens have diverged from behaviour to proximal by more than this on average, in nats, are masked."""
+    """Completions whose tokens have diverged from behaviour to proximal by more than this on average, in nats, are masked; of a
+    token it is r - 1 - log r with r = proximal / behaviour."""
     divergence_max: float | None = Field(default=None, gt=0)
     """Completions with a token beyond this are masked."""
-    divergence_estimator: Literal["k2", "k3"] = "k3"
-    """Of these two, with r = proximal / behaviour: (log r)^2 / 2, or r - 1 - log r, whose mean is the divergence."""
     allow_uncorrected: bool = False
     """Permit staleness above 0, or an engine that samples from a part of its cache, without an importance weight."""
     mask_truncated: bool = False
     """Whether completions that a budget of tokens cut (`finish_reason` "length" or "context") leave the loss and its divisors;
     their rewards stay in baselines."""
     reduction: Literal["token", "sequence", "fixed"] = "token"
-    """A loss per token is averaged over tokens, over completions, or divided by completions times `fixed_length`."""
-    fixed_length: int | None = Field(default=None, ge=1)
-    """`fixed`: tokens that a completion counts for; as a rule `generation.max_completion_length`."""
+    """A loss per token is averaged over tokens, over completions, or (`fixed`) divided by completions times the most tokens
+    that one can have."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference: the frozen initial model, or a teacher (`scoring.reference.path`)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -122,30 +184,6 @@ class LossConfig(Section):
     """Where the divergence is subtracted: as a term of the loss, or from the reward of each token."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
-    dpo_beta: float = Field(default=0.1, gt=0)
-    """`online_dpo`: how strongly the policy is held to the reference."""
-    oapl_beta: float = Field(default=1.0, gt=0)
-    """`oapl`: how much a nat of a completion's log-ratio to the policy that sampled it counts, in units of reward."""
-    dppo_tv_delta: float = Field(default=0.2, gt=0, lt=1)
-    """`dppo_tv`: how far the probability of a token may move from the one it was sampled with."""
-    dppo_kl_delta: float = Field(default=0.05, gt=0)
-    """`dppo_kl`: the same as a divergence, in nats."""
-    ipo_epsilon: float = Field(default=0.3, gt=0, lt=1)
-    """`ipo`: tokens whose probability has moved further, up or down, are masked."""
-    sapo_tau: PositivePair = (1.0, 1.05)
-    """`sapo`: how fast tokens fade out as their ratio leaves 1, for positive advantages and for others."""
-    vespo_k: PositivePair = (2.0, 3.0)
-    """`vespo`: the power of a completion's ratio in its weight, for advantages of at least 0 and for negative ones."""
-    vespo_lambda: PositivePair = (3.0, 2.0)
-    """`vespo`: how fast the weight of a large ratio falls, for the same two."""
-
-    sao_band: Interval = (0.2, 4.0)
-    """`sao`: tokens whose ratio current / behaviour lies outside are masked."""
-    teacher_cap: float = Field(default=10.0, gt=0)
-    """`forward_kl`: upper truncation of a token's probabilities under teacher and policy over the one it was sampled with."""
-    teacher_top_k: int = Field(default=32, ge=1, le=1024)
-    """`reverse_kl_top_k`: so many tokens of each place, the policy's likeliest, are compared with the teacher; all of a smaller
-    vocabulary."""
 
     @property
     def kl_in_reward(self) -> bool:
@@ -227,9 +265,7 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up; `linear` and `cosine` fall to 0."""
-    schedule_steps: int | None = Field(default=None, ge=1)
-    """Steps after which the learning rate has fallen, warm-up included; as a rule `max_steps`."""
+    """How the learning rate goes on after the warm-up; `linear` and `cosine` fall to 0 at `max_steps`."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates made from one pass over a batch (minibatches of whole groups)."""
     epochs: int = Field(default=1, ge=1)

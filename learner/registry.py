@@ -1,8 +1,9 @@
-"""Losses and advantage estimators by name: what each declares, read without importing it, and the function itself.
+"""Losses and advantage estimators by name: what each declares, the settings that it takes, and the function itself.
 
 `kind` is the name of a shipped one, or names a user's own as `file.py:name` or `package.module:name`. A declaration is the
-decorator `@loss(...)` or `@advantage(...)`. Its arguments are literals: configurations are checked in processes without torch,
-which read the source and do not import it. No torch here.
+decorator `@loss(...)` or `@advantage(...)`; settings are keyword-only parameters. Configurations are checked in processes
+without torch, which read the source and do not import it: arguments of the decorator are literals, and so are defaults of
+settings (`signature.py`). No torch here.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Callable, Mapping
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.user_files import import_file
+from async_rlhf.learner.signature import Parameter, last_name, parameters
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_OBJECTIVE = "async_rlhf.learner.objective"
+Decorator = Literal["loss", "advantage"]
+_MODULES: Mapping[Decorator, str] = {"loss": "losses", "advantage": "advantages"}
 
 
 class _Spec(BaseModel):
@@ -38,10 +42,8 @@ class LossSpec(_Spec):
     learns_from: Literal["all", "pair", "best", "teacher"] = "all"
     """Members of a group that it is given. `teacher`: all, and what the reference says of each token counts, no advantage."""
     needs: tuple[Literal["proximal", "behaviour", "reference", "top_k"], ...] = ("proximal",)
-    """The log-probabilities that it reads beside the current ones. `top_k`: of the `loss.teacher_top_k` likeliest tokens under
-    the current policy, under it and a reference that the learner holds."""
-    truncates: bool = False
-    """Whether its own ratio to the behaviour policy is truncated at `is_cap`."""
+    """The log-probabilities that it reads beside the current ones. `top_k`: of the likeliest tokens under the current policy,
+    as many as its parameter `top_k` says, under it and a reference that the learner holds."""
 
     @property
     def takes_ratios(self) -> bool:
@@ -67,124 +69,138 @@ class LossSpec(_Spec):
 class AdvantageSpec(_Spec):
     """What an advantage estimator is, apart from its formula."""
 
-    level: Literal["group", "group_tokens", "token_rewards", "tokens"] = "group"
+    level: Literal["group", "group_tokens", "tokens"] = "group"
     """What it is called with: the rewards of one group (None: does not count); rewards, and energies of tokens (see
-    `PolicyEvaluation`), of its completions that count; rewards and ends of all tokens of the batch; or rewards, a critic's
-    values, log-ratios proximal / behaviour and ends of all tokens."""
+    `PolicyEvaluation`), of its completions that count; or all tokens of the batch (`Tokens`)."""
+    critic: bool = False
+    """Whether tokens have a critic's values; then it gives returns, to which the critic is fitted, beside advantages."""
     off_policy: bool = True
     """False: it takes data as the policy's own."""
 
-    @property
-    def needs_critic(self) -> bool:
-        return self.level == "tokens"
+    @model_validator(mode="after")
+    def _check(self) -> AdvantageSpec:
+        if self.critic and self.level != "tokens":
+            raise ValueError('critic = True: declare level = "tokens" too')
+        return self
 
 
 def loss(*bare: Any, **declared: Any) -> Callable[[Function], Function]:
-    """Declare a loss by fields of `LossSpec`: a function `(inputs: LossInputs, weight_N, config: LossConfig)` that returns
-    terms (of tokens, completions or pairs) and sums over tokens to record."""
-    _declared("loss", LossSpec, declared, *bare)
+    """Declare a loss by fields of `LossSpec`: a function `(inputs: LossInputs, weight_N, *, ...)` that returns terms (of
+    tokens, completions or pairs) and sums over tokens to record. Its keyword parameters are settings of `[loss]`: those that
+    `[loss]` has for every loss, without a default, and its own."""
+    _spec("loss", declared, *bare)
     return lambda function: function
 
 
 def advantage(*bare: Any, **declared: Any) -> Callable[[Function], Function]:
-    """Declare an estimator by fields of `AdvantageSpec`. Its keyword-only parameters are settings of `[advantage]`."""
-    _declared("advantage", AdvantageSpec, declared, *bare)
+    """Declare an estimator by fields of `AdvantageSpec`. Its keyword parameters are settings of `[advantage]`, as those of a
+    loss are of `[loss]`."""
+    _spec("advantage", declared, *bare)
     return lambda function: function
 
 
-SpecT = TypeVar("SpecT", bound=LossSpec | AdvantageSpec)
+@dataclass(frozen=True)
+class Declared:
+    """A function as its source has it."""
+
+    spec: LossSpec | AdvantageSpec
+    parameters: Mapping[str, Parameter]
 
 
-def _declared(decorator: str, spec: type[SpecT], declared: Mapping[str, Any], *bare: Any) -> SpecT:
+@cache
+def shipped(decorator: Decorator) -> Mapping[str, str]:
+    """The shipped ones by name, and the module of each."""
+    place = _MODULES[decorator]
+    functions = _functions(_parsed(Path(__file__).parent / "objective" / f"{place}.py"))
+    return {name: f"async_rlhf.learner.objective.{place}" for name, node in functions.items() if _call(node, decorator)}
+
+
+@cache
+def declared(decorator: Decorator, kind: str) -> Declared:
+    """What a function declares. Raises ConfigError for one that is not there, is not declared with the decorator, or declares
+    what has no meaning."""
+    tree, node, call = _declaration(decorator, kind)
+    try:
+        words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except ValueError as error:
+        raise ConfigError(
+            f"{decorator}.kind = {kind!r}: the arguments of @{decorator}(...) must be written out (strings, True, tuples "
+            "of strings): they are read without running the file"
+        ) from error
+    try:
+        spec, taken = _spec(decorator, words), parameters(node, tree)
+        if "top_k" in getattr(spec, "needs", ()) and "top_k" not in taken:
+            raise ConfigError('needs = ("top_k",): it says of how many tokens by a parameter, as in *, top_k: int = 32')
+    except ConfigError as error:
+        raise ConfigError(f"{decorator}.kind = {kind!r}: {error}") from error
+    return Declared(spec, taken)
+
+
+@cache
+def load_function(decorator: Decorator, kind: str) -> Callable[..., Any]:
+    """The function; imports torch, and a user's own file. Raises ConfigError."""
+    place, name = _where(decorator, kind)
+    try:
+        module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+        function: Callable[..., Any] = getattr(module, name)
+    except (Exception, SystemExit) as error:
+        what = f"importing {place} raised {type(error).__name__}: {error}"
+        raise ConfigError(f"{decorator}.kind = {kind!r}: {what}") from error
+    return function
+
+
+losses, advantages = partial(shipped, "loss"), partial(shipped, "advantage")
+
+
+def loss_spec(kind: str) -> LossSpec:
+    """What a loss declares. Raises ConfigError as `declared` does."""
+    return declared("loss", kind).spec  # type: ignore[return-value]
+
+
+def advantage_spec(kind: str) -> AdvantageSpec:
+    """What an estimator declares. Raises ConfigError as `declared` does."""
+    return declared("advantage", kind).spec  # type: ignore[return-value]
+
+
+def check_kind(kind: str, decorator: Decorator) -> str:
+    """Raises ValueError for what is neither shipped nor names a user's own."""
+    if kind in shipped(decorator) or all(kind.rpartition(":")[::2]):
+        return kind
+    raise ValueError(
+        f"{kind!r} is none of {', '.join(shipped(decorator))} and names no 'file.py:name' or 'package.module:name'"
+    )
+
+
+def _spec(decorator: Decorator, words: Mapping[str, Any], *bare: Any) -> LossSpec | AdvantageSpec:
     if bare:
         raise ConfigError(f"@{decorator} takes no function: write @{decorator}(), with its parentheses")
     try:
-        return spec(**declared)
+        return LossSpec(**words) if decorator == "loss" else AdvantageSpec(**words)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"@{decorator} {'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from error
 
 
-class _Kind(Generic[SpecT]):
-    """The functions with one decorator: those shipped in the module `place` of `objective/`, and users' own."""
-
-    def __init__(self, decorator: str, place: str, spec: type[SpecT]) -> None:
-        self._decorator, self._place, self._spec = decorator, place, spec
-        self.shipped: Callable[[], Mapping[str, str]] = cache(self._shipped)
-        self.spec: Callable[[str], SpecT] = cache(self._read)
-        self.settings: Callable[[str], tuple[str, ...]] = cache(self._settings)
-        self.load: Callable[[str], Callable[..., Any]] = cache(self._load)
-
-    def _shipped(self) -> Mapping[str, str]:
-        """The shipped ones by name, and the module of each."""
-        functions = _functions(Path(__file__).parent / "objective" / f"{self._place}.py")
-        return {each.name: f"{_OBJECTIVE}.{self._place}" for each in functions if _call(each, self._decorator)}
-
-    def _read(self, kind: str) -> SpecT:
-        """What a function declares. Raises ConfigError for one that is not there or not declared with the decorator."""
-        decorator = self._decorator
-        _, call = self._declaration(kind)
-        try:
-            declared = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-            return _declared(decorator, self._spec, declared)
-        except ConfigError as error:
-            raise ConfigError(f"{decorator}.kind = {kind!r}: {error}") from error
-        except ValueError as error:
-            raise ConfigError(
-                f"{decorator}.kind = {kind!r}: the arguments of @{decorator}(...) must be written out (strings, True, tuples "
-                "of strings): they are read without running the file"
-            ) from error
-
-    def _settings(self, kind: str) -> tuple[str, ...]:
-        """The keyword-only parameters of a function. Raises ConfigError as `spec` does."""
-        node, _ = self._declaration(kind)
-        return tuple(each.arg for each in node.args.kwonlyargs)
-
-    def _load(self, kind: str) -> Callable[..., Any]:
-        """The function; imports torch, and a user's own file. Raises ConfigError."""
-        place, name = self._where(kind)
-        try:
-            module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
-            function: Callable[..., Any] = getattr(module, name)
-        except (Exception, SystemExit) as error:
-            what = f"importing {place} raised {type(error).__name__}: {error}"
-            raise ConfigError(f"{self._decorator}.kind = {kind!r}: {what}") from error
-        return function
-
-    def _where(self, kind: str) -> tuple[str, str]:
-        """File or module, and name in it."""
-        place, _, name = kind.rpartition(":")
-        return (self.shipped()[kind], kind) if kind in self.shipped() else (place, name)
-
-    def _declaration(self, kind: str) -> tuple[ast.FunctionDef, ast.Call]:
-        """A function and the call of its decorator, read from the source."""
-        asked, decorator = f"{self._decorator}.kind = {kind!r}", self._decorator
-        place, name = self._where(kind)
-        functions = {
-            each.name: each for each in _functions(Path(place) if place.endswith(".py") else _module_file(place, asked))
-        }
-        if name not in functions:
-            hint = did_you_mean(name, list(functions)) if functions else "it defines no function"
-            raise ConfigError(f"{asked}: no function {name!r} at the top level of {place}; {hint}")
-        if (call := _call(functions[name], decorator)) is not None:
-            return functions[name], call
-        if other := next((other for other in ("loss", "advantage") if _call(functions[name], other)), None):
-            raise ConfigError(f"{asked} is declared with @{other}(): name it in {other}.kind")
-        raise ConfigError(f"{asked} is not declared: write @{decorator}() above its 'def' (from async_rlhf import {decorator})")
+def _where(decorator: Decorator, kind: str) -> tuple[str, str]:
+    """File or module, and name in it."""
+    place, _, name = kind.rpartition(":")
+    return (shipped(decorator)[kind], kind) if kind in shipped(decorator) else (place, name)
 
 
-_LOSSES, _ADVANTAGES = _Kind("loss", "losses", LossSpec), _Kind("advantage", "advantages", AdvantageSpec)
-losses, loss_spec, load_loss = _LOSSES.shipped, _LOSSES.spec, _LOSSES.load
-advantages, advantage_spec, load_advantage = _ADVANTAGES.shipped, _ADVANTAGES.spec, _ADVANTAGES.load
-advantage_settings = _ADVANTAGES.settings
-
-
-def check_kind(kind: str, section: Literal["loss", "advantage"]) -> str:
-    """Raises ValueError for what is neither shipped nor names a user's own."""
-    shipped = losses() if section == "loss" else advantages()
-    if kind in shipped or all(kind.rpartition(":")[::2]):
-        return kind
-    raise ValueError(f"{kind!r} is none of {', '.join(shipped)} and names no 'file.py:name' or 'package.module:name'")
+def _declaration(decorator: Decorator, kind: str) -> tuple[ast.Module, ast.FunctionDef, ast.Call]:
+    """A function in its file, and the call of its decorator, read from the source."""
+    asked = f"{decorator}.kind = {kind!r}"
+    place, name = _where(decorator, kind)
+    tree = _parsed(Path(place) if place.endswith(".py") else _module_file(place, asked))
+    functions = _functions(tree)
+    if name not in functions:
+        hint = did_you_mean(name, list(functions)) if functions else "it defines no function"
+        raise ConfigError(f"{asked}: no function {name!r} at the top level of {place}; {hint}")
+    if (call := _call(functions[name], decorator)) is not None:
+        return tree, functions[name], call
+    if other := next((other for other in _MODULES if _call(functions[name], other)), None):
+        raise ConfigError(f"{asked} is declared with @{other}(): name it in {other}.kind")
+    raise ConfigError(f"{asked} is not declared: write @{decorator}() above its 'def' (from async_rlhf import {decorator})")
 
 
 def _module_file(module: str, asked: str) -> Path:
@@ -197,9 +213,9 @@ def _module_file(module: str, asked: str) -> Path:
     return Path(spec.origin)
 
 
-def _functions(file: Path) -> list[ast.FunctionDef]:
+def _parsed(file: Path) -> ast.Module:
     try:
-        return [node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.FunctionDef)]
+        return ast.parse(file.read_bytes())
     except OSError as error:
         hint = "paths are relative to the configuration's folder"
         raise ConfigError(f"{file} cannot be read: {error.strerror}; {hint}") from error
@@ -207,7 +223,11 @@ def _functions(file: Path) -> list[ast.FunctionDef]:
         raise ConfigError(f"{file} is no Python: {error}") from error
 
 
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
 def _call(node: ast.FunctionDef, name: str) -> ast.Call | None:
     """The call of `@name(...)` or `@anything.name(...)`."""
     calls = [each for each in node.decorator_list if isinstance(each, ast.Call)]
-    return next((each for each in calls if ast.unparse(each.func).rpartition(".")[2] == name), None)
+    return next((each for each in calls if last_name(each.func) == name), None)

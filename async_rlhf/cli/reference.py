@@ -14,6 +14,8 @@ import typer
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from async_rlhf.learner.config import KindSection, own_parameters
+from async_rlhf.learner.registry import shipped
 from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import NAME, Setting, settings
 
@@ -73,14 +75,25 @@ def _section(name: str, section: type[BaseModel]) -> Iterator[str]:
     own = (setting for setting in settings(section) if name or "." not in setting.key)
     yield "\n".join(_row(setting, f"{name}." if name else "") for setting in own)
     yield ""
+    if issubclass(section, KindSection):
+        yield f"| `{name}.kind` | parameters of its own |\n| --- | --- |"
+        for kind in shipped(section.decorator):
+            if parameters := [_key(each, f"{name}.") for each in settings(own_parameters(section, kind))]:
+                yield f"| `{kind}` | {'; '.join(parameters)} |"
+        yield ""
 
 
 def _row(setting: Setting, prefix: str) -> str:
     field, key = setting.field, f"{prefix}{setting.key}"
     if not field.description:
         raise ValueError(f"{key} has no meaning: write a docstring under the field")
-    cells = (f"`{key}{_default(field)}` {_type(field.annotation)}{_limits(field)}", _one_line(field.description))
+    cells = (_key(setting, prefix), _one_line(field.description))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _key(setting: Setting, prefix: str) -> str:
+    field = setting.field
+    return f"`{prefix}{setting.key}{_default(field)}` {_type(field.annotation)}{_limits(field)}"
 
 
 def _type(annotation: Any) -> str:
@@ -90,7 +103,7 @@ def _type(annotation: Any) -> str:
     if kind in (Union, UnionType):  # that it may be "none" is said by its default, or stands in its meaning
         return " or ".join(_type(each) for each in inner if each is not NoneType)
     if kind is Annotated:
-        return _type(inner[0])
+        return _type(inner[0]) + "".join(_limits(each) for each in inner[1:] if isinstance(each, FieldInfo))
     if kind is tuple:
         return f"list of {_type(inner[0])}" if inner[-1] is Ellipsis else f"[{', '.join(_type(each) for each in inner)}]"
     if kind is dict:

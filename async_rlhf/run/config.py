@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from async_rlhf.actors.config import ActorsConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
 from async_rlhf.actors.data.config import DataConfig
@@ -24,12 +24,20 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.launch.config import LaunchConfig, PlacementConfig
-from async_rlhf.learner.config import AdvantageConfig, CheckpointConfig, GuardConfig, LearnerConfig, LossConfig
+from async_rlhf.learner.config import (
+    AdvantageConfig,
+    CheckpointConfig,
+    GuardConfig,
+    KindSection,
+    LearnerConfig,
+    LossConfig,
+)
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
 from async_rlhf.run.anchoring import anchor, fetch
 from async_rlhf.run.config_checks import check
-from async_rlhf.run.config_keys import explain, known
+from async_rlhf.run.config_keys import check_parameters, explain, known
+from async_rlhf.run.tables import lay, nested, numbered, plain
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
 # More than any run reaches: groups of a run without `max_steps`, and numbers where the data have no end, for filtered groups
@@ -236,17 +244,16 @@ def override(config: Config, overrides: Mapping[str, Any]) -> Config:
 def changed(config: Config, values: Mapping[str, Any]) -> Config:
     """A configuration that was checked with these values for dotted keys; each is checked by itself. Raises ConfigError."""
     laid = config.model_dump(mode="json", context=REVEALED)
-    for key, value in values.items():
-        _lay(laid, _nested(key, value))
+    _lay_all(laid, [nested(key, value) for key, value in values.items()])
     return validated(laid)
 
 
 def _overridden(values: dict[str, Any], *layers: Mapping[str, Any]) -> Config:
     for layer in layers:
-        for key, value in layer.items():
-            changed = _nested(key, _plain(value))
-            _prepare(changed, Path.cwd())
-            _lay(values, changed)
+        changes = [nested(key, plain(value)) for key, value in layer.items()]
+        for change in changes:
+            _prepare(change, Path.cwd())
+        _lay_all(values, changes)
     check(validated(values), has_model=False)  # a wrong key is named before anything is fetched
     fetch(values)
     config = validated(values)
@@ -259,7 +266,7 @@ def validated(values: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(explain(problem, Config) for problem in error.errors())) from error
+        raise ConfigError("; ".join(explain(problem, Config, values) for problem in error.errors())) from error
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -285,7 +292,7 @@ def parse_settings(sections: Sequence[str], texts: Iterable[str]) -> dict[str, d
         key, value = parse_override(text)
         named = key.partition(".")[0]
         own = named if named in sections else sections[0]
-        _lay(values[own], _nested(key.removeprefix(f"{own}."), value))
+        lay(values[own], nested(key.removeprefix(f"{own}."), value))
     _prepare(values, Path.cwd())
     for name, given in values.items():
         section(name, given)
@@ -295,18 +302,21 @@ def parse_settings(sections: Sequence[str], texts: Iterable[str]) -> dict[str, d
 def section(name: str, values: Any) -> Any:
     """The section of these values. Raises ConfigError."""
     try:
-        return Config.model_fields[name].annotation.model_validate(values)  # type: ignore[union-attr]
+        found = Config.model_fields[name].annotation.model_validate(values)  # type: ignore[union-attr]
     except ValidationError as error:
         problems = ({**problem, "loc": (name, *problem["loc"])} for problem in error.errors())
-        raise ConfigError("; ".join(explain(problem, Config) for problem in problems)) from error
+        raise ConfigError("; ".join(explain(problem, Config, {name: values}) for problem in problems)) from error
+    if isinstance(found, KindSection):
+        check_parameters(found, Config)
+    return found
 
 
 def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested or dotted values as dotted keys. Raises ConfigError."""
-    nested: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for key, value in values.items():
-        _lay(nested, _nested(key, _plain(value)))
-    return dict(flat(nested))
+        lay(tables, nested(key, plain(value)))
+    return dict(flat(tables))
 
 
 def dump(config: Config) -> str:
@@ -325,20 +335,13 @@ def in_toml(value: Any) -> Any:
 
 def differences(old: Config, new: Config) -> list[str]:
     """Dotted keys in which two configurations differ, as `key: old -> new`; of a list of tables each by its number."""
-    before, after = (dict(flat(_numbered(each.model_dump()))) for each in (old, new))
+    before, after = (dict(flat(numbered(each.model_dump()))) for each in (old, new))
     keys = [*before, *(key for key in after if key not in before)]
 
     def shown(values: Mapping[str, Any], key: str) -> str:
         return json.dumps(in_toml(values[key]), default=str) if key in values else "left out"
 
     return [f"{key}: {shown(before, key)} -> {shown(after, key)}" for key in keys if before.get(key) != after.get(key)]
-
-
-def _numbered(value: Any) -> Any:
-    """With tables by their numbers in place of lists of tables."""
-    if isinstance(value, tuple) and value and isinstance(value[0], dict):
-        value = {str(number): each for number, each in enumerate(value)}
-    return {key: _numbered(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _prepare(values: dict[str, Any], base: Path) -> None:
@@ -357,32 +360,16 @@ def _written_out(values: dict[str, Any], name: str) -> None:
         values[name] = {"function": function}
 
 
-def _nested(dotted: str, value: Any) -> dict[str, Any]:
-    """`a.b = value` as tables. Raises ConfigError for a key that is no text."""
-    if not isinstance(dotted, str):
-        raise ConfigError(f"unknown key {dotted!r}: a key is a text, as in {{'max_steps': 3}}")
-    for part in reversed(dotted.split(".")):
-        value = {part: value}
-    return dict(value)
-
-
-def _plain(value: Any) -> Any:
-    """A copy with tables for mappings, and for sections what was set in them."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", exclude_unset=True, context=REVEALED)
-    return {key: _plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value
-
-
-def _lay(under: dict[str, Any], over: Mapping[str, Any], where: str = "") -> None:
-    """Lay tables upon others, as `load` describes. Raises ConfigError for a table upon a value."""
-    for key, value in over.items():
-        known = under.get(key)
-        if isinstance(value, dict) and value and known is not None:
-            if not isinstance(known, dict):
-                raise ConfigError(f"override {f'{where}{key}.{next(iter(value))}'!r}: {key!r} is a value, not a section")
-            _lay(known, value, f"{where}{key}.")
-        else:
-            under[key] = value
+def _lay_all(under: dict[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
+    """Lay tables upon others, one after the other. Where they name another loss or estimator, the parameters of the former are
+    left out: it begins with its own."""
+    for name, section in (("loss", LossConfig), ("advantage", AdvantageConfig)):
+        own, given = under.get(name), [change[name] for change in changes if isinstance(change.get(name), dict)]
+        kinds = [each["kind"] for each in given if "kind" in each]
+        if isinstance(own, dict) and kinds and kinds[-1] != own.get("kind", section.model_fields["kind"].default):
+            under[name] = {key: value for key, value in own.items() if key in section.model_fields}
+    for change in changes:
+        lay(under, change)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

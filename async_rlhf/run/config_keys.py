@@ -11,10 +11,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
+
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.learner.config import KindSection, own_parameters
+from async_rlhf.learner.registry import shipped
 
 _log = logging.getLogger(__name__)
 NAME = "NAME"
@@ -175,11 +180,24 @@ def known(values: dict[str, Any], config: type[BaseModel]) -> dict[str, Any]:
     return values
 
 
-def explain(problem: Mapping[str, Any], config: type[BaseModel]) -> str:
-    """One problem that pydantic found in a configuration: where, the value, the limit or the nearest valid choice."""
+def check_parameters(section: KindSection, config: type[BaseModel]) -> None:
+    """Raises ConfigError for parameters that the function of a section does not take."""
+    try:
+        _ = section.arguments
+    except ValidationError as error:
+        name = section.decorator
+        problems = ({**problem, "loc": (name, *problem["loc"])} for problem in error.errors())
+        raise ConfigError(
+            "; ".join(explain(problem, config, {name: {"kind": section.kind}}) for problem in problems)
+        ) from error
+
+
+def explain(problem: Mapping[str, Any], config: type[BaseModel], values: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """One problem that pydantic found in the values of a configuration: where, the value, the limit or the nearest valid
+    choice."""
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {where!r}: {nearest([str(part) for part in problem['loc']], problem['input'], config)}"
+        return f"unknown key {where!r}{_unknown([str(part) for part in problem['loc']], problem['input'], config, values)}"
     if problem["type"] == "missing":
         return f"key {where!r} is missing and has no default"
     message = problem["msg"].removeprefix("Value error, ")
@@ -189,15 +207,30 @@ def explain(problem: Mapping[str, Any], config: type[BaseModel]) -> str:
     return f"{where}: {message}" if hidden else f"{where} = {problem['input']!r}: {message}"
 
 
-def nearest(given: Sequence[str], value: Any, config: type[BaseModel]) -> str:
+def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: Mapping[str, Any]) -> str:
+    """What to say of an unknown key: in the section of a loss or an estimator, what parameters that one has."""
+    name, word = given[0], given[-1]
+    section = config.model_fields[name].annotation if name in config.model_fields else None
+    if name not in values or not (isinstance(section, type) and issubclass(section, KindSection)):
+        return f": {nearest(given, value, config)}"
+    kind = values[name].get("kind", section.model_fields["kind"].default)
+    own = sorted(own_parameters(section, kind).model_fields)
+    others = [repr(other) for other in shipped(section.decorator) if word in own_parameters(section, other).model_fields]
+    has = f"has the parameter{'s' if own[1:] else ''} {', '.join(own)}" if own else "has no parameters of its own"
+    tail = nearest(given, value, config, own) if not others or word in _OURS else f"it is one of {' or '.join(others)}"
+    return f" = {value!r}: {name}.kind = {kind!r} {has}; {tail}"
+
+
+def nearest(given: Sequence[str], value: Any, config: type[BaseModel], own: Sequence[str] = ()) -> str:
     """The tail of a message about an unknown key: the one that was meant, or all of its section.
 
-    value: what it was set to; of a table that is like no section of ours, the first key in it is looked at.
+    value: what it was set to; of a table that is like no section of ours, the first key in it is looked at. own: further keys
+    of its section.
     """
     *sections, word = given
     known = [setting.key.split(".") for setting in settings(config)]
     fixed = [key for key in known if NAME not in key]
-    beside = {key[len(sections)] for key in known if len(key) > len(sections) and _within(sections, key)}
+    beside = {key[len(sections)] for key in known if len(key) > len(sections) and _within(sections, key)} | {*own}
     found = (
         ([_OURS[word]] if word in _OURS else [])
         or [".".join(key) for key in fixed if key[-1] == word]

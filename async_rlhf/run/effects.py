@@ -3,29 +3,11 @@ them are the same run twice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from async_rlhf.learner.registry import advantage_settings, advantages, loss_spec, losses
+from async_rlhf.learner.config import KindSection
+from async_rlhf.learner.registry import declared, loss_spec, shipped
 from async_rlhf.run.config import Config, flat
-
-_CLIPPING = ("ppo_clip", "decoupled_ppo", "gspo", "proximal_rloo")
-# What of [loss] the formulas of shipped losses read.
-_OF_LOSSES: Mapping[str, tuple[str, ...]] = {
-    "clip_low": _CLIPPING,
-    "clip_high": (*_CLIPPING, "cispo"),
-    "dual_clip": _CLIPPING,
-    "dpo_beta": ("online_dpo",),
-    "oapl_beta": ("oapl",),
-    "dppo_tv_delta": ("dppo_tv",),
-    "dppo_kl_delta": ("dppo_kl",),
-    "ipo_epsilon": ("ipo",),
-    "sapo_tau": ("sapo",),
-    "vespo_k": ("vespo",),
-    "vespo_lambda": ("vespo",),
-    "sao_band": ("sao",),
-    "teacher_cap": ("forward_kl",),
-    "teacher_top_k": ("reverse_kl_top_k",),
-}
 
 
 def without_effect(config: Config) -> Iterator[str]:
@@ -47,7 +29,6 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
         "learner.zero_stage": (learner.backend == "deepspeed", "learner.backend = 'deepspeed'"),
         "learner.lora": (learner.lora.rank > 0, "adapters (learner.lora.rank)"),
         "learner.critic": (learner.critic.kind != "none", "a critic (learner.critic.kind)"),
-        "learner.schedule_steps": (learner.schedule != "constant", "learner.schedule = 'linear' and 'cosine'"),
         "learner.reference_dtype": (bool(config.held_reference), "a reference that the learner holds"),
         "advantage.max_refills": (config.advantage.constant_groups == "refill", "advantage.constant_groups = 'refill'"),
     }
@@ -57,42 +38,31 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _unused_in_loss(config: Config) -> Iterator[tuple[str, str]]:
-    loss, spec = config.loss, loss_spec(config.loss.kind)
-    has_weight = spec.corrects == "weights and masks" and loss.is_cap is not None
-    has_sequence_weight = has_weight and "sequence" in (spec.level, loss.is_level)
-    has_divergence_mask = loss.divergence_mean is not None or loss.divergence_max is not None
-    parts = {
-        "fixed_length": (loss.reduction == "fixed", "loss.reduction = 'fixed'"),
-        "kl_estimator": (loss.kl_coef > 0, "a divergence from the reference (loss.kl_coef)"),
-        "kl_in": (loss.kl_coef > 0, "a divergence from the reference (loss.kl_coef)"),
-        "is_cap": (
-            spec.corrects == "weights and masks" or spec.truncates or loss.kl_coef > 0,
-            "losses that weigh or truncate the ratio to the policy that sampled",
-        ),
-        "sequence_ratio": (
-            (spec.corrects != "nothing" and loss.sequence_mask is not None) or has_sequence_weight,
-            "loss.sequence_mask, and weights of completions (loss.is_level)",
-        ),
-        "divergence_estimator": (
-            spec.corrects != "nothing" and has_divergence_mask,
-            "loss.divergence_mean and loss.divergence_max",
-        ),
-    }
-    yield from ((f"loss.{name}", about) for name, (is_used, about) in parts.items() if not is_used)
-    if loss.kind in losses():
-        others = ((name, kinds) for name, kinds in _OF_LOSSES.items() if loss.kind not in kinds)
-        yield from ((f"loss.{name}", f"loss.kind = {' or '.join(map(repr, kinds))}") for name, kinds in others)
+    loss = config.loss
+    if not (loss_spec(loss.kind).corrects == "weights and masks" or loss.takes("is_cap") or loss.kl_coef > 0):
+        yield "loss.is_cap", "losses that weigh or truncate the ratio to the policy that sampled"
+    if loss.kl_coef == 0:
+        yield from ((f"loss.{name}", "a divergence from the reference (loss.kl_coef)") for name in ("kl_estimator", "kl_in"))
+    yield from ((key, about) for key, about in _of_others(loss) if key != "loss.is_cap")
 
 
 def _unused_in_advantages(config: Config) -> Iterator[tuple[str, str]]:
-    advantage, of = config.advantage, {kind: advantage_settings(kind) for kind in advantages()}
-    settings = {name for names in of.values() for name in names}
+    advantage = config.advantage
     if loss_spec(config.loss.kind).learns_from in ("pair", "best"):
-        names = ("kind", "level", "normalise", *settings)
+        names = ("kind", "level", "normalise", "gamma", "lam", *advantage.parameters)
         yield from ((f"advantage.{name}", "losses that take advantages") for name in names)
         return
-    for name in settings - {*advantage_settings(advantage.kind)}:
-        kinds = " or ".join(repr(kind) for kind, names in of.items() if name in names)
-        yield f"advantage.{name}", f"advantage.kind = {kinds}"
+    yield from _of_others(advantage)
     if not advantage.needs_critic:
         yield "advantage.normalise", "advantages from a critic"
+
+
+def _of_others(section: KindSection) -> Iterator[tuple[str, str]]:
+    """Settings of a section that functions of other kinds take."""
+    takers: dict[str, list[str]] = {}
+    for kind in shipped(section.decorator):
+        for name in declared(section.decorator, kind).parameters.keys() & type(section).model_fields:
+            takers.setdefault(name, []).append(repr(kind))
+    for name, kinds in takers.items():
+        if not section.takes(name):
+            yield f"{section.decorator}.{name}", f"{section.decorator}.kind = {' or '.join(kinds)}"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
-from async_rlhf.learner.registry import advantage_settings, advantage_spec, advantages, loss_spec, losses
+from async_rlhf.learner.registry import advantage_spec, advantages, loss_spec
+from async_rlhf.run.config_keys import check_parameters
 
 if TYPE_CHECKING:
     from async_rlhf.actors.config import EngineConfig
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 def check(config: Config) -> None:
     """Raises ConfigError with all that is found."""
     learner, advantage, loss = config.learner, config.advantage, config.loss
+    for section in (advantage, loss):
+        check_parameters(section, type(config))
     machine = _shared_rows(learner), _ranks(learner, config.groups_per_batch), _schedule(learner, config.max_steps)
     meaning = _estimator(learner, advantage), _advantages_and_loss(advantage, loss), _groups(config), _corrections(loss)
     if found := [*chain(*machine, _backend(learner, config.engine), *meaning, _asynchrony(config), _guard(config))]:
@@ -30,19 +33,10 @@ def check(config: Config) -> None:
 
 def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[str]:
     kind, critic = f"advantage.kind = {advantage.kind!r}", learner.critic.kind
-    known = set(AdvantageConfig.model_fields) - {"kind"}
-    if unknown := sorted(set(advantage_settings(advantage.kind)) - known):
-        yield (
-            f"{kind} asks for {unknown[0]!r} by keyword, which is no setting of [advantage]: {', '.join(sorted(known))}. "
-            "Write a number of your own as a constant of the file"
-        )
     if advantage.needs_critic and critic == "none":
         yield f"{kind} needs a critic's values: set learner.critic.kind = 'head', or advantage.kind = 'group_relative'"
     if not advantage.needs_critic and critic != "none":
         yield f"learner.critic.kind = {critic!r}, and {kind} has no use for values: set learner.critic.kind = 'none'"
-    for name in ("lam_alpha", "lam_critic"):
-        if getattr(advantage, name) is not None and "lam" not in advantage_settings(advantage.kind):
-            yield f"advantage.{name} is set, and {kind} has no lam: leave it out, or set advantage.kind = 'traced'"
     if critic == "none" and (alone := learner.critic.warmup_steps):
         yield f"learner.critic.warmup_steps = {alone} and no critic: set learner.critic.kind, or leave it out"
     own = learner.critic.model_dump(include={"updates", "freeze_attention"}, exclude_defaults=True)
@@ -51,10 +45,11 @@ def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[s
             f"learner.critic.{min(own)} is for a critic with a trunk of its own on plain torch: set learner.critic.kind = "
             "'model' and learner.backend = 'torch', or leave it out"
         )
-    if advantage.c_cap > advantage.rho_cap:
+    c_cap, rho_cap = (advantage.parameters.get(name, 1.0) for name in ("c_cap", "rho_cap"))
+    if advantage.kind in advantages() and c_cap > rho_cap:
         yield (
-            f"advantage.c_cap = {advantage.c_cap:g} is above advantage.rho_cap: a trace would be longer than the step it "
-            f"carries; highest: {advantage.rho_cap:g}"
+            f"advantage.c_cap = {c_cap:g} is above advantage.rho_cap: a trace would be longer than the step it carries; "
+            f"highest: {rho_cap:g}"
         )
 
 
@@ -70,7 +65,7 @@ def _advantages_and_loss(advantage: AdvantageConfig, loss: LossConfig) -> Iterat
         yield "advantage.level = 'turn': turns can differ where rewards are equal; set advantage.constant_groups = 'keep'"
     # REINFORCE++ without discount and divergence has one return for all tokens of a completion
     even = advantage.kind in advantages() and not advantage.needs_critic and advantage.gamma == 1 and not loss.kl_in_reward
-    of_tokens = turns or advantage.needs_energy or (kind.level in ("tokens", "token_rewards") and not even)
+    of_tokens = turns or advantage.needs_energy or (kind.level == "tokens" and not even)
     if of_tokens and (spec.level != "token" or spec.learns_from != "all"):
         several = "advantage.level = 'turn'" if turns else named
         yield f"{named_loss} has one advantage for a completion, {several} has several: set loss.kind = 'decoupled_ppo'"
@@ -87,9 +82,6 @@ def _without_advantages(advantage: AdvantageConfig, loss: LossConfig) -> Iterato
         yield f"advantage.{name} is set, and loss.kind = {loss.kind!r} learns from a teacher and not from rewards: leave it out"
     if loss.off_policy_delta is not None:
         yield f"loss.off_policy_delta masks where an advantage is below 0, and {loss.kind!r} has none; set it to 'none'"
-    for name, kind in (("teacher_cap", "forward_kl"), ("teacher_top_k", "reverse_kl_top_k")):
-        if loss.kind in losses() and loss.kind != kind and getattr(loss, name) != getattr(LossConfig(), name):
-            yield f"loss.{name} is for loss.kind = {kind!r}, and {loss.kind!r} has no use for it: leave it out"
     if loss.kl_in_reward:
         yield f"loss.kl_in = 'reward': rewards do not count in loss.kind = {loss.kind!r}; set loss.kl_in = 'loss'"
 
@@ -126,18 +118,14 @@ def _corrections(loss: LossConfig) -> Iterator[str]:
             yield f"loss.{name} masks single tokens, a term of {kind} is a whole completion: set loss.kind = 'decoupled_ppo'"
         if isinstance(value, tuple) and not 0 <= value[0] < 1 < value[1]:
             yield f"loss.{name} = {list(value)} would mask what the policy itself samples: 1 must be inside, as in [0.5, 2.0]"
-    if loss.kind == "sao" and not loss.sao_band[0] < 1 < loss.sao_band[1]:
-        yield f"loss.sao_band = {list(loss.sao_band)} would mask what the policy itself samples: 1 must be inside"
-    if loss.is_level == "sequence" and spec.corrects != "weights and masks":
-        yield f"loss.is_level = 'sequence': {kind} has the ratio to behaviour in itself; set loss.is_level = 'token'"
+    if loss.is_level != "token" and spec.corrects != "weights and masks":
+        yield f"loss.is_level = {loss.is_level!r}: {kind} has the ratio to behaviour in itself; set loss.is_level = 'token'"
     if loss.is_normalised and (spec.corrects != "weights and masks" or loss.is_cap is None):
         yield f"loss.is_normalised = true: {kind} has no importance weight here; set loss.is_normalised = false"
     if loss.is_normalised and loss.proximal == "interpolate":
         yield "loss.is_normalised = true needs all weights before the first update; set loss.proximal = 'recompute'"
     if spec.level != "token" and loss.reduction != "token":
         yield f"loss.reduction = {loss.reduction!r}: a term of {kind} is no single token; leave loss.reduction at 'token'"
-    if loss.reduction == "fixed" and loss.fixed_length is None:
-        yield "loss.reduction = 'fixed' needs loss.fixed_length; as a rule generation.max_completion_length"
     if loss.kl_in_reward and spec.corrects == "nothing":
         yield f"loss.kl_in = 'reward' changes advantages, and {kind} only ranks completions: set loss.kl_in = 'loss'"
 
@@ -150,7 +138,7 @@ def _asynchrony(config: Config) -> Iterator[str]:
     compressed = None if engine.kv_budget is None else f"engine.kv_policy = {engine.kv_policy!r}"
     if config.queue.max_staleness > 0 or compressed is not None:
         asked = compressed or f"queue.max_staleness = {config.queue.max_staleness}"
-        if (spec.corrects == "weights and masks" or spec.truncates) and loss.is_cap is None:
+        if (spec.corrects == "weights and masks" or loss.takes("is_cap")) and loss.is_cap is None:
             others = "what another distribution sampled" if compressed else "data of other weights"
             yield (
                 f"{asked} without an importance weight trains on {others} as if it were its own. Set loss.is_cap = 2.0, or "
@@ -232,13 +220,12 @@ def _ranks(config: LearnerConfig, groups_per_batch: int) -> Iterator[str]:
 
 
 def _schedule(config: LearnerConfig, max_steps: int | None) -> Iterator[str]:
-    if config.schedule != "constant" and config.schedule_steps is None:
-        whole = "the run has no max_steps" if max_steps is None else f"over the whole run: {max_steps}"
-        yield f"learner.schedule = {config.schedule!r} needs learner.schedule_steps; {whole}"
-    if config.schedule_steps is not None and config.schedule_steps <= config.warmup_steps:
+    if config.schedule != "constant" and max_steps is None:
+        yield f"learner.schedule = {config.schedule!r} falls until max_steps: set that, or learner.schedule = 'constant'"
+    if config.schedule != "constant" and max_steps is not None and max_steps <= config.warmup_steps:
         yield (
-            f"learner.schedule_steps = {config.schedule_steps} ends within the warm-up of {config.warmup_steps} steps; "
-            f"lowest: {config.warmup_steps + 1}"
+            f"learner.schedule = {config.schedule!r} falls until max_steps = {max_steps}, within the warm-up of "
+            f"{config.warmup_steps} steps; lowest max_steps: {config.warmup_steps + 1}"
         )
 
 

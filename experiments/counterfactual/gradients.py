@@ -61,7 +61,8 @@ class Gradients:
         Advantages, and masks that look at the whole batch, are made from all groups before the cut. progress: groups that are
         done, and of how many. Raises NonFiniteError.
         """
-        backend = Controller(self._machine, loss)
+        longest = self._config.generation.longest_completion
+        backend = Controller(self._machine, loss, longest)
         estimates, _ = estimated(groups, rewards, backend, self._config.advantage, loss)
         rows = make_rows(groups, estimates.advantages, estimates.targets)
         of_group = {each[0].group.number: each for each in by_group(rows)}
@@ -71,7 +72,7 @@ class Gradients:
         for part in range(num_parts):
             own: list[Row] = [row for group in islice(waiting, groups_a_part) for row in of_group.get(group.number, [])]
             if own:  # else no completion of these groups is learned from
-                counts_K[part] = denominator(loss, count(own))
+                counts_K[part] = denominator(loss, count(own), longest)
                 sums_KP[part] = backend.gradient(own, self._step).cpu().numpy() * counts_K[part]
             progress(min(len(groups), (part + 1) * groups_a_part), len(groups))
         if not counts_K.any():

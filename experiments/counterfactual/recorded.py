@@ -11,23 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from async_rlhf.buffers.composition import Statistics
-from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group, staleness
 from async_rlhf.experiments.statistics import MIN_SEEDS
 from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec
-from async_rlhf.run.config import Config, differences, read_toml
+from async_rlhf.run.config import Config, differences, read_toml, section
 from async_rlhf.run.run_dir import RunDir
 
 SHIPPED = Path(__file__).resolve().parent / "corrections.toml"
 # What is optimised, not how it is corrected: the same in the reference and in every correction.
-_OBJECTIVE = ("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "mask_truncated", "dpo_beta", "oapl_beta")
-_REDUCTION = ("reduction", "fixed_length")
+_OBJECTIVE = ("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "mask_truncated")
 
 
 @dataclass(frozen=True)
@@ -119,9 +116,10 @@ def plain(loss: LossConfig) -> LossConfig:
     At ratio 1 all losses of tokens have the gradient of A log p, so one stands for all of them; those of whole completions
     differ in what a completion's length counts, so each is its own, without what corrects it.
     """
-    kept = {name: getattr(loss, name) for name in (*_OBJECTIVE, *_REDUCTION)}
-    kind = loss.kind if loss_spec(loss.kind).level == "sequence" else "decoupled_ppo"
-    return LossConfig(**kept, kind=kind, is_cap=None, allow_uncorrected=True)
+    kept = {name: getattr(loss, name) for name in (*_OBJECTIVE, "reduction")}
+    is_own = loss_spec(loss.kind).level == "sequence"
+    own = {"kind": loss.kind, **loss.parameters} if is_own else {"kind": "decoupled_ppo"}
+    return LossConfig(**kept, **own, is_cap=None, allow_uncorrected=True)
 
 
 def _check_kind(config: Config) -> None:
@@ -145,13 +143,11 @@ def _correction(path: Path, name: str, table: Any, own: LossConfig) -> LossConfi
     for key in table:
         if key in _OBJECTIVE:
             raise ConfigError(f"{where}: {key} is what is optimised, and the run's own; leave it out")
-        if key not in LossConfig.model_fields:
-            raise ConfigError(f"{where}: unknown key {key!r}: {did_you_mean(key, LossConfig.model_fields)}")
     try:
-        loss = LossConfig(**{**{key: getattr(own, key) for key in (*_OBJECTIVE, *_REDUCTION)}, **table})
-        spec = loss_spec(loss.kind)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+        loss: LossConfig = section("loss", {key: getattr(own, key) for key in (*_OBJECTIVE, "reduction")} | {**table})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    spec = loss_spec(loss.kind)
     if spec.learns_from != "all" or spec.level == "pair":
         raise ConfigError(f"{where}: loss {loss.kind!r} does not estimate the policy gradient of all completions; leave it out")
     return loss

@@ -15,6 +15,7 @@ from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable as policy
 from async_rlhf.learner.objective.corrections import second_moment_mask
 from async_rlhf.learner.objective.objective import LossInputs, importance_weight
+from async_rlhf.learner.registry import loss_spec, losses
 
 STALENESS = (0, 1, 4, 8, 16, 32)
 # A cap that nothing reaches: the untruncated estimator.
@@ -30,6 +31,7 @@ class Case:
     scale: float = 1.0
 
 
+_SCALES = {"gspo": 1 / policy.T, "oapl": 2.0}
 CASES: Sequence[Case] = (
     Case("none (decoupled PPO without weight)", LossConfig(is_cap=None)),
     Case("token weight, not truncated", LossConfig(is_cap=_OPEN)),
@@ -37,27 +39,19 @@ CASES: Sequence[Case] = (
     Case("token weight, truncated at 2, mean 1", LossConfig(is_cap=2.0, is_normalised=True)),
     Case("token weight 2, mask 0.5 to 2 (IcePop)", LossConfig(is_cap=2.0, token_mask=(0.5, 2.0))),
     Case("second-moment mask 0.04 (M2PO), token weight", LossConfig(is_cap=_OPEN, second_moment=0.04)),
-    Case("sequence weight, not truncated", LossConfig(is_cap=_OPEN, is_level="sequence", sequence_ratio="product")),
-    Case("sequence weight, truncated at 2", LossConfig(is_cap=2.0, is_level="sequence", sequence_ratio="product")),
+    Case("sequence weight, not truncated", LossConfig(is_cap=_OPEN, is_level="product")),
+    Case("sequence weight, truncated at 2", LossConfig(is_cap=2.0, is_level="product")),
     Case("sequence weight, geometric, truncated at 2", LossConfig(is_cap=2.0, is_level="sequence")),
     Case("token weight 2, sequence mask, geometric 0.8 to 1.25", LossConfig(sequence_mask=(0.8, 1.25))),
     Case("token weight 2, off-policy sequence mask 0.1", LossConfig(off_policy_delta=0.1)),
     Case("token weight 2, mask of mean divergence 0.02", LossConfig(divergence_mean=0.02)),
     Case("token weight 2, mask of largest divergence 0.1", LossConfig(divergence_max=0.1)),
     Case("decoupled PPO, proximal interpolated", LossConfig(proximal="interpolate")),
-    Case("PPO clip around behaviour", LossConfig(kind="ppo_clip")),
-    Case("CISPO, token weight 2", LossConfig(kind="cispo")),
-    Case("truncated-IS REINFORCE, 2", LossConfig(kind="truncated_is")),
-    Case("DPPO, total variation 0.2, truncated at 2", LossConfig(kind="dppo_tv")),
-    Case("DPPO, binary KL 0.05, truncated at 2", LossConfig(kind="dppo_kl")),
-    Case("IPO 0.3, truncated at 2", LossConfig(kind="ipo")),
-    Case("SAO, band 0.2 to 4", LossConfig(kind="sao")),
-    Case("SAPO, token weight 2", LossConfig(kind="sapo")),
-    Case("VESPO", LossConfig(kind="vespo")),
-    Case("OAPL, beta 1", LossConfig(kind="oapl"), scale=2.0),
-    Case("TOPR", LossConfig(kind="topr")),
-    Case("GSPO, weight 2", LossConfig(kind="gspo"), scale=1 / policy.T),
-    Case("Proximal RLOO", LossConfig(kind="proximal_rloo")),
+    *(
+        Case(f"`{kind}`", LossConfig(kind=kind), _SCALES.get(kind, 1.0))
+        for kind in losses()
+        if loss_spec(kind).learns_from == "all" and kind != LossConfig().kind
+    ),
 )
 
 
@@ -66,9 +60,9 @@ DISTILLED: Sequence[Case] = (
     Case("reverse KL, truncated at 2", LossConfig(kind="reverse_kl")),
     Case("reverse KL, not truncated", LossConfig(kind="reverse_kl", is_cap=_OPEN)),
     Case("forward KL, truncated at 10", LossConfig(kind="forward_kl")),
-    Case("forward KL, truncated at 2", LossConfig(kind="forward_kl", teacher_cap=2.0)),
+    Case("forward KL, truncated at 2", LossConfig(kind="forward_kl", cap=2.0)),
     Case("reverse KL, all 5 tokens", LossConfig(kind="reverse_kl_top_k")),
-    Case("reverse KL, likeliest 2 tokens", LossConfig(kind="reverse_kl_top_k", teacher_top_k=2)),
+    Case("reverse KL, likeliest 2 tokens", LossConfig(kind="reverse_kl_top_k", top_k=2)),
 )
 
 
@@ -114,7 +108,12 @@ def distilled(case: Case, current: Tensor, behaviour: Tensor, teacher: Tensor) -
     those of the data; and the spread of one completion, in units of the former."""
     weights = policy.probabilities(behaviour)
     inputs = policy.inputs_for(
-        current, behaviour, torch.zeros(policy.Y, dtype=torch.float64), 0, teacher, case.config.teacher_top_k
+        current,
+        behaviour,
+        torch.zeros(policy.Y, dtype=torch.float64),
+        0,
+        teacher,
+        case.config.parameters.get("top_k", policy.V),
     )
     found = policy.gradients(inputs, case.config, current)
     mean = (weights[:, None] * found).sum(0)

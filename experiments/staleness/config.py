@@ -34,6 +34,7 @@ from pydantic import Field, ValidationError
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.learner.config import AdvantageConfig, KindSection, LossConfig
 from async_rlhf.run import shipped
 from async_rlhf.run.config import Config, dotted, load, read_toml
 from async_rlhf.run.config_keys import explain
@@ -182,11 +183,18 @@ def _check(sweep: SweepConfig, path: Path) -> None:
         if len(axes) > 1:
             raise ConfigError(f"{where}: {key!r} is set by the axes {' and '.join(axes)}; one must be enough")
     for axis, levels in sweep.axes.items():
-        keys = by_axis[axis]
+        keys = {key for key in by_axis[axis] if not _is_parameter(key, levels.values())}
         lacking = next(((name, key) for name, own in levels.items() for key in sorted(keys - own.keys())), None)
         if lacking is not None or len(levels) < 2:
             what = f"{lacking[0]!r} does not set {lacking[1]!r}, which others do" if lacking else "it has fewer than two values"
             raise ConfigError(f"{where}: axis {axis!r}: {what}")
+
+
+def _is_parameter(key: str, levels: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a key belongs to some loss or estimator alone, and every level names one."""
+    section, _, name = key.partition(".")
+    kinds: dict[str, type[KindSection]] = {"loss": LossConfig, "advantage": AdvantageConfig}
+    return section in kinds and name not in kinds[section].model_fields and all(f"{section}.kind" in own for own in levels)
 
 
 def _cells(sweep: SweepConfig, base: Path) -> list[Cell]:

@@ -247,7 +247,7 @@ class Trainer:
                 **report.metrics,
                 "groups": [group.number for group in batch.groups],
                 "applied": report.applied,
-                "learning_rate": learning_rate(self._config.learner, self.step - 1),
+                "learning_rate": learning_rate(self._config.learner, self.step - 1, self._config.budget.max_steps),
                 "staleness/target": self._staleness.target,
                 "changes/in_force": self._changes.history.num_in_force(self.step),
                 **measured,

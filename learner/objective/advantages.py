@@ -3,18 +3,19 @@
 The baseline is computed here, when a group is consumed, from the members that count: a failed score never becomes a
 number and never moves a mean. A completion that is left out is None.
 
-Axes: T tokens of one completion; N tokens of any number of completions, one after the other. `end_N` is True at the last token
-of each, and nothing passes over it, so two completions in one trace are the two apart.
+Axes: T tokens of one completion; N tokens of any number of completions, one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from async_rlhf.buffers.composition import EPSILON
 from async_rlhf.buffers.record import Float32Array
@@ -24,10 +25,29 @@ from async_rlhf.learner.registry import advantage
 Rewards = Sequence[float | None]
 BoolArray = npt.NDArray[np.bool_]
 Estimates = tuple[Float32Array, Float32Array]
+Positive = Annotated[float, Field(gt=0)]
+LamAlpha = Annotated[float | None, Field(gt=0)]
+LamCritic = Annotated[float | None, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All tokens of the completions that count; float32 [N] unless noted otherwise.
+
+    reward_N. value_N: the critic's estimate just before each token; log_ratio_N: proximal / behaviour; both [0] for an
+    estimator without a critic. end_N: bool, True at the last token of each completion, or of each piece of one: nothing passes
+    over it, so two completions in one trace are the two apart. length_N: int64, tokens of the completion that a token is of.
+    """
+
+    reward_N: Float32Array
+    value_N: Float32Array
+    log_ratio_N: Float32Array
+    end_N: BoolArray
+    length_N: npt.NDArray[np.int64]
 
 
 @advantage()
-def group_relative(rewards: Rewards, *, scale_by_std: bool) -> list[float | None]:
+def group_relative(rewards: Rewards, *, scale_by_std: bool = True) -> list[float | None]:
     """A_i = r_i - mean(r), divided by std(r) with `scale_by_std`; mean and std over the n members that count.
 
     Group-relative advantages of GRPO (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, section 4.1.2); without the
@@ -82,17 +102,17 @@ def max_rl(rewards: Rewards) -> list[float | None]:
 
 
 @advantage()
-def oapl(rewards: Rewards, *, oapl_beta: float) -> list[float | None]:
+def oapl(rewards: Rewards, *, beta: Positive = 1.0) -> list[float | None]:
     """A_i = r_i - V with V = beta log mean exp(r / beta), over the members that count.
 
-    For the loss of this name (Ritter et al. 2026, arXiv 2602.19362). V estimates the value of the policy that is best when its
-    divergence from the one that sampled costs beta a nat; it lies between the group's mean, for large beta, and its best
-    reward. The mean of exp(A / beta) is 1. None stays None; a group that is constant has advantage 0.
+    For the loss of this name (Ritter et al. 2026, arXiv 2602.19362), as a rule with its `beta`. V estimates the value of the
+    policy that is best when its divergence from the one that sampled costs beta a nat; it lies between the group's mean, for
+    large beta, and its best reward. The mean of exp(A / beta) is 1. None stays None; a group that is constant has advantage 0.
     """
     counting = [reward for reward in rewards if reward is not None]
     highest = max(counting, default=0.0)  # beyond it nothing overflows
-    shares = [math.exp((reward - highest) / oapl_beta) for reward in counting]
-    value = highest + oapl_beta * math.log(math.fsum(shares) / len(counting)) if counting else 0.0
+    shares = [math.exp((reward - highest) / beta) for reward in counting]
+    value = highest + beta * math.log(math.fsum(shares) / len(counting)) if counting else 0.0
     return [None if reward is None else reward - value for reward in rewards]
 
 
@@ -119,8 +139,8 @@ def optimal_token(rewards: Sequence[float], energies: Sequence[Float32Array]) ->
     return [own[:length].astype(np.float32) for own, length in zip(advantage_MT, lengths, strict=True)]
 
 
-@advantage(level="token_rewards")
-def reinforce_pp(reward_N: Float32Array, end_N: BoolArray, *, gamma: float) -> Float32Array:
+@advantage(level="tokens")
+def reinforce_pp(tokens: Tokens, *, gamma: float) -> Float32Array:
     """[N]: A_t = (G_t - mean(G)) / std(G) with G_t = r_t + gamma G_{t+1}, the return from token t on.
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): without discount G_t is a completion's reward less the divergence that its
@@ -129,10 +149,10 @@ def reinforce_pp(reward_N: Float32Array, end_N: BoolArray, *, gamma: float) -> F
     prompt's difficulty stays in the advantage, and no group can blow up by a tiny standard deviation of its own. A constant
     batch has advantage 0.
     """
-    return_N = np.zeros(len(reward_N))
+    return_N = np.zeros(len(tokens.reward_N))
     ahead = 0.0
-    for t in reversed(range(len(reward_N))):
-        ahead = float(reward_N[t]) + (0.0 if end_N[t] else gamma * ahead)
+    for t in reversed(range(len(return_N))):
+        ahead = float(tokens.reward_N[t]) + (0.0 if tokens.end_N[t] else gamma * ahead)
         return_N[t] = ahead
     deviation = float(np.std(return_N))
     scale = math.inf if deviation < EPSILON else deviation
@@ -177,40 +197,41 @@ def drop_constant(groups: Sequence[Rewards]) -> list[list[float | None]]:
     return [[None for _ in rewards] if constant(rewards) else list(rewards) for rewards in groups]
 
 
-@advantage(level="tokens", off_policy=False)
-def gae(
-    reward_N: Float32Array, value_N: Float32Array, log_ratio_N: Float32Array, end_N: BoolArray, *, gamma: float, lam: float
-) -> Estimates:
-    """Advantages and returns [N]; the ratios are not looked at.
+@advantage(level="tokens", critic=True, off_policy=False)
+def gae(tokens: Tokens, *, gamma: float, lam: float, lam_alpha: LamAlpha = None, lam_critic: LamCritic = None) -> Estimates:
+    """Advantages and returns [N]; the ratios are not looked at. `lam_alpha`, `lam_critic`: see `_of_lambdas`.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t, with V = A = 0 after the
     last token (Schulman et al. 2016, arXiv 1506.02438, eq. 16). value_N[t] is the value just before token t.
     """
-    advantage_N = np.zeros(len(reward_N))
-    value = advantage = 0.0
-    for t in reversed(range(len(reward_N))):
-        if end_N[t]:
-            value = advantage = 0.0
-        delta = reward_N[t] + gamma * value - value_N[t]
-        advantage = delta + gamma * lam * advantage
-        advantage_N[t], value = advantage, value_N[t]
-    return advantage_N.astype(np.float32), (advantage_N + value_N).astype(np.float32)
+
+    def estimated(lam_N: Sequence[float]) -> Estimates:
+        advantage_N = np.zeros(len(lam_N))
+        value = advantage = 0.0
+        for t in reversed(range(len(lam_N))):
+            if tokens.end_N[t]:
+                value = advantage = 0.0
+            delta = tokens.reward_N[t] + gamma * value - tokens.value_N[t]
+            advantage = delta + gamma * lam_N[t] * advantage
+            advantage_N[t], value = advantage, tokens.value_N[t]
+        return advantage_N.astype(np.float32), (advantage_N + tokens.value_N).astype(np.float32)
+
+    return _of_lambdas(estimated, tokens, lam, lam_alpha, lam_critic)
 
 
-@advantage(level="tokens")
+@advantage(level="tokens", critic=True)
 def v_trace(
-    reward_N: Float32Array,
-    value_N: Float32Array,
-    log_ratio_N: Float32Array,
-    end_N: BoolArray,
+    tokens: Tokens,
     *,
     gamma: float,
     lam: float,
-    rho_cap: float,
-    c_cap: float,
-    bootstrap: Literal["mixed", "target"],
+    lam_alpha: LamAlpha = None,
+    lam_critic: LamCritic = None,
+    rho_cap: Positive = 1.0,
+    c_cap: Positive = 1.0,
+    bootstrap: Literal["mixed", "target"] = "mixed",
 ) -> Estimates:
-    """Advantages and value targets [N].
+    """Advantages and value targets [N]. `lam_alpha`, `lam_critic`: see `_of_lambdas`.
 
     With ratio = p_proximal / p_behaviour, rho = min(rho_cap, ratio), c = lam min(c_cap, ratio):
     v_t = V_t + rho_t (r_t + gamma V_{t+1} - V_t) + gamma c_t (v_{t+1} - V_{t+1}),  A_t = r_t + gamma q_{t+1} - V_t
@@ -220,53 +241,80 @@ def v_trace(
     A_t: it is the loss's correction. The fixed point is the value of a policy between behaviour and proximal, the latter as
     rho_cap grows; c_cap sets how fast it is reached.
     """
-    ratio_N = _ratio(log_ratio_N)
-    rho_N, c_N = np.minimum(rho_cap, ratio_N), lam * np.minimum(c_cap, ratio_N)
-    share = lam if bootstrap == "mixed" else 1.0
-    advantage_N, target_N = np.zeros(len(reward_N)), np.zeros(len(reward_N))
-    next_value = next_target = 0.0
-    for t in reversed(range(len(reward_N))):
-        if end_N[t]:
-            next_value = next_target = 0.0
-        value = float(value_N[t])
-        delta = rho_N[t] * (reward_N[t] + gamma * next_value - value)
-        target_N[t] = value + delta + gamma * c_N[t] * (next_target - next_value)
-        advantage_N[t] = reward_N[t] + gamma * (share * next_target + (1 - share) * next_value) - value
-        next_value, next_target = value, target_N[t]
-    return advantage_N.astype(np.float32), target_N.astype(np.float32)
+    ratio_N = _ratio(tokens.log_ratio_N)
+    rho_N = np.minimum(rho_cap, ratio_N)
+
+    def estimated(lam_N: Sequence[float]) -> Estimates:
+        c_N = lam_N * np.minimum(c_cap, ratio_N)
+        advantage_N, target_N = np.zeros(len(lam_N)), np.zeros(len(lam_N))
+        next_value = next_target = 0.0
+        for t in reversed(range(len(lam_N))):
+            if tokens.end_N[t]:
+                next_value = next_target = 0.0
+            value, share = float(tokens.value_N[t]), lam_N[t] if bootstrap == "mixed" else 1.0
+            delta = rho_N[t] * (tokens.reward_N[t] + gamma * next_value - value)
+            target_N[t] = value + delta + gamma * c_N[t] * (next_target - next_value)
+            advantage_N[t] = tokens.reward_N[t] + gamma * (share * next_target + (1 - share) * next_value) - value
+            next_value, next_target = value, target_N[t]
+        return advantage_N.astype(np.float32), target_N.astype(np.float32)
+
+    return _of_lambdas(estimated, tokens, lam, lam_alpha, lam_critic)
 
 
-@advantage(level="tokens")
+@advantage(level="tokens", critic=True)
 def traced(
-    reward_N: Float32Array,
-    value_N: Float32Array,
-    log_ratio_N: Float32Array,
-    end_N: BoolArray,
+    tokens: Tokens,
     *,
     gamma: float,
     lam: float,
-    rho_cap: float,
-    c_cap: float,
+    lam_alpha: LamAlpha = None,
+    lam_critic: LamCritic = None,
+    rho_cap: Positive = 1.0,
+    c_cap: Positive = 1.0,
 ) -> Estimates:
-    """Advantages and value targets [N]: lambda-returns whose traces are cut.
+    """Advantages and value targets [N]: lambda-returns whose traces are cut. `lam_alpha`, `lam_critic`: see `_of_lambdas`.
 
     A_t = delta_t + gamma lam min(c_cap, ratio_{t+1}) A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and
     return_t = V_t + min(rho_cap, ratio_t) A_t: Retrace(lam) (Munos et al. 2016, arXiv 1606.02647, eq. 4) with the critic's
     value in place of an expectation over actions. On-policy it is generalised advantage estimation; with lam = 1 and equal
     caps its targets are those of V-trace.
     """
-    ratio_N = _ratio(log_ratio_N)
-    rho_N, c_N = np.minimum(rho_cap, ratio_N), lam * np.minimum(c_cap, ratio_N)
-    advantage_N = np.zeros(len(reward_N))
-    next_value = trace = 0.0
-    for t in reversed(range(len(reward_N))):
-        if end_N[t]:
-            next_value = trace = 0.0
-        value = float(value_N[t])
-        advantage_N[t] = reward_N[t] + gamma * next_value - value + gamma * trace
-        next_value, trace = value, c_N[t] * advantage_N[t]
-    return advantage_N.astype(np.float32), (value_N + rho_N * advantage_N).astype(np.float32)
+    ratio_N = _ratio(tokens.log_ratio_N)
+    rho_N = np.minimum(rho_cap, ratio_N)
+
+    def estimated(lam_N: Sequence[float]) -> Estimates:
+        c_N = lam_N * np.minimum(c_cap, ratio_N)
+        advantage_N = np.zeros(len(lam_N))
+        next_value = trace = 0.0
+        for t in reversed(range(len(lam_N))):
+            if tokens.end_N[t]:
+                next_value = trace = 0.0
+            value = float(tokens.value_N[t])
+            advantage_N[t] = tokens.reward_N[t] + gamma * next_value - value + gamma * trace
+            next_value, trace = value, c_N[t] * advantage_N[t]
+        return advantage_N.astype(np.float32), (tokens.value_N + rho_N * advantage_N).astype(np.float32)
+
+    return _of_lambdas(estimated, tokens, lam, lam_alpha, lam_critic)
 
 
 def _ratio(log_ratio_N: Float32Array) -> npt.NDArray[np.float64]:
     return np.exp(np.clip(log_ratio_N.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _of_lambdas(
+    estimated: Callable[[Sequence[float]], Estimates],
+    tokens: Tokens,
+    lam: float,
+    lam_alpha: float | None,
+    lam_critic: float | None,
+) -> Estimates:
+    """[N] twice: advantages with one lambda, and what the critic is fitted to with another. estimated: both from one a token.
+
+    With `lam_alpha` a completion of n tokens has 1 - 1 / (lam_alpha n) in its advantages, at least 0: the longer it is the
+    longer its traces, the length-adaptive estimation of VAPO (Yue et al. 2025, arXiv 2504.05118, section 4.2), whose critic has
+    a lambda of its own, `lam_critic` (VC-PPO, arXiv 2503.01491), as SAO's has.
+    """
+    own_N = [lam if lam_alpha is None else max(0.0, 1 - 1 / (lam_alpha * n)) for n in tokens.length_N.tolist()]
+    critics_N = [lam if lam_critic is None else lam_critic] * len(own_N)
+    advantage_N, return_N = estimated(own_N)
+    return advantage_N, return_N if own_N == critics_N else estimated(critics_N)[1]

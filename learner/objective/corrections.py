@@ -81,11 +81,9 @@ def token_mask(logp_proximal_N: Tensor, logp_behaviour_N: Tensor, low: float, hi
     return (r_N >= low) & (r_N <= high)
 
 
-def sequence_mask(
-    logp_proximal_N: Tensor, logp_behaviour_N: Tensor, sequence_N: Tensor, low: float, high: float, *, geometric: bool
-) -> Tensor:
-    """bool [N], equal along a completion: low <= its ratio <= high."""
-    r_S = sequence_log_ratio(logp_proximal_N.detach(), logp_behaviour_N, sequence_N, mean=geometric).exp()
+def sequence_mask(logp_proximal_N: Tensor, logp_behaviour_N: Tensor, sequence_N: Tensor, low: float, high: float) -> Tensor:
+    """bool [N], equal along a completion: low <= the geometric mean of its tokens' ratios <= high."""
+    r_S = sequence_log_ratio(logp_proximal_N.detach(), logp_behaviour_N, sequence_N, mean=True).exp()
     return ((r_S >= low) & (r_S <= high))[sequence_N]
 
 
@@ -102,16 +100,15 @@ def off_policy_mask(
 
 
 def divergence_mask(
-    logp_proximal_N: Tensor, logp_behaviour_N: Tensor, sequence_N: Tensor, estimator: Estimator, limits: tuple[float, float]
+    logp_proximal_N: Tensor, logp_behaviour_N: Tensor, sequence_N: Tensor, limits: tuple[float, float]
 ) -> Tensor:
     """bool [N], equal along a completion: mean and maximum over its tokens of an estimate of KL(behaviour | proximal) are at
     most the two limits.
 
-    Trust region masking (Li et al. 2025, arXiv 2512.23075) as in verl's `seq_mean_k2`, `seq_mean_k3`, `seq_max_k2` and
-    `seq_max_k3`. With r = p_proximal / p_behaviour, k3 is r - 1 - log r, of which the mean over behaviour's tokens is the
-    divergence, and k2 is (log r)^2 / 2. A single token decides the maximum.
+    Trust region masking (Li et al. 2025, arXiv 2512.23075) as in verl's `seq_mean_k3` and `seq_max_k3`: with r = p_proximal /
+    p_behaviour r - 1 - log r, of which the mean over behaviour's tokens is the divergence. A single token decides the maximum.
     """
-    k_N = estimate(logp_behaviour_N, logp_proximal_N.detach(), estimator)
+    k_N = estimate(logp_behaviour_N, logp_proximal_N.detach(), "k3")
     lengths_S = torch.bincount(sequence_N)
     zero_S = k_N.new_zeros(len(lengths_S))
     mean_S = zero_S.index_add(0, sequence_N, k_N) / lengths_S

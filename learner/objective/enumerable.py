@@ -126,5 +126,5 @@ def expected(
     weights = probabilities(behaviour)
     worth = reward - (weights * reward).sum()
     of = behaviour if reference is None else reference
-    inputs = inputs_for(current, behaviour, worth, staleness, of, config.teacher_top_k)
+    inputs = inputs_for(current, behaviour, worth, staleness, of, config.parameters.get("top_k", V))
     return (weights[:, None] * gradients(inputs, config, current)).sum(0)

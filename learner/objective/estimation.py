@@ -5,7 +5,7 @@ Pure, in numpy. Axes: T tokens of one completion; N tokens of all that an estima
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,10 +18,10 @@ from async_rlhf.buffers.composition import EPSILON
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Float32Array, Group, Rollout
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
-from async_rlhf.learner.objective.advantages import best, drop_constant, normalised, pair
+from async_rlhf.learner.objective.advantages import Tokens, best, drop_constant, normalised, pair
 from async_rlhf.learner.objective.corrections import kl_penalty, second_moment_mask
 from async_rlhf.learner.objective.objective import importance_weight
-from async_rlhf.learner.registry import advantage_settings, advantage_spec, load_advantage, loss_spec
+from async_rlhf.learner.registry import advantage_spec, load_function, loss_spec
 
 Rewards = Sequence[Sequence[float | None]]
 
@@ -75,16 +75,23 @@ class AdvantageEstimates:
     @property
     def zero_advantage_groups(self) -> int:
         """Groups without a completion that has an advantage: all left out, or none better than another."""
-        worth: dict[int, Any] = dict(_counting(self.advantages))
-        for index, target in self.targets.items():  # a completion's tokens may differ, and have a mean of 0
-            if index in worth and target.advantage is not None:
-                worth[index] = target.advantage
-        has_one = (index in worth and float(np.abs(worth[index]).max()) >= EPSILON for index in range(_size(self.advantages)))
-        return sum(not any(group) for group in [[next(has_one) for _ in group] for group in self.advantages])
+        return sum(
+            not any(self._has_advantage(index, advantage) for index, advantage in enumerate(group, first))
+            for first, group in _numbered(self.advantages)
+        )
+
+    def _has_advantage(self, index: int, advantage: float | None) -> bool:
+        target = self.targets.get(index)
+        of_tokens = None if target is None else target.advantage  # they may differ, and have a mean of 0
+        return advantage is not None and float(np.abs(advantage if of_tokens is None else of_tokens).max()) >= EPSILON
 
 
-def _size(rewards: Rewards) -> int:
-    return sum(map(len, rewards))
+def _numbered(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Each group with the place in the batch of its first member."""
+    first = 0
+    for group in groups:
+        yield first, group
+        first += len(group)
 
 
 def _counting(rewards: Rewards) -> dict[int, float]:
@@ -94,8 +101,7 @@ def _counting(rewards: Rewards) -> dict[int, float]:
 
 def _nested(numbers: Mapping[int, float], like: Rewards) -> list[list[float | None]]:
     """By place in the batch to by group and member."""
-    flat = (numbers.get(index) for index in range(_size(like)))
-    return [[next(flat) for _ in group] for group in like]
+    return [[numbers.get(index) for index in range(first, first + len(group))] for first, group in _numbered(like)]
 
 
 def without_truncated(groups: Sequence[Group], rewards: Rewards) -> list[list[float | None]]:
@@ -142,29 +148,37 @@ def estimate_advantages(
 ) -> AdvantageEstimates:
     """Advantages from all rewards, for the completions in `chosen`; token targets for those in `evaluated`, and for all where
     the estimator gives every token an advantage of its own."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if loss_spec(loss.kind).learns_from == "teacher":  # each token's is found in the loss
-        estimates = AdvantageEstimates(chosen, {index: TokenTargets(seen) for index, seen in evaluated.items()})
-    elif advantage.level == "completion" and advantage_spec(advantage.kind).level == "group":
-        values = _counting(_from_rewards(_penalised(rewards, evaluated, loss), advantage))
-        estimates = AdvantageEstimates(
-            _nested({index: values[index] for index in _counting(chosen)}, chosen),
-            {index: TokenTargets(seen) for index, seen in evaluated.items()},
-        )
+    kept, from_teacher = _counting(chosen), loss_spec(loss.kind).learns_from == "teacher"
+    if from_teacher or (advantage.level == "completion" and advantage_spec(advantage.kind).level == "group"):
+        # a teacher's advantage of each token is found in the loss
+        values = kept if from_teacher else _counting(_from_rewards(_penalised(rewards, evaluated, loss), advantage))
+        targets = {index: TokenTargets(seen) for index, seen in evaluated.items()}
     else:
-        if advantage.needs_energy:
-            found = _from_siblings(groups, rewards, evaluated, advantage, loss)
-        elif advantage.level == "turn":
-            found = dict(enumerate(_from_turns(groups, _penalised(rewards, evaluated, loss), advantage)))
-        else:
-            counting = _counting(chosen if advantage.needs_critic else rewards)
-            found = _from_tokens(rollouts, counting, evaluated, advantage, loss)
-        targets = {index: replace(found[index], observed=evaluated.get(index)) for index in _counting(chosen)}
+        found = _of_tokens(groups, rewards, chosen, evaluated, advantage, loss)
+        targets = {index: replace(found[index], observed=evaluated.get(index)) for index in kept}
         # a completion's own advantage, for the record, is the mean of its tokens'
-        means = {index: float(each.advantage.mean()) for index, each in targets.items() if each.advantage is not None}
-        estimates = AdvantageEstimates(_nested(means, chosen), targets)
-    whole_batch = loss.second_moment is not None or loss.is_normalised
-    return _masked(rollouts, estimates, evaluated, loss) if whole_batch else estimates
+        values = {index: float(each.advantage.mean()) for index, each in targets.items() if each.advantage is not None}
+    estimates = AdvantageEstimates(_nested({index: values[index] for index in kept}, chosen), targets)
+    if loss.second_moment is None and not loss.is_normalised:
+        return estimates
+    return _masked([rollout for group in groups for rollout in group.rollouts], estimates, evaluated, loss)
+
+
+def _of_tokens(
+    groups: Sequence[Group],
+    rewards: Rewards,
+    chosen: Rewards,
+    evaluated: Evaluated,
+    advantage: AdvantageConfig,
+    loss: LossConfig,
+) -> dict[int, TokenTargets]:
+    """By index, of all that count at least: an advantage for each token, from one of three comparisons."""
+    if advantage.needs_energy:
+        return _from_siblings(groups, rewards, evaluated, advantage, loss)
+    if advantage.level == "turn":
+        return _from_turns(groups, _penalised(rewards, evaluated, loss), advantage)
+    counting = _counting(chosen if advantage.needs_critic else rewards)
+    return _from_tokens([rollout for group in groups for rollout in group.rollouts], counting, evaluated, advantage, loss)
 
 
 def check_estimator(config: AdvantageConfig) -> None:
@@ -174,12 +188,12 @@ def check_estimator(config: AdvantageConfig) -> None:
     """
     rewards: Rewards = [[0.0, 1.0, None, 0.5], [1.0, 1.0, 1.0, 1.0], [None, None], [2.0]]
     of_tokens = [np.array([0.0, 0.0, 1.0], np.float32), np.array([-1.0], np.float32)]
-    load_advantage(config.kind)
+    load_function("advantage", config.kind)
     try:
         given: list[Any]
         if config.needs_energy:
             given = [each.tolist() for each in _of_members([0.0, 1.0, 0.5], [*of_tokens, of_tokens[0]], config)]
-        elif advantage_spec(config.kind).level in ("tokens", "token_rewards"):
+        elif advantage_spec(config.kind).level == "tokens":
             values, log_ratios = ([each * factor for each in of_tokens] for factor in (0.5, 0.1))
             found = token_estimates(of_tokens, config, values, log_ratios)
             given = [each.tolist() for one in found for each in (one.advantage, one.returns) if each is not None]
@@ -193,8 +207,7 @@ def check_estimator(config: AdvantageConfig) -> None:
 
 def _estimator(config: AdvantageConfig) -> Callable[..., Any]:
     """The function with its settings."""
-    given = {name: getattr(config, name) for name in advantage_settings(config.kind)}
-    return partial(load_advantage(config.kind), **given)
+    return partial(load_function("advantage", config.kind), **config.arguments)
 
 
 def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float | None]]:
@@ -221,17 +234,18 @@ def turn_returns(rollout: Rollout, reward: float) -> list[float]:
     return returns[::-1]
 
 
-def _from_turns(groups: Sequence[Group], rewards: Rewards, config: AdvantageConfig) -> list[TokenTargets]:
-    """Turn t of a completion is compared with turn t of those of its group that count and have one."""
-    function, found = _estimator(config), list[TokenTargets]()
-    for group, own in zip(groups, rewards, strict=True):
+def _from_turns(groups: Sequence[Group], rewards: Rewards, config: AdvantageConfig) -> dict[int, TokenTargets]:
+    """By index: turn t of a completion is compared with turn t of those of its group that count and have one."""
+    function, found = _estimator(config), dict[int, TokenTargets]()
+    for group, (first, own) in zip(groups, _numbered(rewards), strict=True):
         returns = [[] if r is None else turn_returns(rollout, r) for rollout, r in zip(group.rollouts, own, strict=True)]
         turns = range(max(map(len, returns)))
         advantages = [function([of_one[t] if t < len(of_one) else None for of_one in returns]) for t in turns]
         for member, (rollout, of_one) in enumerate(zip(group.rollouts, returns, strict=True)):
-            of_turns = [advantages[t][member] for t in range(len(of_one))]
-            repeated = np.repeat(of_turns, rollout.turn_lengths).astype(np.float32) if of_one else None
-            found.append(TokenTargets(advantage=repeated))
+            if of_one:
+                of_turns = [advantages[t][member] for t in range(len(of_one))]
+                repeated = np.repeat(of_turns, rollout.turn_lengths).astype(np.float32)
+                found[first + member] = TokenTargets(advantage=repeated)
     return found
 
 
@@ -239,14 +253,13 @@ def _from_siblings(
     groups: Sequence[Group], rewards: Rewards, evaluated: Evaluated, config: AdvantageConfig, loss: LossConfig
 ) -> dict[int, TokenTargets]:
     """By index: each token of a completion is compared with the same token of those of its group that count."""
-    found, first = dict[int, TokenTargets](), 0
-    for group, own in zip(groups, rewards, strict=True):
-        members = enumerate(zip(own, group.rollouts, strict=True), first)
-        energies = {i: _energy(rollout, evaluated.get(i), loss) for i, (reward, rollout) in members if reward is not None}
+    found = dict[int, TokenTargets]()
+    for group, (first, own) in zip(groups, _numbered(rewards), strict=True):
+        counting = {first + member: reward for member, reward in enumerate(own) if reward is not None}
+        energies = [_energy(group.rollouts[index - first], evaluated.get(index), loss) for index in counting]
         if energies:
-            each = _of_members([reward for reward in own if reward is not None], [*energies.values()], config)
-            found |= {i: TokenTargets(advantage=one) for i, one in zip(energies, each, strict=True)}
-        first += len(own)
+            each = _of_members([*counting.values()], energies, config)
+            found |= {index: TokenTargets(advantage=one) for index, one in zip(counting, each, strict=True)}
     return found
 
 
@@ -318,34 +331,26 @@ def token_estimates(
     """Advantages of each completion, and with a critic, scaled over the batch as configured, with the returns that it is fitted
     to: from the reward and the critic's value at each token, and the log-ratio proximal / behaviour there; float32 [T].
     lengths: of the pieces of each, over which nothing passes; None: one each.
-
-    With `lam_alpha` a longer completion has longer traces in its advantages: the length-adaptive estimation of VAPO (Yue et al.
-    2025, arXiv 2504.05118, section 4.2), whose critic has a lambda of its own (VC-PPO, arXiv 2503.01491), as SAO's has.
     """
     if not rewards:
         return []
-    ends = np.cumsum([len(each) for each in rewards])
-    end_N = np.zeros(ends[-1], np.bool_)
-    end_N[ends - 1] = True
-    end_N[np.cumsum([*chain.from_iterable(lengths or ())], dtype=np.int64) - 1] = True
-    critics = [np.concatenate(each) for each in (values, log_ratios)] if config.needs_critic else []
-    columns, estimate = (np.concatenate(rewards), *critics, end_N), _estimator(config)
-    found = estimate(*columns)
+    whole = [len(each) for each in rewards]
+    pieces = whole if lengths is None else [*chain.from_iterable(lengths)]
+    end_N = np.zeros(sum(whole), np.bool_)
+    end_N[np.cumsum(pieces) - 1] = True
+    value_N, log_ratio_N = (np.concatenate([np.zeros(0, np.float32), *each]) for each in (values, log_ratios))
+    found = _estimator(config)(Tokens(np.concatenate(rewards), value_N, log_ratio_N, end_N, np.repeat(whole, whole)))
     advantage_N, return_N = found if config.needs_critic else (found, None)
-    if config.lam_alpha is not None:
-        each = zip(*(np.split(column, ends[:-1]) for column in columns), strict=True)
-        own = (estimate(*of_one, lam=max(0.0, 1 - 1 / (config.lam_alpha * len(of_one[0]))))[0] for of_one in each)
-        advantage_N = np.concatenate([*own])
-    if config.lam_critic is not None:
-        return_N = estimate(*columns, lam=config.lam_critic)[1]
     for each in (advantage_N,) if return_N is None else (advantage_N, return_N):
         if np.shape(each) != end_N.shape:
             raise ValueError(f"gave numbers of the shape {np.shape(each)} for {len(end_N)} tokens")
+    borders = np.cumsum(whole)[:-1]
     if return_N is None:
-        return [TokenTargets(advantage=each) for each in np.split(advantage_N, ends[:-1])]
-    both = normalised(advantage_N) if config.normalise else advantage_N, return_N
-    parts = zip(*(np.split(each, ends[:-1]) for each in both), strict=True)
-    return [TokenTargets(advantage=advantage, returns=returns) for advantage, returns in parts]
+        return [TokenTargets(advantage=each) for each in np.split(advantage_N, borders)]
+    scaled = np.split(normalised(advantage_N) if config.normalise else advantage_N, borders)
+    return [
+        TokenTargets(advantage=own, returns=fitted) for own, fitted in zip(scaled, np.split(return_N, borders), strict=True)
+    ]
 
 
 def _masked(
@@ -372,6 +377,6 @@ def _mean_weight(proximal_N: Float32Array, behaviour_N: Float32Array, lengths: S
     """Of tokens, or of completions where each has one; left out is what is no number, which refuses the step by itself."""
     sequence_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     weight_N = importance_weight(torch.from_numpy(proximal_N), torch.from_numpy(behaviour_N), sequence_N, loss).numpy()
-    of_completions = loss.is_level == "sequence" or loss_spec(loss.kind).level == "sequence"
+    of_completions = loss.is_level != "token" or loss_spec(loss.kind).level == "sequence"
     weights = weight_N[np.cumsum(lengths) - 1] if of_completions else weight_N
     return np.float32(np.nanmean(weights, dtype=np.float64))

@@ -5,7 +5,7 @@ Axes: N loss-bearing tokens of one call (a micro-batch, packed, no padding), S c
 
 *Cutting.* A sequence is never cut between two calls. When the `level` of its declaration is "pair", neither is a group.
 
-*Adding.* A loss returns a **sum**. The machine divides every sum of an update by one number, `denominator(config, counts)`,
+*Adding.* A loss returns a **sum**. The machine divides every sum of an update by one number, `denominator`,
 where `counts` are those of the whole update over all micro-batches and ranks; masked tokens count too, so that a mask never
 changes the learning rate of what is left. So micro-batches, minibatches and ranks add exactly, and nothing about the batch
 needs to be known inside a call. Metrics in `sums` are sums over tokens: divide by `counts.num_tokens`.
@@ -37,7 +37,7 @@ from async_rlhf.learner.objective.corrections import (
     token_mask,
     truncated_weight,
 )
-from async_rlhf.learner.registry import load_loss, loss_spec
+from async_rlhf.learner.registry import load_function, loss_spec
 
 # PPO's: how far from the value at the start of a step a new one counts.
 VALUE_CLIP = 0.2
@@ -88,11 +88,12 @@ class Counts:
     num_groups: int
 
 
-def denominator(config: LossConfig, counts: Counts) -> float:
+def denominator(config: LossConfig, counts: Counts, longest: int | None = None) -> float:
     """What the sum of an update is divided by: a constant of the data, never of masks or weights.
 
     token: every token weighs the same. sequence: every completion does. fixed: every token does, and the divisor is the
-    number of completions times `fixed_length`, so that it does not move with the lengths (Dr. GRPO, arXiv 2503.20783).
+    number of completions times `longest`, the most tokens that one can have, so that it does not move with the lengths (Dr.
+    GRPO, arXiv 2503.20783).
     """
     level = loss_spec(config.kind).level
     if level == "pair":
@@ -100,12 +101,14 @@ def denominator(config: LossConfig, counts: Counts) -> float:
     if level == "sequence" or config.reduction == "sequence":
         return counts.num_sequences
     if config.reduction == "fixed":
-        return counts.num_sequences * float(config.fixed_length or 1)
+        if longest is None:
+            raise ValueError("loss.reduction = 'fixed' needs the most tokens that a completion can have")
+        return counts.num_sequences * float(longest)
     return counts.num_tokens
 
 
 def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
-    """The sum to differentiate for the tokens of one call; divide by `denominator(config, counts)`.
+    """The sum to differentiate for the tokens of one call; divide by `denominator`.
 
     sum over terms of the loss, times its correction, + kl_coef KL(current | reference) - entropy_coef entropy per token.
     """
@@ -119,7 +122,7 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     if kind.corrects != "nothing":
         weight_N, own = _correction(inputs, config)
         sums |= own
-    terms, own_sums = load_loss(config.kind)(inputs, weight_N, config)
+    terms, own_sums = load_function("loss", config.kind)(inputs, weight_N, **config.arguments)
     per_token_N = _per_token(inputs, config, sums)
     if kind.level == "token":
         total = _reduced(terms + per_token_N, inputs.sequence_N, kind.level, config)
@@ -133,8 +136,8 @@ def importance_weight(proximal_N: Tensor, behaviour_N: Tensor, sequence_N: Tenso
     kind = loss_spec(config.kind)
     if kind.corrects != "weights and masks" or config.is_cap is None:
         return torch.ones_like(behaviour_N)
-    if kind.level == "sequence" or config.is_level == "sequence":  # a term that is a completion has one weight
-        geometric = config.sequence_ratio == "geometric"
+    if kind.level == "sequence" or config.is_level != "token":  # a term that is a completion has one weight
+        geometric = config.is_level != "product"
         return sequence_weight(proximal_N, behaviour_N, sequence_N, config.is_cap, geometric=geometric)
     return truncated_weight(proximal_N, behaviour_N, config.is_cap)
 
@@ -143,19 +146,18 @@ def _correction(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Mapping
     """[N], no gradient: the correction of proximal against behaviour that the loss multiplies its terms by, masks multiplied
     in; and sums over tokens."""
     proximal_N, behaviour_N, sequence_N = inputs.logp_proximal_N.detach(), inputs.logp_behaviour_N, inputs.sequence_N
-    geometric = config.sequence_ratio == "geometric"
     weight_N = importance_weight(proximal_N, behaviour_N, sequence_N, config)
     scale_N = torch.ones_like(inputs.advantage_N) if inputs.mask_N is None else inputs.mask_N
     kept_N = scale_N > 0
     if config.token_mask is not None:
         kept_N = kept_N & token_mask(proximal_N, behaviour_N, *config.token_mask)
     if config.sequence_mask is not None:
-        kept_N = kept_N & sequence_mask(proximal_N, behaviour_N, sequence_N, *config.sequence_mask, geometric=geometric)
+        kept_N = kept_N & sequence_mask(proximal_N, behaviour_N, sequence_N, *config.sequence_mask)
     if config.off_policy_delta is not None:
         kept_N = kept_N & off_policy_mask(proximal_N, behaviour_N, inputs.advantage_N, sequence_N, config.off_policy_delta)
     if config.divergence_mean is not None or config.divergence_max is not None:
         limits = config.divergence_mean or math.inf, config.divergence_max or math.inf
-        kept_N = kept_N & divergence_mask(proximal_N, behaviour_N, sequence_N, config.divergence_estimator, limits)
+        kept_N = kept_N & divergence_mask(proximal_N, behaviour_N, sequence_N, limits)
     beyond_N = (proximal_N - behaviour_N).abs() > MAX_LOG_RATIO
     sums = {
         "is/masked_ratio": (~kept_N).float().sum(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable
 from async_rlhf.learner.objective.objective import LossInputs, objective
-from async_rlhf.learner.registry import load_loss, loss_spec
+from async_rlhf.learner.registry import load_function, loss_spec
 
 STALENESS = (0, 1, 4, 16)
 _CLOSE = 1e-9
@@ -68,7 +69,7 @@ class LossTrial:
 def try_loss(config: LossConfig) -> LossTrial:
     """Run the laws that apply to the loss of this configuration. Raises ConfigError when it cannot be loaded."""
     spec = loss_spec(config.kind)
-    load_loss(config.kind)
+    load_function("loss", config.kind)
     term = {"token": "token", "sequence": "completion", "pair": "pair"}[spec.level]
     checks: dict[str, Callable[[LossConfig], tuple[bool | None, str]]] = {
         f"one term for each {term}": _terms,
@@ -96,7 +97,7 @@ def check_loss(config: LossConfig) -> None:
 
     Found here, the defect ends a run before its first step; later the groups of the batch would be suspected.
     """
-    load_loss(config.kind)
+    load_function("loss", config.kind)
     try:
         total, gradient_N, _ = _gradient(_inputs(config), config)
         if not (total.isfinite() and gradient_N.isfinite().all()):
@@ -158,7 +159,7 @@ def _gradient(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor, M
 
 def _terms(config: LossConfig) -> tuple[bool, str]:
     inputs = _inputs(config)
-    terms, _ = load_loss(config.kind)(inputs, torch.ones_like(inputs.advantage_N), config)
+    terms, _ = load_function("loss", config.kind)(inputs, torch.ones_like(inputs.advantage_N), **config.arguments)
     counts = {"token": len(inputs.sequence_N), "sequence": len(inputs.group_S), "pair": len(set(inputs.group_S.tolist()))}
     expected = counts[loss_spec(config.kind).level]
     return tuple(terms.shape) == (expected,), f"shape {tuple(terms.shape)}, expected ({expected},)"
@@ -204,10 +205,10 @@ def _not_hidden(config: LossConfig) -> tuple[bool, str]:
 
 def _declared_only(config: LossConfig) -> tuple[bool, str]:
     inputs, needs = _inputs(config), loss_spec(config.kind).needs
-    function, weight_N = load_loss(config.kind), torch.ones_like(inputs.advantage_N)
-    terms, _ = function(inputs, weight_N, config)
+    function, weight_N = partial(load_function("loss", config.kind), **config.arguments), torch.ones_like(inputs.advantage_N)
+    terms, _ = function(inputs, weight_N)
     for name in (name for name in _READ if name not in ("current", *needs)):
-        found, _ = function(_corrupted(inputs, name, slice(None)), weight_N, config)
+        found, _ = function(_corrupted(inputs, name, slice(None)), weight_N)
         if not torch.equal(found, terms):
             return False, f"{_READ[name][0]} is read: declare needs = {(*needs, name)!r}"
     return True, ""

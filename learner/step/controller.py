@@ -45,14 +45,21 @@ _CRITIC = 0.5
 class Controller:
     """Owns model, optimizer and schedule. The learner's loop calls rank 0's public methods; a worker rank is in `work`."""
 
-    def __init__(self, machine: Machine, loss: LossConfig) -> None:
-        self.machine, self._loss = machine, loss
+    def __init__(self, machine: Machine, loss: LossConfig, longest: int | None = None) -> None:
+        """longest: the most tokens that a completion can have, which `loss.reduction = "fixed"` needs."""
+        self.machine, self._loss, self._longest = machine, loss, longest
         config, ranks = self._learner, self._ranks = machine.config, machine.ranks
         # ranks that share rows compute the whole loss each: there is nothing to add up
         self._adding = ranks if config.ranks_per_row == 1 else Ranks()
         spec = loss_spec(loss.kind)
         self._ratios = spec.takes_ratios and not loss.allow_uncorrected
-        self._others = loss.teacher_top_k if "top_k" in spec.needs else 0
+        self._others = int(loss.parameters["top_k"]) if "top_k" in spec.needs else 0
+        self._of_updates: Mapping[str, Callable[..., Any]] = {
+            "evaluate": self._evaluate, "train": self._train, "dry_run": self._dry_run, "gradient": self._gradient,
+        }  # fmt: skip
+        self._of_machine: Mapping[str, Callable[..., Any]] = {
+            "tensors": machine.tensors, "canary": machine.canary, "snapshot": machine.snapshot, "load": machine.load,
+        }  # fmt: skip
         self._packing = Packing(
             config.micro_batch_tokens,
             machine.policy.sharing,
@@ -67,12 +74,14 @@ class Controller:
 
     def evaluate(self, rows: Sequence[Row], *, energies: bool = False) -> Mapping[int, PolicyEvaluation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
-        return self._together("evaluate", [rows], energies=energies)  # type: ignore[no-any-return]
+        found: Mapping[int, PolicyEvaluation] = self._together("evaluate", [rows], energies=energies)
+        return found
 
     def step(self, updates: Sequence[Sequence[Row]], step: int, rate: float | None = None) -> StepReport:
         """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0. rate: in place of
         `learner.learning_rate`."""
-        return self._together("train", updates, step=step, rate=rate)  # type: ignore[no-any-return]
+        report: StepReport = self._together("train", updates, step=step, rate=rate)
+        return report
 
     def dry_run(self, updates: Sequence[Sequence[Row]], step: int) -> None:
         """All that `step` does with these updates but the updates: forward, loss, backward, norm, report. Raises what `step`
@@ -83,14 +92,16 @@ class Controller:
     def gradient(self, rows: Sequence[Row], step: int) -> Tensor:
         """float32 [P]: what an update would be made from, over all ranks and before it is clipped; see `Machine.gradient`. The
         policy at the start of the step is the present one; nothing is changed. Raises NonFiniteError."""
-        return self._together("gradient", [rows], step=step)  # type: ignore[no-any-return]
+        found_P: Tensor = self._together("gradient", [rows], step=step)
+        return found_P
 
     def tensors(self) -> Mapping[str, RawTensor]:
         """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
 
         In host memory, on a CPU perhaps the parameters' own: they hold until the next step (`is_read`) and the next call.
         """
-        return self._together("tensors")  # type: ignore[no-any-return]
+        found: Mapping[str, RawTensor] = self._together("tensors")
+        return found
 
     def is_read(self, until: threading.Event) -> None:
         """What `tensors` gave is being read: no step changes it before this is set."""
@@ -101,12 +112,14 @@ class Controller:
 
         Raises NonFiniteError when those are no numbers.
         """
-        return self._together("canary", ids=list(ids))  # type: ignore[no-any-return]
+        canary: Canary = self._together("canary", ids=list(ids))
+        return canary
 
     def snapshot(self) -> Callable[[Path], None]:
         """Begin to save the present state. The writer that comes back may run in another thread while steps go on; it fills
         an existing directory with `model/` (a Hugging Face directory), the optimizer's state and the critic."""
-        return self._together("snapshot")  # type: ignore[no-any-return]
+        writer: Callable[[Path], None] = self._together("snapshot")
+        return writer
 
     def load(self, directory: Path) -> None:
         """Restore what was saved, by any backend on any number of ranks; on CPU a lone torch rank goes on bit for bit."""
@@ -156,7 +169,7 @@ class Controller:
 
     def _do(self, name: str, updates: Sequence[Update] | None, given: Mapping[str, Any]) -> Any:
         """This rank's part of a command."""
-        return getattr(self.machine, name)(**given) if updates is None else getattr(self, f"_{name}")(updates, **given)
+        return self._of_machine[name](**given) if updates is None else self._of_updates[name](updates, **given)
 
     # -- every rank: its part ----------------------------------------------------------------------------------------
 
@@ -236,7 +249,7 @@ class Controller:
                 outputs = objective(inputs, self._loss)
                 total = self._critic(batch, seen.value_N, update, sums)
                 if learns:
-                    total = total + outputs.total / denominator(self._loss, update.counts)
+                    total = total + outputs.total / denominator(self._loss, update.counts, self._longest)
                 sums.add(batch, inputs, outputs)
             else:  # takes part in what ranks do together, and adds nothing
                 self._reference(batch, seen.others_NK)
@@ -292,11 +305,14 @@ def make_backend(
     publish_dtype: str = "float32",
     ranks: Ranks | None = None,
     reference: Path | None = None,
+    max_steps: int | None = None,
+    longest: int | None = None,
 ) -> Controller:
-    """This rank's part of the learner. publish_dtype, reference: as of `Machine`, which raises ConfigError."""
+    """This rank's part of the learner. publish_dtype, reference, max_steps: as of `Machine`, which raises ConfigError; longest:
+    as of `Controller`."""
     # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
     os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
     kind = Machine
     if config.backend == "deepspeed":
         from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
-    return Controller(kind(model_dir, config, ranks or Ranks(), publish_dtype, reference), loss)
+    return Controller(kind(model_dir, config, ranks or Ranks(), publish_dtype, reference, max_steps), loss, longest)

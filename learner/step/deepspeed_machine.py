@@ -126,7 +126,7 @@ class DeepSpeedMachine(Machine):
         raise ConfigError("learner.backend = 'deepspeed' gives no whole gradient; 'torch' does")
 
     def apply(self, step: int, finite: bool, rate: float | None = None) -> tuple[float, bool]:
-        set_learning_rate(self._optimizer, self.config, step, rate)
+        set_learning_rate(self._optimizer, self.config, step, self.max_steps, rate)
         # What has no gradient has one of 0 here: a policy that rests would decay, and its updates be counted.
         critic = self.config.critic
         resting = [*self._shards("policy")] if critic.kind == "model" and critic.learns_alone(step) else []

@@ -47,7 +47,7 @@ _BETAS = (0.9, 0.95)
 
 class Machine:
     """`policy` learns. publish_dtype: what the engines serve. reference: the directory of a frozen reference that is held here,
-    the initial model's or a teacher's.
+    the initial model's or a teacher's. max_steps: when the learning rate has fallen, where it does.
 
     Raises ConfigError when a directory holds no causal language model, when the two read rows in no common way, or the device
     is not there.
@@ -62,8 +62,9 @@ class Machine:
         ranks: Ranks,
         publish_dtype: str = "float32",
         reference: Path | None = None,
+        max_steps: int | None = None,
     ) -> None:
-        self.config, self._model_dir, self.ranks = config, model_dir, ranks
+        self.config, self._model_dir, self.ranks, self.max_steps = config, model_dir, ranks, max_steps
         self.with_reference = reference is not None
         torch.set_num_threads(config.threads)
         self.publish_dtype: torch.dtype = getattr(torch, publish_dtype)
@@ -145,7 +146,7 @@ class Machine:
         if not finite or not bool(torch.isfinite(norm)):
             return float(norm), False
         self._await_readers()
-        set_learning_rate(self._optimizer, self.config, step, rate)
+        set_learning_rate(self._optimizer, self.config, step, self.max_steps, rate)
         self._optimizer.step()
         return float(norm), True
 
@@ -308,25 +309,28 @@ class Machine:
             yield from self.policy.critic.named_parameters(prefix="critic")
 
 
-def learning_rate(config: LearnerConfig, step: int, peak: float | None = None) -> float:
-    """The learning rate of step `step` (from 0): linear rise over the warm-up, then constant, linear or cosine fall to 0.
+def learning_rate(config: LearnerConfig, step: int, max_steps: int | None, peak: float | None = None) -> float:
+    """The learning rate of step `step` (from 0): linear rise over the warm-up, then constant, linear or cosine fall to 0 at
+    `max_steps`.
 
     The cosine is that of SGDR without restarts (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5). `peak` is another
     highest rate on the same curve, as the critic's.
     """
     scale = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     peak = config.learning_rate if peak is None else peak
-    if config.schedule == "constant" or config.schedule_steps is None or scale < 1.0:
+    if config.schedule == "constant" or max_steps is None or scale < 1.0:
         return peak * scale
-    whole = max(1, config.schedule_steps - config.warmup_steps)
+    whole = max(1, max_steps - config.warmup_steps)
     done = min(1.0, max(0, step - config.warmup_steps) / whole)
     return peak * (1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: LearnerConfig, step: int, rate: float | None = None) -> None:
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, config: LearnerConfig, step: int, max_steps: int | None, rate: float | None = None
+) -> None:
     for group in optimizer.param_groups:
         peak = config.critic.learning_rate if group.get("name") == "critic" else rate
-        group["lr"] = learning_rate(config, step, peak)
+        group["lr"] = learning_rate(config, step, max_steps, peak)
 
 
 def make_adamw(

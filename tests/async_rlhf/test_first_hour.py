@@ -59,7 +59,7 @@ LOSS = """%%writefile my_loss.py
 from async_rlhf import loss
 
 @loss()
-def plain(inputs, weight_N, config):
+def plain(inputs, weight_N):
     ratio_N = (inputs.logp_current_N.detach() - inputs.logp_proximal_N).clamp(-20, 20).exp()
     return -weight_N * ratio_N * inputs.advantage_N * inputs.logp_current_N, {}
 """

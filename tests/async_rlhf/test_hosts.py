@@ -306,7 +306,7 @@ def test_files_of_one_name_in_two_folders_are_themselves_on_a_host(config: Confi
 def test_each_role_is_given_the_loss_and_the_estimator_that_it_reads_and_the_keys_of_a_server(
     config: Config, tmp_path: Path
 ) -> None:
-    declared = "from async_rlhf import advantage, loss\n\n@{}()\ndef {}(inputs, weight_N, config):\n    ...\n"
+    declared = "from async_rlhf import advantage, loss\n\n@{}()\ndef {}(inputs, weight_N):\n    ...\n"
     (tmp_path / "learned").mkdir()
     for kind in ("loss", "advantage"):
         (tmp_path / "learned" / f"{kind}.py").write_text(declared.format(kind, "own"))
@@ -342,7 +342,7 @@ def test_a_rank_on_another_host_is_given_the_teacher_that_it_holds(config: Confi
 
 def test_a_rank_is_given_the_model_and_the_loss_and_no_key_row_or_reward(config: Config, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "import far\nfrom async_rlhf import loss\n\n@loss()\ndef plain(inputs, weight_N, config):\n    ...\n"
+        "import far\nfrom async_rlhf import loss\n\n@loss()\ndef plain(inputs, weight_N):\n    ...\n"
     )
     (tmp_path / "zero.json").write_text("{}")
     own = {"backend": "deepspeed", "deepspeed_config": str(tmp_path / "zero.json")}

@@ -242,7 +242,7 @@ def test_runs_that_differ_in_their_seed_alone_are_asked_together_at_the_steps_th
     ("content", "message"),
     [
         ("[one]\nkind = 'cispo'", "names 1 corrections: at least 2 are needed"),
-        ("[one]\nis_kap = 2\n[two]", r"\[one\]: unknown key 'is_kap': did you mean 'is_cap'"),
+        ("[one]\nis_kap = 2\n[two]", r"\[one\]: unknown key 'loss.is_kap' = 2: .* did you mean 'loss.is_cap'"),
         ("[one]\nkl_coef = 0.1\n[two]", r"\[one\]: kl_coef is what is optimised"),
         ("[one]\nclip_low = 2.0\n[two]", r"\[one\]: .*clip_low"),
         ("[one]\nkind = 'online_dpo'\n[two]", "'online_dpo' does not estimate the policy gradient"),

@@ -55,6 +55,14 @@ def test_tables_and_dotted_keys_mean_the_same(tmp_path: Path) -> None:
     assert dotted[0].config.learner.batch_size == 16
 
 
+def test_a_parameter_of_one_loss_is_set_where_that_loss_is_named(tmp_path: Path) -> None:
+    clipped, near = "clipped = { loss.kind = 'ppo_clip' }\n", "near = { loss = { kind = 'dppo_tv', delta = 0.1 } }\n"
+    cells = cells_of(tmp_path, HEAD + "[sweep.axes.loss]\n" + clipped + near)
+    assert [cell.config.loss.parameters for cell in cells[:2]] == [{}, {"delta": 0.1}]
+    with pytest.raises(ConfigError, match=r"'clipped' does not set 'loss.clip_low'"):
+        cells_of(tmp_path, HEAD + "[sweep.axes.loss]\n" + clipped + "low = { loss = { kind = 'ppo_clip', clip_low = 0.1 } }\n")
+
+
 def test_settings_given_with_the_command_are_laid_upon_the_overrides_of_every_cell(tmp_path: Path) -> None:
     path = write(tmp_path, HEAD + "[sweep.overrides]\nmax_steps = 30\ngeneration.group_size = 4\n" + VALUES)
     given = {"max_steps": 9, "learner": {"learning_rate": 0.5}, "generation.group_size": 2}

@@ -18,7 +18,7 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.objective.estimation import check_estimator, estimate_advantages, select_members
 from async_rlhf.learner.objective.trial import check_loss, try_loss
-from async_rlhf.learner.registry import advantage_spec, advantages, load_loss, loss_spec
+from async_rlhf.learner.registry import advantage_spec, advantages, load_function, loss_spec
 from async_rlhf.run.config import changed, load
 from async_rlhf.run.learning_checks import check
 from tests.conftest import QUICK
@@ -59,7 +59,7 @@ DECLARED = {
 }
 ESTIMATORS = """
 @advantage()
-def centred(rewards, *, scale_by_std):
+def centred(rewards, *, scale_by_std=False):
     assert scale_by_std is False
     counting = [r for r in rewards if r is not None]
     return [None if r is None else r - sum(counting) / len(counting) for r in rewards]
@@ -68,7 +68,7 @@ def centred(rewards, *, scale_by_std):
 def forgetful(rewards): return [0.0 for _ in rewards]
 
 @advantage()
-def scaled(rewards, *, my_scale=2.0): return rewards
+def discounted(rewards, *, gamma: float = 0.9): return rewards
 
 @advantage()
 def short(rewards): return [r for r in rewards if r is not None]
@@ -79,14 +79,35 @@ def dividing(rewards): return [None if r is None else r / (max(q for q in reward
 @advantage()
 def boundless(rewards): return [None if r is None else float("inf") for r in rewards]
 
-@advantage(level="tokens", off_policy=False)
-def scalar(reward_N, value_N, log_ratio_N, end_N): return reward_N.sum(), value_N.sum()
+@advantage(level="tokens", critic=True, off_policy=False)
+def scalar(tokens): return tokens.reward_N.sum(), tokens.value_N.sum()
 """
 
 
+SCALED = """
+Positive = Annotated[float, Field(gt=0)]
+
+@loss()
+def scaled(inputs, weight_N, *, clip_low: float, scale: Positive = 2.0, limits: tuple[Positive, Positive] | None = None): ...
+
+@loss()
+def required(inputs, weight_N, *, scale: Positive): ...
+
+@loss()
+def mistaken(inputs, weight_N, *, scale: Positive = -1.0): ...
+
+@loss()
+def typed(inputs, weight_N, *, scale: bytes = 1): ...
+
+@loss()
+def counted(inputs, weight_N, *, scale=len(LEVEL)): ...
+
+@loss(needs=("reference", "top_k"), corrects="nothing")
+def likeliest(inputs, weight_N): ...
+"""
 MEAN = """
 @loss()
-def recording(inputs, weight_N, config): return -weight_N * inputs.logp_current_N, {"mine/weight": weight_N.mean()}
+def recording(inputs, weight_N): return -weight_N * inputs.logp_current_N, {"mine/weight": weight_N.mean()}
 """
 
 
@@ -95,11 +116,10 @@ def source(declared: dict[str, str]) -> str:
         "    r = (inputs.logp_current_N - inputs.logp_proximal_N).clamp(-20, 20).exp()\n"
         "    score = inputs.advantage_N * inputs.logp_current_N\n"
     )
-    given = [
-        f"@loss()\ndef {name}(inputs, weight_N, config):\n{body}    return {gives}, {{}}\n" for name, gives in GIVES.items()
-    ]
-    given += [f"{decorator}\ndef {name}(inputs, weight_N, config): ...\n" for name, decorator in declared.items()]
-    return "\n".join(["from async_rlhf import advantage, loss", 'LEVEL = "token"', *given, MEAN, ESTIMATORS])
+    given = [f"@loss()\ndef {name}(inputs, weight_N):\n{body}    return {gives}, {{}}\n" for name, gives in GIVES.items()]
+    given += [f"{decorator}\ndef {name}(inputs, weight_N): ...\n" for name, decorator in declared.items()]
+    imports = "from typing import Annotated\nfrom pydantic import Field\nfrom async_rlhf import advantage, loss"
+    return "\n".join([imports, 'LEVEL = "token"', *given, SCALED, MEAN, ESTIMATORS])
 
 
 @pytest.fixture
@@ -192,16 +212,42 @@ def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
         ),
         ({"kind": "plain"}, "scalar", "needs a critic's values"),
         ({"kind": "plain", "is_cap": None}, "centred", "without an importance weight"),
-        ({"kind": "plain"}, "scaled", r"asks for 'my_scale' by keyword, which is no setting of \[advantage\]: .*scale_by_std"),
+        ({"kind": "plain"}, "discounted", r"'gamma' has the name of advantage.gamma, .*leave its default out"),
+        (
+            {"kind": "scaled", "scael": 2.0},
+            "centred",
+            r"key 'loss.scael' = 2.0: loss.kind = .* has the parameters limits, scale; "
+            "did you mean 'loss.scale'",
+        ),
+        ({"kind": "scaled", "scale": -1.0}, "centred", "loss.scale = -1.0: Input should be greater than 0"),
+        ({"kind": "scaled", "scale": True}, "centred", "loss.scale = True: it takes no true or false"),
+        ({"kind": "scaled", "clip_low": 2.0}, "centred", "loss.clip_low = 2.0: Input should be less than 1"),
+        ({"kind": "required"}, "centred", "key 'loss.scale' is missing and has no default"),
+        ({"kind": "mistaken"}, "centred", "loss.scale = -1.0: Input should be greater than 0"),
+        ({"kind": "typed"}, "centred", r"parameter 'scale: bytes': bytes is not understood. .*a type is float, int"),
+        ({"kind": "counted"}, "centred", r"parameter 'scale': malformed node.*a default is a literal"),
+        ({"kind": "likeliest"}, "centred", r"needs = \(\"top_k\",\): .*as in \*, top_k: int = 32"),
     ):
         with pytest.raises(ConfigError, match=says):
             checked(loss, advantage)
-    assert advantage_spec(f"{mine}:scalar").needs_critic and LossConfig(kind=f"{mine}:held").needs_reference
+    assert advantage_spec(f"{mine}:scalar").critic and LossConfig(kind=f"{mine}:held").needs_reference
+
+
+def test_its_parameters_are_settings_that_a_reader_of_the_configuration_needs_no_file_for(mine: str) -> None:
+    config = LossConfig(kind=f"{mine}:scaled", clip_low=0.5, limits=[1, 2.5])
+    assert config.arguments == {"clip_low": 0.5, "scale": 2.0, "limits": (1.0, 2.5)}
+    assert LossConfig(kind=f"{mine}:scaled", limits="none").parameters["limits"] is None
+    other = config.model_copy(update={"kind": "gone.py:scaled"})
+    assert LossConfig.model_validate(other.model_dump()) == other
+    run = changed(load(QUICK), {"loss": {"kind": f"{mine}:scaled", "scale": 3.0}})
+    assert changed(run, {"loss.kind": "ipo"}).loss == LossConfig(kind="ipo"), "another loss begins with its own"
+    assert changed(run, {"loss.kl_coef": 0.5}).loss.parameters["scale"] == 3.0
 
 
 def test_an_own_loss_and_estimator_train_a_model(mine: str, model_dir: Path) -> None:
     groups, rewards = [make_group(0, [3, 1, 4])], [[1.0, None, 0.0]]
-    advantage, own = AdvantageConfig(kind=f"{mine}:centred", scale_by_std=False), LossConfig(kind=f"{mine}:plain")
+    advantage = AdvantageConfig(kind=f"{mine}:centred", scale_by_std=False)
+    own = LossConfig(kind=f"{mine}:plain")
     found = estimate_advantages(groups, rewards, select_members(groups, rewards, advantage, own), {}, advantage, own)
     assert found.advantages == [[0.5, None, -0.5]]
     report = make_backend(model_dir, own).step([make_rows(groups, found.advantages)], 0)
@@ -219,19 +265,19 @@ def test_a_module_is_found_without_being_run_and_a_file_may_import_its_neighbour
     (tmp_path / "beside_the_loss.py").write_text("SCALE = 3.0\n")
     (tmp_path / "scaled.py").write_text(
         "from async_rlhf import loss\nfrom beside_the_loss import SCALE\n"
-        "@loss()\ndef scaled(inputs, weight_N, config): return SCALE, {}\n"
+        "@loss()\ndef scaled(inputs, weight_N): return SCALE, {}\n"
     )
-    assert load_loss(f"{tmp_path / 'scaled.py'}:scaled")(None, None, None) == (3.0, {})
+    assert load_function("loss", f"{tmp_path / 'scaled.py'}:scaled")(None, None) == (3.0, {})
     for kind, says in (
         ("my_lasses:own", "there is no module 'my_lasses'"),
         ("none.py:own", r"paths are relative to the config"),
     ):
         with pytest.raises(ConfigError, match=says):
-            (load_loss if ".py" in kind else loss_spec)(kind)
+            load_function("loss", kind) if ".py" in kind else loss_spec(kind)
 
 
 def test_a_function_that_cannot_be_imported_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    def local(inputs: Any, weight_N: Any, config: Any) -> Any: ...
+    def local(inputs: Any, weight_N: Any) -> Any: ...
 
     with pytest.raises(ConfigError, match=r"is defined inside another function.*%%writefile my_loss.py"):
         train(tmp_path / "none.toml", loss=local)

@@ -122,4 +122,6 @@ def _make_backend(config: Config, ranks: Ranks) -> Controller:
         publish_dtype=config.engine.dtype,
         ranks=ranks,
         reference=Path(config.held_reference) if config.held_reference else None,
+        max_steps=config.max_steps,
+        longest=config.generation.longest_completion,
     )
