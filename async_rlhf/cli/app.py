@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+
+if TYPE_CHECKING:
+    from async_rlhf.run.reading import Reading
 
 PANELS = {
     "Start here": ("init", "check", "train", "status", "watch", "plot", "evaluate", "stop"),
@@ -120,6 +123,14 @@ def overridden(overrides: list[str] | None) -> dict[str, Any]:
     from async_rlhf.run.config import parse_override
 
     return dict(parse_override(text) for text in overrides or [])
+
+
+def opened(run_dir: Path) -> Reading:
+    """The run of a directory. Raises ConfigError for one without."""
+    from async_rlhf.run.reading import Reading
+    from async_rlhf.run.run_dir import RunDir
+
+    return Reading(RunDir.existing(run_dir))
 
 
 def load_config(config: Path, overrides: list[str] | None) -> Any:

@@ -118,7 +118,8 @@ def set_values(
 ) -> None:
     """Change a run that goes on, or will, without a restart. Without values show what may be changed."""
     from async_rlhf.learner.loop.changes import described
-    from async_rlhf.run.live import ask, changes, present
+    from async_rlhf.run.live import ask, present
+    from async_rlhf.run.reading import Reading
     from async_rlhf.run.run_dir import RunDir
 
     run = RunDir.existing(run_dir)
@@ -127,7 +128,7 @@ def set_values(
         typer.echo(json.dumps(present(run), indent=1))
     elif not values:
         shown = {key: "none" if value is None else json.dumps(value) for key, value in present(run).items()}
-        for line in (*(f"{key} = {value}" for key, value in shown.items()), *changes(run)):
+        for line in (*(f"{key} = {value}" for key, value in shown.items()), *Reading(run).changes_in_words()):
             say(line)
     else:
         say(f"{run.path}: {'nothing changes' if asked is None else described(asked)}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from async_rlhf.cli.app import AsJson, Overrides, RunPath, TokenFile, app, command, experiment, group, overridden, say
+from async_rlhf.cli.app import AsJson, Overrides, RunPath, TokenFile, app, command, experiment, group, opened, overridden, say
 
 rollouts = group("rollouts", "A run's rollouts: read, traced, taken back, trained on again.")
 
@@ -17,14 +17,13 @@ rollouts = group("rollouts", "A run's rollouts: read, traced, taken back, traine
 def status(run_dir: RunPath, as_json: AsJson = False) -> None:
     """Where a run stands. Live from its hub, or from what it left behind."""
     from async_rlhf.inspect.status import lines, read
-    from async_rlhf.run.run_dir import RunDir
 
-    run = RunDir.existing(run_dir)
-    found = read(run)
+    reading = opened(run_dir)
+    found = read(reading)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        say("\n".join(lines(run, found)))
+        say("\n".join(lines(reading.run, found)))
 
 
 @command(app)
@@ -48,10 +47,9 @@ def plot(
 ) -> None:
     """Draw how runs went. Reward and evaluations, staleness, lengths, divergences, entropy, ratios, idle time."""
     from async_rlhf.inspect.plot import draw
-    from async_rlhf.run.run_dir import RunDir
 
     out = out or run_dirs[0] / "plot.png"
-    draw([RunDir.existing(path) for path in run_dirs], out)
+    draw([opened(path) for path in run_dirs], out)
     typer.echo(str(out))
 
 
@@ -77,9 +75,8 @@ def track(
     not need.
     """
     from async_rlhf.run.processes.tracking import track
-    from async_rlhf.run.run_dir import RunDir
 
-    track(RunDir.existing(run_dir), to, say)
+    track(opened(run_dir).run, to, say)
 
 
 @command(app)
@@ -111,13 +108,12 @@ def rollouts_show(
     """Show groups as they were trained on: prompt, completions, versions, scores. All of them are there while the journal
     holds them (queue.keep_rollouts = true), else those that were sampled into rollouts.jsonl."""
     from async_rlhf.inspect.rollouts import records
-    from async_rlhf.run.run_dir import RunDir
     from async_rlhf.watch.completions import group_lines
     from async_rlhf.watch.reading import decode_of
 
-    run, limit, more, sampled = RunDir.existing(run_dir), limit or (None if as_json else 4), 0, False
-    decode = None if as_json else decode_of(run)
-    for number, record in enumerate(records(run, step=step, group=group)):
+    reading, limit, more, sampled = opened(run_dir), limit or (None if as_json else 4), 0, False
+    decode = None if as_json else decode_of(reading.run)
+    for number, record in enumerate(records(reading, step=step, group=group)):
         if limit is not None and number >= limit:
             more += 1
             continue
@@ -136,11 +132,9 @@ def rollouts_trace(
 ) -> None:
     """Write a time line for ui.perfetto.dev: generation, scoring, queueing, training, weights."""
     from async_rlhf.inspect.trace import export
-    from async_rlhf.run.run_dir import RunDir
 
-    run = RunDir.existing(run_dir)
-    out = out or run.path / "trace.json"
-    typer.echo(f"{export(run, out)} events in {out}; open it in ui.perfetto.dev")
+    out = out or run_dir / "trace.json"
+    typer.echo(f"{export(opened(run_dir), out)} events in {out}; open it in ui.perfetto.dev")
 
 
 @command(rollouts, "quarantine")
@@ -151,9 +145,8 @@ def rollouts_quarantine(
 ) -> None:
     """Take a group back, of a live run or one that stands still: it is not trained on, the other steps keep their batches."""
     from async_rlhf.inspect.rollouts import quarantine
-    from async_rlhf.run.run_dir import RunDir
 
-    run = RunDir.existing(run_dir)
+    run = opened(run_dir).run
     quarantine(run, run.config(), group, reason[:300])
     typer.echo(f"group {group} is quarantined: {run.path / 'quarantine.jsonl'}")
 
@@ -167,9 +160,8 @@ def rollouts_replay(
     """Train a learner alone on the very batches of an earlier run: bit for bit, or with another loss (--set loss...)."""
     from async_rlhf.inspect.rollouts import replay
     from async_rlhf.run.config import override
-    from async_rlhf.run.run_dir import RunDir
 
-    source = RunDir.existing(run_dir)
+    source = opened(run_dir).run
     timeless = {"max_seconds": "none"}  # what is learned again takes another time, and is all that was learned
     changed = timeless | overridden(overrides) | {"name": name, "output_dir": str(source.path.parent)}
     run = replay(source, override(source.config(), changed))

@@ -45,7 +45,7 @@ from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.config_keys import known
 from async_rlhf.run.manifest import Bits, continued, manifest
 from async_rlhf.run.run_data import Rows, RunData
-from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
+from async_rlhf.run.run_files import read_lines, read_object, read_small
 
 _SHOWN = 5
 """Runs that are named where the directory of them was given in place of one."""
@@ -295,11 +295,10 @@ class RunDir:
             raise DamagedError(f"{self.lock_file} cannot be read: {error.strerror}") from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Raises DamagedError for a line that is no record of a step."""
-        return _all(self.metrics, read_lines(self.metrics))
+        return read_lines(self.metrics, all_good=True)
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        return _all(self.evaluations, read_lines(self.evaluations))
+        return read_lines(self.evaluations, all_good=True)
 
     def read_ledger(self) -> dict[str, Any]:
         """The hub's last written status, or nothing before there was one. Raises DamagedError."""
@@ -380,14 +379,6 @@ def keep_config(config: Config, path: Path) -> None:
     """Write it down; what holds secrets can be read by this user alone. Raises OSError."""
     has_secrets = config.model_dump(mode="json") != config.model_dump(mode="json", context=REVEALED)
     write_whole(path, dump(config), private=has_secrets)
-
-
-def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:
-    if lines.unreadable:
-        raise DamagedError(
-            f"{path} is damaged: {lines.unreadable} lines are no JSON objects, the first is line {lines.first_unreadable}"
-        )
-    return lines.records
 
 
 def no_run(path: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import read
-from async_rlhf.learner.loop.changes import Ledger
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import figures
 from async_rlhf.watch.reading import RunReading
@@ -39,7 +39,7 @@ class _Run:
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self.summary: dict[str, Any] = {}
-        self._ledger, self._stamp = Ledger(run.path), tuple[object, ...]()
+        self._files, self._stamp = Reading(run), tuple[object, ...]()
 
     def look(self) -> None:
         """Renew the summary; that of a run that stands still is made once."""
@@ -48,7 +48,7 @@ class _Run:
             if alive or stamp != self._stamp:
                 is_known = stamp[:1] == self._stamp[:1]
                 config = self.summary["config"] if is_known else {"max_staleness": self.run.config().queue.max_staleness}
-                self.summary = plain({**_without_paths(self.run, self._ledger), "alive": alive, "config": config})
+                self.summary = plain({**_without_paths(self._files), "alive": alive, "config": config})
                 self._stamp = stamp
         except Exception as error:  # noqa: BLE001  whatever stands in the files of one run, the others are shown
             self._stamp = ()
@@ -107,12 +107,12 @@ class Runs:
                     "name": name,
                     "summary": summary,
                     "metrics": reading.history.metrics,
-                    "is_spread": reading.is_spread,
+                    "is_spread": reading.files.steps.is_spread,
                     "timeline": reading.timeline(),
                     "events": reading.events(summary["evaluations"]),
                     "changed": reading.changed(),
                     "problems": [*(f"cannot be read: {each}" for each in summary["problems"]), *reading.problems],
-                    "seen": reading.seen,
+                    "seen": reading.files.samples.changed,
                 }
             )
             return found
@@ -198,12 +198,16 @@ def as_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _without_paths(run: RunDir, ledger: Ledger) -> dict[str, Any]:
+def _without_paths(files: Reading) -> dict[str, Any]:
     """Without where it lies and without its changes, which are events; of evaluations their numbers only."""
-    found = {key: value for key, value in read(run, ledger).items() if key not in ("run_dir", "changes")}
+    found = {key: value for key, value in read(files).items() if key not in ("run_dir", "changes")}
     evaluations = found["evaluations"]
     numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]
-    return {**found, "evaluations": numbers, "problems": [problem.replace(f"{run.path}/", "") for problem in found["problems"]]}
+    return {
+        **found,
+        "evaluations": numbers,
+        "problems": [problem.replace(f"{files.run.path}/", "") for problem in found["problems"]],
+    }
 
 
 def _stamp(run: RunDir) -> tuple[object, ...]:

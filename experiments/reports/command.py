@@ -20,7 +20,7 @@ from async_rlhf.experiments.staleness.archive import holds_cells, read_sweep
 from async_rlhf.experiments.staleness.cells import CellResult, mean, read_run
 from async_rlhf.experiments.staleness.checks import checks_of_each, listed
 from async_rlhf.inspect.plot import Curves, picture
-from async_rlhf.run.live import changed_at
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, no_run
 
 # Rows of the table of curves; a longer one is no table.
@@ -51,7 +51,7 @@ def _write_run(run: RunDir, say: Callable[[str], None]) -> list[Path]:
     how = "it lives" if run.is_alive() else "it was killed, or its end is not recorded" if end is None else end.reason
 
     def draw() -> dict[str, Any]:
-        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations(), changed_at(run))
+        curves = Curves(result.cell, run.read_metrics(), run.read_evaluations(), Reading(run).changed())
         return {"plot": picture([curves], f"Run {result.cell}. {_made(result)}\n{command}")}
 
     return write_page(run.path, lambda drawn: render(result, command, how, drawn.get("plot")), draw, say)
