@@ -63,7 +63,7 @@ RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/q
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, for example --set queue.max_staleness=0.")
 ]
-TokenFile = Annotated[Path | None, typer.Option(help="File with the token that a viewer or sender has to give.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
 
 

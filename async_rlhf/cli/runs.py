@@ -13,7 +13,7 @@ from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, RunPath, app, comm
 
 @command(app)
 def init(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder for them; made where it is not there.")] = Path(),
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to; created if missing.")] = Path(),
 ) -> None:
     """Write a configuration, a reward and data that train at once. All are commented; nothing is overwritten."""
     from async_rlhf.run.shipped import write_start
@@ -32,9 +32,7 @@ def train(
         int | None,
         typer.Option(min=0, help="With --resume: go on from the kept checkpoint of this step instead of the newest."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove the run directory that is there, and begin anew.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the existing run directory and start anew.")] = False,
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     from async_rlhf.launch.local import warm
@@ -48,7 +46,7 @@ def check(
     config: ConfigPath,
     overrides: Overrides = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Load the model too, and hold learner and engine to plain passes of it.")
+        bool, typer.Option("--deep", help="Load the model too, and compare learner and engine with plain passes.")
     ] = False,
 ) -> None:
     """Check a configuration, its data and its rewards. Says what a run of it would do, and where."""
@@ -116,7 +114,7 @@ def set_values(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a run that goes on, or will, without a restart. Without values show what may be changed."""
+    """Change settings of a run without a restart. Without values, list what may be changed."""
     from async_rlhf.learner.loop.changes import described
     from async_rlhf.run.live import ask, present
     from async_rlhf.run.reading import Reading
@@ -154,7 +152,9 @@ def fork(
     overrides: Overrides = None,
     best: Annotated[bool, typer.Option("--best", help="From the checkpoint that was evaluated best, not the newest.")] = False,
     from_step: Annotated[int | None, typer.Option(min=1, help="From the checkpoint of this step, not the newest.")] = None,
-    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="Submit it to this queue; else it is run now.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="Queue to submit it to; without one it runs now.")
+    ] = None,
 ) -> None:
     """Begin a new run from another run's checkpoint. With its configuration and overrides."""
     from async_rlhf.cli.queues import put_behind
@@ -183,7 +183,9 @@ def sweep(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", help="Cells that run at once: 1 if left out, at most the CPUs; with --ray one a node at most."),
+        typer.Option(
+            "--jobs", help="Cells to run at once: 1 by default, at most one per CPU; with --ray at most one per node."
+        ),
     ] = None,
     ray: Annotated[
         str | None,

@@ -22,7 +22,7 @@ def try_reward(
     limit: Annotated[int | None, typer.Option(min=1, help="Completions to score.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score completions that exist already: values, histogram, timings, failures.
+    """Score completions that exist already. Shows values, histogram, timings, failures.
 
     --set takes keys of the sections rewards and scoring. Exit code 6 when any score failed, or no completion got one.
     """
@@ -41,7 +41,7 @@ def try_reward(
 def try_environment(
     environment: Annotated[str, typer.Argument(metavar="FILE:NAME", help="An environment, as in environment.function.")],
     data: Annotated[str, typer.Option(help="Prompts, as in data.source.")],
-    model: Annotated[str | None, typer.Option(help="The model that plays; without one, lines of standard input do.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model that plays; without one you type the turns.")] = None,
     overrides: Overrides = None,
     limit: Annotated[int, typer.Option(min=1, help="Episodes to play, one a prompt.")] = 4,
     as_json: AsJson = False,
@@ -78,7 +78,7 @@ def try_loss(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias.
+    """Check a loss against the laws it must keep. Micro-batches, ranks and masks need them; its bias is measured too.
 
     --set takes keys of the section loss. Exit code 1 when a law does not hold.
     """
@@ -96,13 +96,13 @@ def try_loss(
 def try_chaos(
     config: ConfigPath,
     overrides: Overrides = None,
-    kills: Annotated[int, typer.Option(min=1, help="Blows to strike while the run goes on.")] = 200,
+    kills: Annotated[int, typer.Option(min=1, help="Faults to inject while the run goes on.")] = 200,
     long_freezes: Annotated[
-        int, typer.Option(min=0, help="Of the blows, freezes of 60 to 120 s: longer than every time-out.")
+        int, typer.Option(min=0, help="Of these faults, freezes of 60 to 120 s: longer than every time-out.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Decides who is struck, when and how.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for target, time and kind.")] = 0,
 ) -> None:
-    """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
+    """Train while processes are killed and frozen at random. Then check that nothing was lost or trained twice."""
     from collections import Counter
 
     from async_rlhf.inspect.chaos import Monkey, problems
@@ -135,7 +135,7 @@ def try_chaos(
 @command(app)
 def doctor(
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N: check that it gets its numbers right. Without it nothing is run.")
+        str | None, typer.Option(help="cpu, cuda or cuda:N: check that its results are right. Without a device nothing is run.")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
     speeds: Annotated[bool, typer.Option("--speeds", help="Measure copies, decoding, publication and a run too.")] = False,
@@ -175,7 +175,7 @@ def plan(
     ] = None,
     devices: Annotated[bool, typer.Option("--devices", help="List the catalogue of devices, and end.")] = False,
 ) -> None:
-    """Which role goes on which devices, and what a step takes. Before anything is rented; also how far ahead to generate."""
+    """Show which role goes on which devices. Also how long a step takes and how far ahead to generate; it needs no device."""
     if devices:
         say(experiment("devices")())
         return
@@ -188,5 +188,5 @@ def try_machine(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the matrix product.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
-    """Measure this machine for `plan`: arithmetic and memory, as the section cluster.own of a spec."""
+    """Measure this machine for `plan`. Arithmetic and memory, as the section cluster.own of a spec."""
     say(experiment("calibrate")(device=device, dtype=dtype, threads=threads))

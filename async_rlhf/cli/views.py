@@ -10,12 +10,12 @@ import typer
 
 from async_rlhf.cli.app import AsJson, Overrides, RunPath, TokenFile, app, command, experiment, group, opened, overridden, say
 
-rollouts = group("rollouts", "A run's rollouts: read, traced, taken back, trained on again.")
+rollouts = group("rollouts", "Show, trace, quarantine or replay a run's rollouts.")
 
 
 @command(app)
 def status(run_dir: RunPath, as_json: AsJson = False) -> None:
-    """Where a run stands. Live from its hub, or from what it left behind."""
+    """Show where a run stands. From its hub while it lives, else from its files."""
     from async_rlhf.inspect.status import lines, read
 
     reading = opened(run_dir)
@@ -28,7 +28,7 @@ def status(run_dir: RunPath, as_json: AsJson = False) -> None:
 
 @command(app)
 def watch(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or one that holds some: runs.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or a directory of runs: runs.")],
     address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8265",
     token_file: TokenFile = None,
 ) -> None:
@@ -69,10 +69,10 @@ def track(
     run_dir: RunPath,
     to: Annotated[str, typer.Option("--to", metavar="KIND", help="tensorboard, wandb, trackio or mlflow.")],
 ) -> None:
-    """Send a run to a tracker, from its files. A finished one whole; of a live one what it has and what it adds, to its end.
+    """Send a run to a tracker, from its files. A live run is followed to its end.
 
-    Ctrl-C ends it, and the same command goes on where it was. It needs the tracker's package; torch and transformers it does
-    not need.
+    Ctrl-C ends it; the same command continues where it stopped. It needs the tracker's package, but neither torch nor
+    transformers.
     """
     from async_rlhf.run.processes.tracking import track
 
@@ -81,9 +81,11 @@ def track(
 
 @command(app)
 def push(
-    path: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's newest checkpoint, or RUN/checkpoints/best.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, for its newest checkpoint, or RUN/checkpoints/best.")
+    ],
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository of the Hugging Face Hub.")],
-    private: Annotated[bool, typer.Option("--private", help="A new repository that only its owner reads.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, which names its base model.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Add a commit to a repository that has content.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the card and the files; send nothing.")] = False,
@@ -102,11 +104,11 @@ def rollouts_show(
     run_dir: RunPath,
     step: Annotated[int | None, typer.Option(help="Only the groups of this step (from 1).")] = None,
     group: Annotated[int | None, typer.Option(help="Only this group number.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Groups to show; 4 if left out, with --json all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Groups to show: 4 by default, with --json all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each as one line of JSON, tokens included.")] = False,
 ) -> None:
-    """Show groups as they were trained on: prompt, completions, versions, scores. All of them are there while the journal
-    holds them (queue.keep_rollouts = true), else those that were sampled into rollouts.jsonl."""
+    """Show groups as they were trained on. Prompt, completions, versions, scores. All that the journal holds (every
+    one with queue.keep_rollouts = true); of other steps those that were sampled into rollouts.jsonl."""
     from async_rlhf.inspect.rollouts import records
     from async_rlhf.watch.completions import group_lines
     from async_rlhf.watch.reading import decode_of
@@ -130,7 +132,7 @@ def rollouts_trace(
     run_dir: RunPath,
     out: Annotated[Path | None, typer.Option(help="File to write; trace.json in the run directory by default.")] = None,
 ) -> None:
-    """Write a time line for ui.perfetto.dev: generation, scoring, queueing, training, weights."""
+    """Write a time line for ui.perfetto.dev. Generation, scoring, queueing, training, weights."""
     from async_rlhf.inspect.trace import export
 
     out = out or run_dir / "trace.json"
@@ -141,9 +143,9 @@ def rollouts_trace(
 def rollouts_quarantine(
     run_dir: RunPath,
     group: Annotated[int, typer.Option(help="Number of the group.")],
-    reason: Annotated[str, typer.Option(help="For quarantine.jsonl.")] = "taken back by an operator",
+    reason: Annotated[str, typer.Option(help="Reason, written to quarantine.jsonl.")] = "taken back by an operator",
 ) -> None:
-    """Take a group back, of a live run or one that stands still: it is not trained on, the other steps keep their batches."""
+    """Exclude a group from training. In a live run or a stopped one; other steps keep their batches."""
     from async_rlhf.inspect.rollouts import quarantine
 
     run = opened(run_dir).run
@@ -157,7 +159,7 @@ def rollouts_replay(
     name: Annotated[str, typer.Option(help="Name of the new run directory, beside the old one.")],
     overrides: Overrides = None,
 ) -> None:
-    """Train a learner alone on the very batches of an earlier run: bit for bit, or with another loss (--set loss...)."""
+    """Train again on the batches of an earlier run. A learner alone, bit for bit or with another loss (--set loss...)."""
     from async_rlhf.inspect.rollouts import replay
     from async_rlhf.run.config import override
 

@@ -103,7 +103,7 @@ def _interval(share: float | None, count: int) -> str:
 
 def _staleness(reading: Reading, config: Config, step: int) -> str:
     """What the learner certified at each step, right before its gradient."""
-    lines = {line["step"]: line for line in reading.steps.whole() if line["step"] <= step}
+    lines = {line["step"]: line for line in filter(is_step, reading.steps.whole()) if line["step"] <= step}
     ages = Counter[int]()
     for line in lines.values():
         ages.update({int(age): tokens for age, tokens in line.get("staleness/histogram", {}).items()})

@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import io
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.lines import earlier
 from async_rlhf.learner.loop.changes import Ledger, described
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Line, Tail, is_step, open_regular, parsed, read_lines
@@ -39,24 +37,6 @@ _WHOLE_BYTES, _PLACES, _WINDOW = 24 << 20, 1500, 16 << 10
 """Of steps that are read from their beginning; of longer files so many places are read, of so many bytes each."""
 
 
-class Recent(Tail):
-    """A JSONL file, of which `refresh` keeps the newest lines. changed: rises with every line."""
-
-    def __init__(self, path: Path, keep: int, last: int | None) -> None:
-        super().__init__(path, last)
-        self.lines: deque[Line] = deque(maxlen=keep)
-        self.changed = 0
-
-    def whole(self) -> Iterator[Line]:
-        """Also what was read before, and the lines from before the file began anew."""
-        return chain.from_iterable(Tail(part).rest() for part in (earlier(self.path), self.path))
-
-    def refresh(self) -> None:
-        for line in self.rest():
-            self.lines.append(line)
-            self.changed += 1
-
-
 class Steps(Tail):
     """The records of steps; they rise, but for those of a learner that started again.
 
@@ -66,10 +46,6 @@ class Steps(Tail):
     def __init__(self, path: Path, *, brief: bool) -> None:
         super().__init__(path)
         self._brief, self.is_spread = brief, False
-
-    def whole(self) -> Iterator[Line]:
-        """All of them, whatever was read before."""
-        return filter(is_step, Tail(self.path).rest())
 
     def drawn(self) -> list[Line]:
         """What a picture of the whole run needs. Raises DamagedError for a file of which all is needed and not all is good."""
@@ -108,9 +84,9 @@ class Reading:
         self.evaluations, self.samples = self._file("evaluations", MOST_EVENTS), self._file("rollouts", _GROUPS)
         self.changes, self.events = self._file("changes", MOST_EVENTS), self._file("events", MOST_EVENTS)
         self.quarantined = self._file("quarantine", MOST_EVENTS)
-        self._spans: dict[str, Recent] = {}
+        self._spans: dict[str, Tail] = {}
 
-    def spans(self) -> Mapping[str, Recent]:
+    def spans(self) -> Mapping[str, Tail]:
         """By actor, also of those that have joined since; of the first `_MOST_ACTORS` where the reading is brief."""
         with suppress(OSError):
             for path in sorted((self.run.path / "spans").glob("*.jsonl"))[: self._last and _MOST_ACTORS]:
@@ -149,5 +125,5 @@ class Reading:
         damaged = [each for each in (self.steps, self.samples) if each.unreadable]
         return problems + [f"{each.path.name}: damaged lines that are left out: {each.unreadable}" for each in damaged]
 
-    def _file(self, name: str, keep: int) -> Recent:
-        return Recent(self.run.path / f"{name}.jsonl", keep, self._last)
+    def _file(self, name: str, keep: int) -> Tail:
+        return Tail(self.run.path / f"{name}.jsonl", self._last, keep if self._last else 0)

@@ -12,13 +12,14 @@ import stat
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 import xxhash
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.lines import read_lines_backwards
+from async_rlhf.buffers.lines import earlier, read_lines_backwards
 from async_rlhf.buffers.parsing import json_value
 
 MAX_SMALL_BYTES = 4 << 20
@@ -101,14 +102,16 @@ class Tail:
     behind the last line that still stands where it was read. Reading raises DamagedError when the file is no regular one, or
     has more than `most` bytes. last: of what is there at first so many bytes at the end are read; None: all.
 
-    unreadable: how many lines were left out. first_unreadable: the first of them, counted from 1 where it was begun.
+    lines: the newest `keep` that were read. num_lines: all that were, unreadable: those of them that were left out, of which
+    first_unreadable is the first, counted from 1.
     """
 
-    def __init__(self, path: Path, last: int | None = None, most: int = _GROWING_BYTES) -> None:
+    def __init__(self, path: Path, last: int | None = None, keep: int = 0, most: int = _GROWING_BYTES) -> None:
         self.path, self._last, self._most = path, last, most
+        self.lines: deque[Line] = deque(maxlen=keep)
         self._read: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)  # begin, end, digest of the newest lines
         self._begin, self._has_more = -1, False
-        self._num_lines = self.unreadable = self.first_unreadable = 0
+        self.num_lines = self.unreadable = self.first_unreadable = 0
 
     @property
     def has_begun(self) -> bool:
@@ -121,8 +124,16 @@ class Tail:
         Those at the end are remembered as if they had been read: what a learner that starts again cuts and writes is read.
         """
         self._last = _SKIPPED_BYTES
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what was added, of which the newest lines are kept."""
         for _ in self.rest():
             pass
+
+    def whole(self) -> Iterator[Line]:
+        """All lines, whatever was read before; those from before the file began anew too."""
+        return chain.from_iterable(Tail(part).rest() for part in (earlier(self.path), self.path))
 
     def rest(self) -> Iterator[Line]:
         """All that is there: a `read` is of so many bytes at most."""
@@ -152,12 +163,13 @@ class Tail:
         for line in io.BytesIO(whole):
             self._read.append((offset, offset + len(line), xxhash.xxh3_64_intdigest(line)))
             offset += len(line)
-            self._num_lines += 1
+            self.num_lines += 1
             if (record := parsed(line)) is not None:
                 found.append(record)
             else:
                 self.unreadable += 1
-                self.first_unreadable = self.first_unreadable or self._num_lines
+                self.first_unreadable = self.first_unreadable or self.num_lines
+        self.lines.extend(found)
         return found
 
     def _beginning(self, file: IO[bytes], size: int) -> int:

@@ -112,7 +112,7 @@ class Runs:
                     "events": reading.events(summary["evaluations"]),
                     "changed": reading.changed(),
                     "problems": [*(f"cannot be read: {each}" for each in summary["problems"]), *reading.problems],
-                    "seen": reading.files.samples.changed,
+                    "seen": reading.files.samples.num_lines,
                 }
             )
             return found

@@ -130,7 +130,7 @@ def test_the_command_shows_changes_and_refuses_with_the_code_of_a_wrong_setting(
     assert code == 0 and f"{RATE} = 0.0005" in output and "guard.target = none" in output, output
     code, output = invoke("set", str(run.path), "max_steps=5")
     assert code == 3 and "max_steps may not change in a run that has begun" in output, output
-    found = status.read(run)
+    found = status.read(Reading(run))
     assert f"changed: {RATE} 0.001 -> 0.0005, waits for the next step" in status.lines(run, found)
 
 

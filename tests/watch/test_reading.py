@@ -49,10 +49,10 @@ def test_what_was_added_is_read_and_nothing_twice(tmp_path: Path, monkeypatch: p
     parsed: list[str] = []
     whole = run_files.json_value
     monkeypatch.setattr(run_files, "json_value", lambda text: (parsed.append(text), whole(text))[1])
-    seen = reading.files.samples.changed
+    seen = reading.files.samples.num_lines
     reading.refresh()
     assert len(parsed) == 5
-    assert steps(reading) == list(range(1, 10)) and reading.files.samples.changed > seen
+    assert steps(reading) == list(range(1, 10)) and reading.files.samples.num_lines > seen
     assert reading.completions()[0]["step"] == 9 and reading.problems == []
 
 
