@@ -152,9 +152,7 @@ def fork(
     overrides: Overrides = None,
     best: Annotated[bool, typer.Option("--best", help="From the checkpoint that was evaluated best, not the newest.")] = False,
     from_step: Annotated[int | None, typer.Option(min=1, help="From the checkpoint of this step, not the newest.")] = None,
-    to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="Queue to submit it to; without one it runs now.")
-    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="Submit to this queue instead of running it.")] = None,
 ) -> None:
     """Begin a new run from another run's checkpoint. With its configuration and overrides."""
     from async_rlhf.cli.queues import put_behind
@@ -183,9 +181,7 @@ def sweep(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(
-            "--jobs", help="Cells to run at once: 1 by default, at most one per CPU; with --ray at most one per node."
-        ),
+        typer.Option("--jobs", help="Cells at once: 1 by default, at most one per CPU; with --ray at most one per node."),
     ] = None,
     ray: Annotated[
         str | None,

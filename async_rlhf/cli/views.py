@@ -81,9 +81,7 @@ def track(
 
 @command(app)
 def push(
-    path: Annotated[
-        Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, for its newest checkpoint, or RUN/checkpoints/best.")
-    ],
+    path: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run (newest checkpoint), or RUN/checkpoints/best.")],
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository of the Hugging Face Hub.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, which names its base model.")] = False,

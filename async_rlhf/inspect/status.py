@@ -24,11 +24,10 @@ from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.display.console import held_out, line
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail
 
 _PATIENCE_S = 3.0
-_STEP_BYTES, _END_BYTES = 64 << 10, 1 << 20
-"""The one holds the last step, and a page asks every second; the other the evaluations that are shown."""
+_STEP_BYTES = 64 << 10
+"""Holds the last step; a page asks every second."""
 _MOST_CHANGES = 10
 _LAST_STATES = ("finished", "drained")  # of a hub: what it wrote last
 _ACTOR = "version {version:.0f}, {groups:.0f} groups, last message {silent_s:.1f} s ago"
@@ -67,8 +66,7 @@ class _Evaluation(_Shape):
 
 def read(reading: Reading) -> dict[str, Any]:
     """As plain values, ready for JSON. `problems` names what cannot be read. Raises ConfigError and DamagedError."""
-    run, problems = reading.run, list[str]()
-    config = run.config()
+    run, config, problems = reading.run, reading.config(), list[str]()
 
     def tried(look: Callable[[], Any], otherwise: Any) -> Any:
         try:
@@ -77,8 +75,8 @@ def read(reading: Reading) -> dict[str, Any]:
             problems.append(str(error))
             return otherwise
 
-    metrics = tried(lambda: _shown(run.metrics, _Step, problems, (_STEP_BYTES, _END_BYTES)), [])
-    evaluations = tried(lambda: _shown(run.evaluations, _Evaluation, problems, (_END_BYTES,)), [])
+    metrics = tried(lambda: reading.newest(run.metrics, _Step, problems, _STEP_BYTES), [])
+    evaluations = tried(lambda: reading.newest(run.evaluations, _Evaluation, problems), [])
     hub = tried(lambda: _checked(run.read_ledger(), "ledger.json"), {})
     alive, scorer = run.is_alive(), {}
     if (sockets := tried(run.sockets, None)) is not None:
@@ -222,22 +220,6 @@ def _checked(values: dict[str, Any], name: str) -> dict[str, Any]:
         problem = error.errors()[0]
         raise DamagedError(f"{name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
     return values
-
-
-def _shown(path: Path, shape: type[_Shape], problems: list[str], windows: Sequence[int]) -> list[dict[str, Any]]:
-    """The last records of a JSONL file, in the first of these windows (bytes) that has any; what has other types is counted."""
-    for window in windows:
-        tail = Tail(path, window)
-        if records := list(tail.rest()):
-            break
-    good = []
-    for record in records:
-        with suppress(ValidationError):
-            shape.model_validate(record)
-            good.append(record)
-    if bad := tail.unreadable + len(records) - len(good):
-        problems.append(f"{path}: {bad} of its last {tail.unreadable + len(records)} lines")
-    return good
 
 
 def _is_newer(path: Path, other: Path) -> bool:

@@ -24,10 +24,13 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
+
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.learner.loop.changes import Ledger, described
+from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Line, Tail, is_step, open_regular, parsed, read_lines
+from async_rlhf.run.run_files import Line, Tail, is_step, open_regular, parsed, read_lines, stamp
 
 MOST_EVENTS = 200
 """Of each file of events, so many are kept."""
@@ -52,7 +55,8 @@ class Steps(Tail):
         return list(Steps(self.path, brief=True).rest()) if self._is_long() else read_lines(self.path, all_good=True)
 
     def rest(self) -> Iterator[Line]:
-        if not self._brief or self.has_begun or not self._is_long():
+        is_brief, self._brief = self._brief and self._is_long(), False
+        if not is_brief:
             yield from filter(is_step, super().rest())
             return
         self.is_spread, self._last, newest = True, _END, -1
@@ -80,11 +84,19 @@ class Reading:
     def __init__(self, run: RunDir, *, brief: bool = False) -> None:
         self.run, self._last = run, _END if brief else None
         self.ledger = Ledger(run.path)
+        self._config: tuple[object, Config] | None = None
         self.steps = Steps(run.metrics, brief=brief)
         self.evaluations, self.samples = self._file("evaluations", MOST_EVENTS), self._file("rollouts", _GROUPS)
         self.changes, self.events = self._file("changes", MOST_EVENTS), self._file("events", MOST_EVENTS)
         self.quarantined = self._file("quarantine", MOST_EVENTS)
         self._spans: dict[str, Tail] = {}
+
+    def config(self) -> Config:
+        """That of the run, read where it has changed. Raises ConfigError, DamagedError."""
+        now = stamp(self.run.config_file)
+        if self._config is None or self._config[0] != now:
+            self._config = now, self.run.config()
+        return self._config[1]
 
     def spans(self) -> Mapping[str, Tail]:
         """By actor, also of those that have joined since; of the first `_MOST_ACTORS` where the reading is brief."""
@@ -92,6 +104,23 @@ class Reading:
             for path in sorted((self.run.path / "spans").glob("*.jsonl"))[: self._last and _MOST_ACTORS]:
                 self._spans.setdefault(path.stem, self._file(f"spans/{path.stem}", _SPANS))
         return self._spans
+
+    @staticmethod
+    def newest(path: Path, shape: type[BaseModel], problems: list[str], window: int = _END) -> list[Line]:
+        """The last records of a file, in `window` bytes or, where a record is longer, in more. Of another shape they are left
+        out, and with damaged lines counted in `problems`. Raises DamagedError."""
+        for size in (window, _END):
+            tail = Tail(path, size)
+            if found := list(tail.rest()):
+                break
+        good = list[Line]()
+        for record in found:
+            with suppress(ValidationError):
+                shape.model_validate(record)
+                good.append(record)
+        if bad := tail.unreadable + len(found) - len(good):
+            problems.append(f"{path}: {bad} of its last {tail.num_lines} lines")
+        return good
 
     def groups(self) -> Iterator[Line]:
         """All sampled groups that are there, in the order of training. Raises DamagedError for a file with other lines."""

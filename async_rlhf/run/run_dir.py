@@ -16,7 +16,8 @@ queue/, weights/ the hub's own memory                  lock            held whil
 keys/            of a run with actors elsewhere
 
 Small files are replaced whole: a full disk or a crash leaves the old one. `rollouts.jsonl`, spans and logs that have grown to
-`max_log_bytes` begin anew, and what was in them lies beside them (`NAME.1`). Readers trust none of them (`run_files`).
+`max_log_bytes` begin anew, and what was in them lies beside them (`NAME.1`). Who shows a run trusts none of
+them (`reading`).
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class RunDir:
         self.events = path / "events.jsonl"
         self.restarts = path / "restarts.json"
         self.lock_file = path / "lock"
-        self._config, self._manifest = path / "config.toml", path / "manifest.json"
+        self.config_file, self._manifest = path / "config.toml", path / "manifest.json"
         self._run, self._placement = path / "run.json", path / "placement.json"
 
     @property
@@ -131,7 +132,7 @@ class RunDir:
             if rows is not None:
                 RunData(made.path, config.data).keep(rows, dropped)
             write_whole(made._manifest, json.dumps(manifest(config), indent=1) + "\n")
-            keep_config(config, made._config)
+            keep_config(config, made.config_file)
             made.path.rename(run.path)
         except OSError as error:
             run._release()
@@ -148,7 +149,7 @@ class RunDir:
             run.lock = RunLock.take(run.lock_file)
             run.check_same(config)
             write_whole(run._manifest, json.dumps(continued(run._read_manifest(), config), indent=1) + "\n")
-            keep_config(config, run._config)
+            keep_config(config, run.config_file)
             with suppress(DamagedError):  # it only names what a killed supervisor left
                 if (left := run._announced()) is not None:
                     remove_left(left)
@@ -181,7 +182,7 @@ class RunDir:
     @property
     def exists(self) -> bool:
         """Whether a run has begun here."""
-        return self._config.exists()
+        return self.config_file.exists()
 
     @property
     def started(self) -> str:
@@ -200,9 +201,9 @@ class RunDir:
     def config(self) -> Config:
         """As it was written, without the keys that are none any more. Raises ConfigError, DamagedError for what is no TOML."""
         try:
-            values = toml_table(read_small(self._config))
+            values = toml_table(read_small(self.config_file))
         except ValueError as error:
-            raise DamagedError(f"{self._config} is damaged: {error}") from error
+            raise DamagedError(f"{self.config_file} is damaged: {error}") from error
         return validated(known(values, Config))
 
     def check_same(self, config: Config) -> None:

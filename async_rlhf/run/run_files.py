@@ -42,6 +42,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def stamp(path: Path) -> tuple[int, int] | None:
+    """Another one after every change of a file; None without one."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_mtime_ns, found.st_size
+    return None
+
+
 def open_regular(path: Path, max_bytes: int = _GROWING_BYTES) -> IO[bytes]:
     """Open for reading. Raises FileNotFoundError, and DamagedError for what is no regular file or larger; never waits."""
     try:
@@ -112,11 +120,6 @@ class Tail:
         self._read: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)  # begin, end, digest of the newest lines
         self._begin, self._has_more = -1, False
         self.num_lines = self.unreadable = self.first_unreadable = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it was read before."""
-        return self._begin >= 0
 
     def skip(self) -> None:
         """Leave out the lines that are there now, but for one that is being written.

@@ -19,7 +19,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.status import read
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import figures
+from async_rlhf.run.run_files import figures, stamp
 from async_rlhf.watch.reading import RunReading
 from async_rlhf.watch.series import is_number
 
@@ -44,12 +44,11 @@ class _Run:
     def look(self) -> None:
         """Renew the summary; that of a run that stands still is made once."""
         try:
-            alive, stamp = self.run.is_alive(), _stamp(self.run)
-            if alive or stamp != self._stamp:
-                is_known = stamp[:1] == self._stamp[:1]
-                config = self.summary["config"] if is_known else {"max_staleness": self.run.config().queue.max_staleness}
+            alive, now = self.run.is_alive(), _stamp(self.run)
+            if alive or now != self._stamp:
+                config = {"max_staleness": self._files.config().queue.max_staleness}
                 self.summary = plain({**_without_paths(self._files), "alive": alive, "config": config})
-                self._stamp = stamp
+                self._stamp = now
         except Exception as error:  # noqa: BLE001  whatever stands in the files of one run, the others are shown
             self._stamp = ()
             problem = str(error).replace(f"{self.run.path}/", "")[:_MAX_TEXT] or repr(error)
@@ -211,12 +210,5 @@ def _without_paths(files: Reading) -> dict[str, Any]:
 
 
 def _stamp(run: RunDir) -> tuple[object, ...]:
-    """Changes when a file changes that a summary is of; the first part is of its configuration."""
-    stamps: list[object] = []
-    for path in (run.path / "config.toml", run.metrics, run.evaluations, run.ledger, run.restarts):
-        try:
-            found = path.stat()
-            stamps.append((found.st_mtime_ns, found.st_size))
-        except OSError:
-            stamps.append(None)
-    return tuple(stamps)
+    """Changes when a file changes that a summary is of."""
+    return tuple(map(stamp, (run.config_file, run.metrics, run.evaluations, run.ledger, run.restarts)))
