@@ -1,4 +1,4 @@
-"""One reading of a run: what its files hold, for all that show it or send it on. Consumers select and draw; only this opens.
+"""One reading of a run: what its files hold, for all that show it or send it on; they select and draw.
 
 attribute      file                lines
 steps          metrics.jsonl       a step of the learner

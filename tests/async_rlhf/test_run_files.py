@@ -61,7 +61,7 @@ def test_a_tail_can_leave_out_what_is_there_already(tmp_path: Path) -> None:
     assert seen(tail) == [3]
 
 
-def test_a_tail_of_the_end_reads_a_file_that_has_begun_anew_from_there(tmp_path: Path) -> None:
+def test_a_tail_of_the_end_reads_on_where_the_file_has_begun_anew_and_whole_it_has_both(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(steps(*range(1, 100)))
     tail = Tail(path, 60)
@@ -70,7 +70,7 @@ def test_a_tail_of_the_end_reads_a_file_that_has_begun_anew_from_there(tmp_path:
     path.write_text(steps(100))
     assert seen(tail) == [100]
     path.write_text(steps(100, 101))
-    assert seen(tail) == [101]
+    assert seen(tail) == [101] and [record["step"] for record in tail.whole()] == list(range(1, 102)) and seen(tail) == []
 
 
 def test_of_what_it_left_out_a_tail_knows_the_end_where_a_learner_that_starts_again_cuts(tmp_path: Path) -> None:
