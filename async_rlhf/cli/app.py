@@ -60,9 +60,7 @@ def group(name: str, words: str) -> typer.Typer:
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file, or the name of a shipped configuration: quick.")]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, for example --set queue.max_staleness=0.")
-]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override: queue.max_staleness=0.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
 

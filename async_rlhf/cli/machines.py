@@ -60,10 +60,7 @@ def serve_environment(
 @command(serve, "sessions")
 def serve_sessions(
     address: Address,
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port on 127.0.0.1 where harnesses start sessions and agents call the model."),
-    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1 for harnesses and agents.")],
     key_file: Annotated[Path, typer.Option(help="File with the harnesses' key; created if missing.")],
     keys: Keys = None,
     overrides: Overrides = None,
@@ -106,10 +103,7 @@ def serve_relay(
 def keys_new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory; it stays on the hub's machine.")],
     names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--name", metavar="NAME[:ROLE,...]", help="Another machine and its roles: actor, relay, learner, control."
-        ),
+        list[str] | None, typer.Option("--name", metavar="NAME[:ROLE,...]", help="Machine, as actor, relay, learner, control.")
     ] = None,
 ) -> None:
     """Make the keys of a hub or relay. Also a key for each machine (of actors by default). Files are never overwritten."""

@@ -121,10 +121,7 @@ def spool_listen(
     directory: SpoolPath,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="IP:PORT|unix:PATH",
-            help="A socket that only you can open, or with a token any address. Default: unix:DIR/.listen, or 127.0.0.1:8266.",
-        ),
+        typer.Option(metavar="IP:PORT|unix:PATH", help="Default: unix:DIR/.listen, for you only; with a token 127.0.0.1:8266."),
     ] = None,
     token_file: TokenFile = None,
 ) -> None:

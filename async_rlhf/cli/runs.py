@@ -28,10 +28,7 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run directory of this configuration.")] = False,
-    from_step: Annotated[
-        int | None,
-        typer.Option(min=0, help="With --resume: go on from the kept checkpoint of this step instead of the newest."),
-    ] = None,
+    from_step: Annotated[int | None, typer.Option(min=0, help="With --resume: from the kept checkpoint of this step.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the existing run directory and start anew.")] = False,
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
@@ -45,9 +42,7 @@ def train(
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Load the model too, and compare learner and engine with plain passes.")
-    ] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Load the model; compare engine and learner with plain passes.")] = False,
 ) -> None:
     """Check a configuration, its data and its rewards. Says what a run of it would do, and where."""
     from async_rlhf.inspect.trials import call_once
@@ -109,9 +104,7 @@ def evaluate(
 @command(app, "set")
 def set_values(
     run_dir: RunPath,
-    values: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="For example learner.learning_rate=5e-5.")
-    ] = None,
+    values: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="As learner.learning_rate=5e-5.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Change settings of a run without a restart. Without values, list what may be changed."""
@@ -168,29 +161,14 @@ def fork(
 
 @command(app)
 def sweep(
-    config: Annotated[
-        Path, typer.Argument(metavar="FILE", help="TOML file of a sweep, or the name of a shipped one, for example quick.")
-    ],
+    config: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file of a sweep, or a shipped one by name: quick.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override in every cell, for example --set max_steps=60; also sweep.name, sweep.output_dir, sweep.seeds.",
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="In each cell; also sweep.name, .output_dir, .seeds."),
     ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", help="Cells at once: 1 by default, at most one per CPU; with --ray at most one per node."),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option("--ray", metavar="ADDRESS", help="Run cells on the nodes of a Ray cluster: IP:PORT of its head, or auto."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="AXIS=VALUE", help="Run only cells with this value, for example --only seed=0."),
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Cells at once: 1 by default, at most one per CPU or Ray node.")] = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Run cells on Ray: IP:PORT of its head, or auto.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Only cells with this value: seed=0.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and how far they are; run nothing.")] = False,
 ) -> None:
     """Run several settings and seeds, and compare what came out.

@@ -97,9 +97,7 @@ def try_chaos(
     config: ConfigPath,
     overrides: Overrides = None,
     kills: Annotated[int, typer.Option(min=1, help="Faults to inject while the run goes on.")] = 200,
-    long_freezes: Annotated[
-        int, typer.Option(min=0, help="Of these faults, freezes of 60 to 120 s: longer than every time-out.")
-    ] = 0,
+    long_freezes: Annotated[int, typer.Option(min=0, help="Of these, freezes of 60 to 120 s, beyond all time-outs.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed for target, time and kind.")] = 0,
 ) -> None:
     """Train while processes are killed and frozen at random. Then check that nothing was lost or trained twice."""
@@ -134,9 +132,7 @@ def try_chaos(
 
 @command(app)
 def doctor(
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N: check that its results are right. Without a device nothing is run.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N: check its results. Default: run nothing.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
     speeds: Annotated[bool, typer.Option("--speeds", help="Measure copies, decoding, publication and a run too.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.md and report.json there.")] = None,
@@ -154,24 +150,14 @@ def doctor(
 @command(app)
 def plan(
     spec: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="SPEC.toml",
-            help="Models, cluster, lengths, batch, loss, reward: docs/planning.md. Or the name of a shipped one: qwen3-8b.",
-        ),
+        Path | None, typer.Argument(metavar="SPEC.toml", help="See docs/planning.md; or the name of a shipped one: qwen3-8b.")
     ] = None,
     as_json: AsJson = False,
     settings: Annotated[Path | None, typer.Option(help="TOML file to write: sections of a configuration for train.")] = None,
-    simulate: Annotated[
-        int | None, typer.Option(min=4, metavar="STEPS", help="Run the plan on virtual time, with the queue's own admission.")
-    ] = None,
+    simulate: Annotated[int | None, typer.Option(min=4, metavar="STEPS", help="Run the plan on virtual time.")] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="A finished run. With a SPEC.toml: the shares of peaks are those that it reached. Alone: what it would "
-            "do with other bounds of staleness.",
-        ),
+        typer.Option(metavar="RUN", help="Finished run: with SPEC.toml plan by its speeds, alone try other staleness bounds."),
     ] = None,
     devices: Annotated[bool, typer.Option("--devices", help="List the catalogue of devices, and end.")] = False,
 ) -> None:

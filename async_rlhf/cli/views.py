@@ -41,9 +41,7 @@ def watch(
 @command(app)
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories; several are compared.")],
-    out: Annotated[
-        Path | None, typer.Option(help="File to write, .png or .svg; plot.png in the first run directory by default.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A .png or .svg file; plot.png in the first directory by default.")] = None,
 ) -> None:
     """Draw how runs went. Reward and evaluations, staleness, lengths, divergences, entropy, ratios, idle time."""
     from async_rlhf.inspect.plot import draw
@@ -55,9 +53,7 @@ def plot(
 
 @command(app)
 def report(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run directory, or that of a sweep with what its cells measured.")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run, or of a sweep that was run.")],
 ) -> None:
     """Make a page of numbers and pictures. In Markdown and in HTML to print or send, from what is on disk alone."""
     for path in experiment("report")(directory, typer.echo):
@@ -108,8 +104,7 @@ def rollouts_show(
     """Show groups as they were trained on. Prompt, completions, versions, scores. All that the journal holds (every
     one with queue.keep_rollouts = true); of other steps those that were sampled into rollouts.jsonl."""
     from async_rlhf.inspect.rollouts import records
-    from async_rlhf.watch.completions import group_lines
-    from async_rlhf.watch.reading import decode_of
+    from async_rlhf.watch.completions import decode_of, group_lines
 
     reading, limit, more, sampled = opened(run_dir), limit or (None if as_json else 4), 0, False
     decode = None if as_json else decode_of(reading.run)

@@ -24,20 +24,20 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.completions import MAX_CHARACTERS, decoder, group_lines, pieces, shown
 from async_rlhf.watch.events import Span, events, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
-from async_rlhf.watch.reading import RunReading
+from async_rlhf.watch.run import WatchedRun
 from async_rlhf.watch.runs import Runs
 from async_rlhf.watch.series import MAX_BUCKETS, MAX_METRICS, History, ages, numbers
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller" / "tokenizer.json"
 
 
-def read(run: Path) -> RunReading:
-    made = RunReading(RunDir.existing(run))
+def read(run: Path) -> WatchedRun:
+    made = WatchedRun(RunDir.existing(run))
     made.refresh()
     return made
 
 
-def steps(reading: RunReading) -> list[float]:
+def steps(reading: WatchedRun) -> list[float]:
     return reading.history.after(["reward"])["curves"]["reward"]["step"]
 
 
