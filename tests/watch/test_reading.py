@@ -21,6 +21,7 @@ from serving import serving
 from async_rlhf.run import reading as run_reading
 from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.watch import runs as watched_runs
 from async_rlhf.watch.completions import MAX_CHARACTERS, decoder, group_lines, pieces, shown
 from async_rlhf.watch.events import Span, events, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
@@ -249,6 +250,21 @@ def test_only_finite_numbers_are_drawn_and_names_that_a_damaged_file_invents_cos
     assert numbers(record) == {"a": 1.0, "i": -2.5}
     assert ages({"staleness/histogram": {"0": 5, "x": 1, "2": None, "3": 2}}) == {0: 5, 3: 2}
     assert ages({"staleness/histogram": [1, 2]}) == {}
+
+
+def test_of_many_runs_those_whose_page_was_opened_last_are_read_on_and_the_others_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_runs, "_MAX_OPEN", 2)
+    for name in "abc":
+        made_run(tmp_path / name, 3)
+    runs = Runs(tmp_path)
+    assert [runs.curves(name, [])["last"] for name in "abca"] == [3, 3, 3, 3]
+    for name in "abc":
+        write_lines(tmp_path / name / "metrics.jsonl", records(4, begin=4))
+    runs.refresh()
+    assert {name: run.history.last_step for name, run in runs._runs.items()} == {"a": 4, "b": -1, "c": 4}
+    assert runs.curves("b", [])["last"] == 4 and runs.state("b")["problems"] == []
 
 
 def samples(runs: Runs) -> dict[tuple[str, ...], float]:
