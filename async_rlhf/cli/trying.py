@@ -154,7 +154,6 @@ def plan(
     ] = None,
     as_json: AsJson = False,
     settings: Annotated[Path | None, typer.Option(help="TOML file to write: sections of a configuration for train.")] = None,
-    simulate: Annotated[int | None, typer.Option(min=4, metavar="STEPS", help="Run the plan on virtual time.")] = None,
     from_run: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Finished run: with SPEC.toml plan by its speeds, alone try other staleness bounds."),
@@ -165,7 +164,7 @@ def plan(
     if devices:
         say(experiment("devices")())
         return
-    say(experiment("plan")(spec, from_run, simulate=simulate, settings=settings, as_json=as_json))
+    say(experiment("plan")(spec, from_run, settings=settings, as_json=as_json))
 
 
 @command(trying, "machine")
