@@ -7,7 +7,6 @@ run has numbers for is left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -16,7 +15,7 @@ from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.reading import Reading
-from async_rlhf.run.run_files import figures, is_step
+from async_rlhf.run.run_files import figures, is_number, is_step
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """For readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
@@ -160,7 +159,7 @@ def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, 
     """Step and value of each record that has a finite number of this name."""
     for record in records:
         step, value = record.get("step"), record.get(name)
-        if type(step) is int and isinstance(value, int | float) and math.isfinite(value):
+        if type(step) is int and is_number(value):
             yield step, float(value)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import xxhash
 
@@ -30,7 +30,7 @@ _GROWING_BYTES = 256 << 30
 """The same, where only its end or what was added is read: a hundred million steps."""
 _MAX_LINE_BYTES = 16 << 20
 _REMEMBERED = 4096
-_HIGHEST = 1e150  # no mean of scores: a number of a damaged file
+_HIGHEST = 1e150  # beyond it is a number of a damaged file
 _SKIPPED_BYTES = 4 << 20
 
 
@@ -194,6 +194,11 @@ def is_step(record: dict[str, Any]) -> bool:
     return type(record.get("step")) is int
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, and no larger than a mean of scores or a measure may be; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HIGHEST
+
+
 def figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """By name, of a line of `evaluations.jsonl`: `accuracy` where one reward decides what is solved, `reward`, where there are
     several rewards the mean of each as `rewards/NAME`, and where there are several sources that of each as `reward/SOURCE`."""
@@ -205,7 +210,7 @@ def figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
     apart = evaluation.get("by_source")
     if isinstance(apart, Mapping) and len(apart) > 1:
         found |= {f"reward/{source}": own.get("mean_reward") for source, own in apart.items() if isinstance(own, Mapping)}
-    return {name: value for name, value in found.items() if isinstance(value, int | float) and abs(value) < _HIGHEST}
+    return {name: value for name, value in found.items() if is_number(value)}
 
 
 def line_of_step(path: Path, step: int | None = None) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from typing import Any
 from async_rlhf.actors.config import REFERENCE
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.watch.series import is_number
+from async_rlhf.run.run_files import is_number
 
 Decode = Callable[[Sequence[int]], Sequence[str]]
 """Tokens to the text that each adds, as many as tokens."""

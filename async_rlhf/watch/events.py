@@ -24,8 +24,7 @@ from typing import Any
 from async_rlhf.buffers.stages import GENERATION, unpack
 from async_rlhf.inspect.trace import Span, actor_span, learner_spans
 from async_rlhf.run.reading import MOST_EVENTS
-from async_rlhf.run.run_files import figures
-from async_rlhf.watch.series import is_number
+from async_rlhf.run.run_files import figures, is_number
 
 MOST_STEPS = 30
 MAX_S = 600.0

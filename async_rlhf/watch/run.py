@@ -14,10 +14,10 @@ from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.inspect.status import read
 from async_rlhf.run.reading import MOST_EVENTS, Reading
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import figures, stamp
+from async_rlhf.run.run_files import figures, is_number, stamp
 from async_rlhf.watch.completions import decode_of, shown
 from async_rlhf.watch.events import MOST_STEPS, events, timeline
-from async_rlhf.watch.series import MAX_STEP, History, ages, is_number, numbers
+from async_rlhf.watch.series import MAX_STEP, History, ages, numbers
 
 _MAX_TEXT = 4000
 _NOTHING: dict[str, Any] = {
