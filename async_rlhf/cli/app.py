@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+
+if TYPE_CHECKING:
+    from async_rlhf.run.reading import Reading
 
 PANELS = {
     "Start here": ("init", "check", "train", "status", "watch", "plot", "evaluate", "stop"),
@@ -57,10 +60,8 @@ def group(name: str, words: str) -> typer.Typer:
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file, or the name of a shipped configuration: quick.")]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, for example --set queue.max_staleness=0.")
-]
-TokenFile = Annotated[Path | None, typer.Option(help="File with the token that a viewer or sender has to give.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override: queue.max_staleness=0.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
 
 
@@ -120,6 +121,14 @@ def overridden(overrides: list[str] | None) -> dict[str, Any]:
     from async_rlhf.run.config import parse_override
 
     return dict(parse_override(text) for text in overrides or [])
+
+
+def opened(run_dir: Path) -> Reading:
+    """The run of a directory. Raises ConfigError for one without."""
+    from async_rlhf.run.reading import Reading
+    from async_rlhf.run.run_dir import RunDir
+
+    return Reading(RunDir.existing(run_dir))
 
 
 def load_config(config: Path, overrides: list[str] | None) -> Any:

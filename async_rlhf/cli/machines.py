@@ -13,7 +13,7 @@ import typer
 from async_rlhf.cli.app import Overrides, command, group
 
 serve = group("serve", "Serve a reward, an environment or weights to actors.")
-keys = group("keys", "Keys for what listens to other machines.")
+keys = group("keys", "Make and revoke keys for what listens to other machines.")
 
 Address = Annotated[str, typer.Option(help="tcp://IP:PORT or ipc://PATH; beyond this machine only with --keys.")]
 Keys = Annotated[Path | None, typer.Option(help="Key directory (async-rlhf keys new DIR).")]
@@ -27,7 +27,7 @@ def serve_reward(
     keys: Keys = None,
     overrides: Overrides = None,
 ) -> None:
-    """Serve a reward to actors, who name it `remote`. Ctrl-C ends it. --set takes keys of the sections rewards and scoring."""
+    """Serve a reward, which actors use as `remote`. Ctrl-C ends it. --set takes keys of [rewards] and [scoring]."""
     from async_rlhf.actors.config import RewardsConfig, ScoringConfig
     from async_rlhf.actors.scoring.server import ScoringServer
     from async_rlhf.run.config import parse_settings
@@ -45,7 +45,7 @@ def serve_environment(
     keys: Keys = None,
     overrides: Overrides = None,
 ) -> None:
-    """Play an environment for actors, who name it `remote:ADDRESS`. Ctrl-C ends it. --set takes keys of [environment]."""
+    """Serve an environment, which actors use as `remote:ADDRESS`. Ctrl-C ends it. --set takes keys of [environment]."""
     from async_rlhf.actors.environments import EnvironmentConfig
     from async_rlhf.actors.environments.server import EnvironmentServer
     from async_rlhf.run.config import parse_settings
@@ -60,16 +60,13 @@ def serve_environment(
 @command(serve, "sessions")
 def serve_sessions(
     address: Address,
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Of http://127.0.0.1: harnesses start sessions there, agents ask the model."),
-    ],
-    key_file: Annotated[Path, typer.Option(help="The harnesses' key; a new one where there is no such file.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1 for harnesses and agents.")],
+    key_file: Annotated[Path, typer.Option(help="File with the harnesses' key; created if missing.")],
     keys: Keys = None,
     overrides: Overrides = None,
 ) -> None:
-    """Let harnesses elsewhere play the episodes of a run, whose environment is `remote:ADDRESS`. Ctrl-C ends it. --set takes
-    keys of [environment]."""
+    """Let harnesses play the episodes of a run. It uses them as `remote:ADDRESS`. Ctrl-C ends it. --set takes keys of
+    [environment]."""
     from async_rlhf.actors.agents.harness import serve_harnesses
     from async_rlhf.run.config import parse_settings
 
@@ -92,11 +89,11 @@ def _serve(name: str, server: Any, further: Mapping[str, int] | None = None) -> 
 def serve_relay(
     hub: Annotated[str, typer.Argument(help="Address of the hub, or of another relay.")],
     address: Annotated[str, typer.Argument(help="tcp://IP:PORT or ipc://PATH for actors; beyond this machine only with keys.")],
-    keys: Annotated[Path | None, typer.Option(help="Key directory to speak to the hub, as an actor's.")] = None,
-    own_keys: Annotated[Path | None, typer.Option(help="Key directory to be spoken to by actors, as a hub's.")] = None,
+    keys: Annotated[Path | None, typer.Option(help="Key directory for the hub, as an actor has.")] = None,
+    own_keys: Annotated[Path | None, typer.Option(help="Key directory for actors, as a hub has.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Stand between the hub and many actors: weights come here once and go on from here. Ctrl-C ends it."""
+    """Relay weights to many actors. The hub sends them here once. Ctrl-C ends it."""
     from async_rlhf.run.processes.roles import relay_by_hand
 
     relay_by_hand(hub, address, keys, own_keys, overrides or [], typer.echo)
@@ -106,13 +103,10 @@ def serve_relay(
 def keys_new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory; it stays on the hub's machine.")],
     names: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--name", metavar="NAME[:ROLE,...]", help="Another machine, and what it may be: actor, relay, learner, control."
-        ),
+        list[str] | None, typer.Option("--name", metavar="NAME[:ROLE,...]", help="Machine, as actor, relay, learner, control.")
     ] = None,
 ) -> None:
-    """Make the hub's or a relay's keys, and a key for each machine (of actors by default). Files are never overwritten."""
+    """Make the keys of a hub or relay. Also a key for each machine (of actors by default). Files are never overwritten."""
     from async_rlhf.buffers.transport.keys import create
     from async_rlhf.buffers.transport.link import new_pair
 
@@ -126,7 +120,7 @@ def keys_admit(
     directory: KeyDirectory,
     names: Annotated[list[str], typer.Argument(metavar="NAME[:ROLE,...]...", help="Further machines, as in `keys new`.")],
 ) -> None:
-    """Make keys for further machines; a hub that runs lets them in within a second, and no other machine needs new ones."""
+    """Make keys for further machines. A running hub admits them within a second; other machines keep their keys."""
     from async_rlhf.buffers.transport.keys import add
     from async_rlhf.buffers.transport.link import new_pair
 
@@ -137,9 +131,9 @@ def keys_admit(
 @command(keys, "revoke")
 def keys_revoke(
     directory: KeyDirectory,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Machines that are let in no more.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Machines to remove.")],
 ) -> None:
-    """Take machines off the list; a hub that runs cuts their connections within a second."""
+    """Remove machines from the list. A running hub closes their connections within a second."""
     from async_rlhf.buffers.transport.keys import revoke
 
     revoke(directory, names)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from async_rlhf.run.config import Config
     from async_rlhf.serve.turns import Request
 
-queue = group("queue", "Runs one behind the other, as a service.")
-spool = group("spool", "Prompts that come while a run goes on.")
+queue = group("queue", "Queue runs, and run them one after another.")
+spool = group("spool", "Add prompts while a run goes on.")
 
 QueuePath = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a queue of runs.")]
 RunName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run in it.")]
@@ -26,10 +26,10 @@ SpoolPath = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of
 
 @command(queue, "serve")
 def queue_serve(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the queue; made where there is none.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the queue; created if missing.")],
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Runs at a time.")] = 1,
 ) -> None:
-    """Run what is submitted to DIR, first in, first out. Ctrl-C drains what runs; the next start goes on with it."""
+    """Run what is submitted to DIR, first in, first out. Ctrl-C drains what runs; the next start continues it."""
     from async_rlhf.serve.daemon import Daemon
     from async_rlhf.serve.queue_dir import QueueDir
 
@@ -38,7 +38,7 @@ def queue_serve(
 
 @command(queue, "submit")
 def queue_submit(directory: QueuePath, config: ConfigPath, overrides: Overrides = None) -> None:
-    """Put a run behind the others. What `check` refuses is refused, and so is a name that is taken."""
+    """Add a run at the end of the queue. It is refused where `check` refuses it, or its name is taken."""
     put_behind(directory, load_config(config, overrides))
 
 
@@ -60,19 +60,19 @@ def queue_list(directory: QueuePath, as_json: AsJson = False) -> None:
 
 @command(queue, "stop")
 def queue_stop(directory: QueuePath, name: RunName) -> None:
-    """Drain a run, or take one back that waits; it stays so until it is resumed."""
+    """Drain a running run, or pause a waiting run until `resume`."""
     _request("stop", directory, name)
 
 
 @command(queue, "cancel")
 def queue_cancel(directory: QueuePath, name: RunName) -> None:
-    """Take a run that does not run out for good; its name is free again where it has not begun."""
+    """Remove a run that is not running. Its name is free if it never started."""
     _request("cancel", directory, name)
 
 
 @command(queue, "resume")
 def queue_resume(directory: QueuePath, name: RunName) -> None:
-    """Let a run that was stopped, or has failed, go on in its old place."""
+    """Continue a run that was stopped or has failed, in its old place."""
     _request("resume", directory, name)
 
 
@@ -104,7 +104,7 @@ def spool_put(
     directory: SpoolPath,
     file: Annotated[Path, typer.Argument(metavar="FILE|-", help="JSONL, one row a line; - reads standard input.")],
 ) -> None:
-    """Bring prompts in, all of the file or none: it is looked through, written beside and renamed."""
+    """Add the prompts of a file, all or none. They are validated, then added atomically."""
     from async_rlhf.buffers.errors import ConfigError
     from async_rlhf.buffers.spool.deposit import put
 
@@ -121,10 +121,7 @@ def spool_listen(
     directory: SpoolPath,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="IP:PORT|unix:PATH",
-            help="A socket that only you can open, or with a token any address. Left out: DIR/.listen, or 127.0.0.1:8266.",
-        ),
+        typer.Option(metavar="IP:PORT|unix:PATH", help="Default: unix:DIR/.listen, for you only; with a token 127.0.0.1:8266."),
     ] = None,
     token_file: TokenFile = None,
 ) -> None:
@@ -136,7 +133,7 @@ def spool_listen(
 
 @command(spool, "end")
 def spool_end(directory: SpoolPath) -> None:
-    """Say that no further prompt will come: a run ends when it has used those that are there."""
+    """Close the spool. A run ends when it has used the prompts that are there."""
     from async_rlhf.buffers.spool.deposit import end
 
     end(directory)

@@ -13,7 +13,7 @@ from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, RunPath, app, comm
 
 @command(app)
 def init(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder for them; made where it is not there.")] = Path(),
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to; created if missing.")] = Path(),
 ) -> None:
     """Write a configuration, a reward and data that train at once. All are commented; nothing is overwritten."""
     from async_rlhf.run.shipped import write_start
@@ -28,13 +28,8 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run directory of this configuration.")] = False,
-    from_step: Annotated[
-        int | None,
-        typer.Option(min=0, help="With --resume: go on from the kept checkpoint of this step instead of the newest."),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove the run directory that is there, and begin anew.")
-    ] = False,
+    from_step: Annotated[int | None, typer.Option(min=0, help="With --resume: from the kept checkpoint of this step.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the existing run directory and start anew.")] = False,
 ) -> None:
     """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
     from async_rlhf.launch.local import warm
@@ -47,9 +42,7 @@ def train(
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Load the model too, and hold learner and engine to plain passes of it.")
-    ] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Load the model; compare engine and learner with plain passes.")] = False,
 ) -> None:
     """Check a configuration, its data and its rewards. Says what a run of it would do, and where."""
     from async_rlhf.inspect.trials import call_once
@@ -111,14 +104,13 @@ def evaluate(
 @command(app, "set")
 def set_values(
     run_dir: RunPath,
-    values: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="For example learner.learning_rate=5e-5.")
-    ] = None,
+    values: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="As learner.learning_rate=5e-5.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a run that goes on, or will, without a restart. Without values show what may be changed."""
+    """Change settings of a run without a restart. Without values, list what may be changed."""
     from async_rlhf.learner.loop.changes import described
-    from async_rlhf.run.live import ask, changes, present
+    from async_rlhf.run.live import ask, present
+    from async_rlhf.run.reading import Reading
     from async_rlhf.run.run_dir import RunDir
 
     run = RunDir.existing(run_dir)
@@ -127,7 +119,7 @@ def set_values(
         typer.echo(json.dumps(present(run), indent=1))
     elif not values:
         shown = {key: "none" if value is None else json.dumps(value) for key, value in present(run).items()}
-        for line in (*(f"{key} = {value}" for key, value in shown.items()), *changes(run)):
+        for line in (*(f"{key} = {value}" for key, value in shown.items()), *Reading(run).changes_in_words()):
             say(line)
     else:
         say(f"{run.path}: {'nothing changes' if asked is None else described(asked)}")
@@ -153,7 +145,7 @@ def fork(
     overrides: Overrides = None,
     best: Annotated[bool, typer.Option("--best", help="From the checkpoint that was evaluated best, not the newest.")] = False,
     from_step: Annotated[int | None, typer.Option(min=1, help="From the checkpoint of this step, not the newest.")] = None,
-    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="Submit it to this queue; else it is run now.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="Submit to this queue instead of running it.")] = None,
 ) -> None:
     """Begin a new run from another run's checkpoint. With its configuration and overrides."""
     from async_rlhf.cli.queues import put_behind
@@ -169,29 +161,14 @@ def fork(
 
 @command(app)
 def sweep(
-    config: Annotated[
-        Path, typer.Argument(metavar="FILE", help="TOML file of a sweep, or the name of a shipped one, for example quick.")
-    ],
+    config: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file of a sweep, or a shipped one by name: quick.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override in every cell, for example --set max_steps=60; also sweep.name, sweep.output_dir, sweep.seeds.",
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="In each cell; also sweep.name, .output_dir, .seeds."),
     ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", help="Cells that run at once: 1 if left out, at most the CPUs; with --ray one a node at most."),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option("--ray", metavar="ADDRESS", help="Run cells on the nodes of a Ray cluster: IP:PORT of its head, or auto."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="AXIS=VALUE", help="Run only cells with this value, for example --only seed=0."),
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Cells at once: 1 by default, at most one per CPU or Ray node.")] = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Run cells on Ray: IP:PORT of its head, or auto.")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Only cells with this value: seed=0.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and how far they are; run nothing.")] = False,
 ) -> None:
     """Run several settings and seeds, and compare what came out.

@@ -22,7 +22,7 @@ def try_reward(
     limit: Annotated[int | None, typer.Option(min=1, help="Completions to score.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score completions that exist already: values, histogram, timings, failures.
+    """Score completions that exist already. Shows values, histogram, timings, failures.
 
     --set takes keys of the sections rewards and scoring. Exit code 6 when any score failed, or no completion got one.
     """
@@ -41,7 +41,7 @@ def try_reward(
 def try_environment(
     environment: Annotated[str, typer.Argument(metavar="FILE:NAME", help="An environment, as in environment.function.")],
     data: Annotated[str, typer.Option(help="Prompts, as in data.source.")],
-    model: Annotated[str | None, typer.Option(help="The model that plays; without one, lines of standard input do.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model that plays; without one you type the turns.")] = None,
     overrides: Overrides = None,
     limit: Annotated[int, typer.Option(min=1, help="Episodes to play, one a prompt.")] = 4,
     as_json: AsJson = False,
@@ -78,7 +78,7 @@ def try_loss(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold a loss to the laws that micro-batches, ranks and masks rest on, and measure its bias.
+    """Check a loss against the laws it must keep. Micro-batches, ranks and masks need them; its bias is measured too.
 
     --set takes keys of the section loss. Exit code 1 when a law does not hold.
     """
@@ -102,7 +102,7 @@ def try_chaos(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed for target, time and kind of each fault.")] = 0,
 ) -> None:
-    """Train while processes are killed and frozen at random, then check that nothing was lost or trained twice."""
+    """Train while processes are killed and frozen at random. Then check that nothing was lost or trained twice."""
     from collections import Counter
 
     from async_rlhf.inspect.chaos import FaultInjector, problems
@@ -134,9 +134,7 @@ def try_chaos(
 
 @command(app)
 def doctor(
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N: check that it gets its numbers right. Without it nothing is run.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N: check its results. Default: run nothing.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
     speeds: Annotated[bool, typer.Option("--speeds", help="Measure copies, decoding, publication and a run too.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.md and report.json there.")] = None,
@@ -154,25 +152,17 @@ def doctor(
 @command(app)
 def plan(
     spec: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="SPEC.toml",
-            help="Models, cluster, lengths, batch, loss, reward: docs/planning.md. Or the name of a shipped one: qwen3-8b.",
-        ),
+        Path | None, typer.Argument(metavar="SPEC.toml", help="See docs/planning.md; or the name of a shipped one: qwen3-8b.")
     ] = None,
     as_json: AsJson = False,
     settings: Annotated[Path | None, typer.Option(help="TOML file to write: sections of a configuration for train.")] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="A finished run. With a SPEC.toml: the shares of peaks are those that it reached. Alone: what it would "
-            "do with other bounds of staleness.",
-        ),
+        typer.Option(metavar="RUN", help="Finished run: with SPEC.toml plan by its speeds, alone try other staleness bounds."),
     ] = None,
     devices: Annotated[bool, typer.Option("--devices", help="List the catalogue of devices, and end.")] = False,
 ) -> None:
-    """Which role goes on which devices, and what a step takes. Before anything is rented; also how far ahead to generate."""
+    """Show which role goes on which devices. Also how long a step takes and how far ahead to generate; it needs no device."""
     if devices:
         say(experiment("devices")())
         return
@@ -185,5 +175,5 @@ def try_machine(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the matrix product.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
-    """Measure this machine for `plan`: arithmetic and memory, as the section cluster.own of a spec."""
+    """Measure this machine for `plan`. Arithmetic and memory, as the section cluster.own of a spec."""
     say(experiment("calibrate")(device=device, dtype=dtype, threads=threads))

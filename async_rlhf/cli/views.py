@@ -8,28 +8,27 @@ from typing import Annotated
 
 import typer
 
-from async_rlhf.cli.app import AsJson, Overrides, RunPath, TokenFile, app, command, experiment, group, overridden, say
+from async_rlhf.cli.app import AsJson, Overrides, RunPath, TokenFile, app, command, experiment, group, opened, overridden, say
 
-rollouts = group("rollouts", "A run's rollouts: read, traced, taken back, trained on again.")
+rollouts = group("rollouts", "Show, trace, quarantine or replay a run's rollouts.")
 
 
 @command(app)
 def status(run_dir: RunPath, as_json: AsJson = False) -> None:
-    """Where a run stands. Live from its hub, or from what it left behind."""
+    """Show where a run stands. From its hub while it lives, else from its files."""
     from async_rlhf.inspect.status import lines, read
-    from async_rlhf.run.run_dir import RunDir
 
-    run = RunDir.existing(run_dir)
-    found = read(run)
+    reading = opened(run_dir)
+    found = read(reading)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        say("\n".join(lines(run, found)))
+        say("\n".join(lines(reading.run, found)))
 
 
 @command(app)
 def watch(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or one that holds some: runs.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or a directory of runs: runs.")],
     address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8265",
     token_file: TokenFile = None,
 ) -> None:
@@ -42,24 +41,19 @@ def watch(
 @command(app)
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories; several are compared.")],
-    out: Annotated[
-        Path | None, typer.Option(help="File to write, .png or .svg; plot.png in the first run directory by default.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A .png or .svg file; plot.png in the first directory by default.")] = None,
 ) -> None:
     """Draw how runs went. Reward and evaluations, staleness, lengths, divergences, entropy, ratios, idle time."""
     from async_rlhf.inspect.plot import draw
-    from async_rlhf.run.run_dir import RunDir
 
     out = out or run_dirs[0] / "plot.png"
-    draw([RunDir.existing(path) for path in run_dirs], out)
+    draw([opened(path) for path in run_dirs], out)
     typer.echo(str(out))
 
 
 @command(app)
 def report(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run directory, or that of a sweep with what its cells measured.")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run, or of a sweep that was run.")],
 ) -> None:
     """Make a page of numbers and pictures. In Markdown and in HTML to print or send, from what is on disk alone."""
     for path in experiment("report")(directory, typer.echo):
@@ -71,22 +65,21 @@ def track(
     run_dir: RunPath,
     to: Annotated[str, typer.Option("--to", metavar="KIND", help="tensorboard, wandb, trackio or mlflow.")],
 ) -> None:
-    """Send a run to a tracker, from its files. A finished one whole; of a live one what it has and what it adds, to its end.
+    """Send a run to a tracker, from its files. A live run is followed to its end.
 
-    Ctrl-C ends it, and the same command goes on where it was. It needs the tracker's package; torch and transformers it does
-    not need.
+    Ctrl-C ends it; the same command continues where it stopped. It needs the tracker's package, but neither torch nor
+    transformers.
     """
     from async_rlhf.run.processes.tracking import track
-    from async_rlhf.run.run_dir import RunDir
 
-    track(RunDir.existing(run_dir), to, say)
+    track(opened(run_dir).run, to, say)
 
 
 @command(app)
 def push(
-    path: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's newest checkpoint, or RUN/checkpoints/best.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run (newest checkpoint), or RUN/checkpoints/best.")],
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository of the Hugging Face Hub.")],
-    private: Annotated[bool, typer.Option("--private", help="A new repository that only its owner reads.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, which names its base model.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Add a commit to a repository that has content.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the card and the files; send nothing.")] = False,
@@ -105,19 +98,17 @@ def rollouts_show(
     run_dir: RunPath,
     step: Annotated[int | None, typer.Option(help="Only the groups of this step (from 1).")] = None,
     group: Annotated[int | None, typer.Option(help="Only this group number.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Groups to show; 4 if left out, with --json all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Groups to show: 4 by default, with --json all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each as one line of JSON, tokens included.")] = False,
 ) -> None:
-    """Show groups as they were trained on: prompt, completions, versions, scores. All of them are there while the journal
-    holds them (queue.keep_rollouts = true), else those that were sampled into rollouts.jsonl."""
+    """Show groups as they were trained on. Prompt, completions, versions, scores. All that the journal holds (every
+    one with queue.keep_rollouts = true); of other steps those that were sampled into rollouts.jsonl."""
     from async_rlhf.inspect.rollouts import records
-    from async_rlhf.run.run_dir import RunDir
-    from async_rlhf.watch.completions import group_lines
-    from async_rlhf.watch.reading import decode_of
+    from async_rlhf.watch.completions import decode_of, group_lines
 
-    run, limit, more, sampled = RunDir.existing(run_dir), limit or (None if as_json else 4), 0, False
-    decode = None if as_json else decode_of(run)
-    for number, record in enumerate(records(run, step=step, group=group)):
+    reading, limit, more, sampled = opened(run_dir), limit or (None if as_json else 4), 0, False
+    decode = None if as_json else decode_of(reading.run)
+    for number, record in enumerate(records(reading, step=step, group=group)):
         if limit is not None and number >= limit:
             more += 1
             continue
@@ -134,26 +125,23 @@ def rollouts_trace(
     run_dir: RunPath,
     out: Annotated[Path | None, typer.Option(help="File to write; trace.json in the run directory by default.")] = None,
 ) -> None:
-    """Write a time line for ui.perfetto.dev: generation, scoring, queueing, training, weights."""
+    """Write a time line for ui.perfetto.dev. Generation, scoring, queueing, training, weights."""
     from async_rlhf.inspect.trace import export
-    from async_rlhf.run.run_dir import RunDir
 
-    run = RunDir.existing(run_dir)
-    out = out or run.path / "trace.json"
-    typer.echo(f"{export(run, out)} events in {out}; open it in ui.perfetto.dev")
+    out = out or run_dir / "trace.json"
+    typer.echo(f"{export(opened(run_dir), out)} events in {out}; open it in ui.perfetto.dev")
 
 
 @command(rollouts, "quarantine")
 def rollouts_quarantine(
     run_dir: RunPath,
     group: Annotated[int, typer.Option(help="Number of the group.")],
-    reason: Annotated[str, typer.Option(help="For quarantine.jsonl.")] = "taken back by an operator",
+    reason: Annotated[str, typer.Option(help="Reason, written to quarantine.jsonl.")] = "taken back by an operator",
 ) -> None:
-    """Take a group back, of a live run or one that stands still: it is not trained on, the other steps keep their batches."""
+    """Exclude a group from training. In a live run or a stopped one; other steps keep their batches."""
     from async_rlhf.inspect.rollouts import quarantine
-    from async_rlhf.run.run_dir import RunDir
 
-    run = RunDir.existing(run_dir)
+    run = opened(run_dir).run
     quarantine(run, run.config(), group, reason[:300])
     typer.echo(f"group {group} is quarantined: {run.path / 'quarantine.jsonl'}")
 
@@ -164,12 +152,11 @@ def rollouts_replay(
     name: Annotated[str, typer.Option(help="Name of the new run directory, beside the old one.")],
     overrides: Overrides = None,
 ) -> None:
-    """Train a learner alone on the very batches of an earlier run: bit for bit, or with another loss (--set loss...)."""
+    """Train again on the batches of an earlier run. A learner alone, bit for bit or with another loss (--set loss...)."""
     from async_rlhf.inspect.rollouts import replay
     from async_rlhf.run.config import override
-    from async_rlhf.run.run_dir import RunDir
 
-    source = RunDir.existing(run_dir)
+    source = opened(run_dir).run
     timeless = {"max_seconds": "none"}  # what is learned again takes another time, and is all that was learned
     changed = timeless | overridden(overrides) | {"name": name, "output_dir": str(source.path.parent)}
     run = replay(source, override(source.config(), changed))

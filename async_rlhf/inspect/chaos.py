@@ -24,8 +24,8 @@ from typing import NamedTuple, Protocol
 from async_rlhf.launch.connection import RemoteProcess
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.run.config import Config
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import read_lines
 
 # One fault in five freezes instead of killing: a process that is neither dead nor alive is the harder case.
 _FREEZE_SHARE = 0.2
@@ -165,7 +165,7 @@ def problems(run: RunDir, config: Config) -> list[str]:
         found.append(f"the ledger does not close: {ledger}")
     if ledger.get("trained") != sum(trained.values()):
         found.append(f"the ledger has {ledger.get('trained')} trained groups, the metrics {sum(trained.values())}")
-    for record in read_lines(run.path / "quarantine.jsonl").records:
+    for record in Reading(run).quarantined.whole():
         if not any("ended" in reason for reason in record["reasons"]):
             found.append(f"group {record['group']} was quarantined, and no actor ended with it: {record['reasons']}")
     return found

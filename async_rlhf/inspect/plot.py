@@ -7,7 +7,6 @@ run has numbers for is left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.run.live import changed_at
-from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import figures, is_long, is_step, read_steps
+from async_rlhf.run.reading import Reading
+from async_rlhf.run.run_files import figures, is_number, is_step
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """For readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
@@ -82,15 +80,18 @@ class _Pen:
     width: float
 
 
-def draw(runs: Sequence[RunDir], out: Path) -> None:
+def draw(readings: Sequence[Reading], out: Path) -> None:
     """Write the picture of these runs as PNG or SVG.
 
     Raises ConfigError for another format, without matplotlib, and when no run has done a step.
     """
     if out.suffix not in _FORMATS:
         raise ConfigError(f"--out {str(out)!r}: a picture is written as {' or '.join(_FORMATS)}, by the end of its name")
-    names = _names([run.path for run in runs])
-    found = [Curves(name, _steps(run), run.read_evaluations(), changed_at(run)) for name, run in zip(names, runs, strict=True)]
+    runs = [reading.run for reading in readings]
+    found = [
+        Curves(name, reading.steps.drawn(), reading.run.read_evaluations(), reading.changed())
+        for name, reading in zip(_names([run.path for run in runs]), readings, strict=True)
+    ]
     if not any(curves.steps for curves in found):
         raise ConfigError(f"{', '.join(str(run.path) for run in runs)}: no step is recorded, so there is nothing to draw")
     try:
@@ -101,10 +102,6 @@ def draw(runs: Sequence[RunDir], out: Path) -> None:
         raise ConfigError("a picture needs matplotlib: pip install 'async-rlhf[plot]'") from error
     except OSError as error:
         raise ConfigError(f"--out {str(out)!r} cannot be written: {error}") from error
-
-
-def _steps(run: RunDir) -> list[dict[str, Any]]:
-    return list(read_steps(run.metrics)) if is_long(run.metrics) else run.read_metrics()
 
 
 def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
@@ -162,7 +159,7 @@ def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, 
     """Step and value of each record that has a finite number of this name."""
     for record in records:
         step, value = record.get("step"), record.get(name)
-        if type(step) is int and isinstance(value, int | float) and math.isfinite(value):
+        if type(step) is int and is_number(value):
             yield step, float(value)
 
 

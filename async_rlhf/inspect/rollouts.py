@@ -9,33 +9,33 @@ from itertools import chain, repeat, takewhile
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.lines import earlier
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.learner.loop.metrics import group_record
 from async_rlhf.run.config import Config
 from async_rlhf.run.live import inherit
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, read_lines
 
 # The step (from 1), the group's number, its record.
 _Found = tuple[int, int, Callable[[], dict[str, Any]]]
 
 
-def records(run: RunDir, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
+def records(reading: Reading, *, step: int | None = None, group: int | None = None) -> Iterator[dict[str, Any]]:
     """Groups as plain objects in the order of training, only those of `step` (from 1) or `group` where given.
 
     From the journal, and of the steps that it does not hold those that were sampled into `rollouts.jsonl`: `sampled` tells them
     apart. `quarantined`: why a group was taken back, else None. Raises ConfigError when there is none, DamagedError for a file
     that is not as it was written.
     """
-    reasons = {line.get("group"): line.get("reasons") for line in read_lines(run.path / "quarantine.jsonl").records}
-    archived, is_none = _archived(run), True
+    reasons = {line.get("group"): line.get("reasons") for line in reading.quarantined.whole()}
+    archived, is_none = _archived(reading.run), True
     first = next(archived, None)  # the journal ends with the newest step
     kept = () if first is None else chain([first], archived)
-    before = takewhile(lambda each: first is None or each[0] < first[0], _samples(run))
+    samples: Iterator[_Found] = ((line["step"], line["group"], partial(_of_sample, line)) for line in reading.groups())
+    before = takewhile(lambda each: first is None or each[0] < first[0], samples)
     for is_sample, (at, number, made) in chain(zip(repeat(True), before), zip(repeat(False), kept)):
         if step in (None, at) and group in (None, number):
             is_none = False
@@ -43,8 +43,8 @@ def records(run: RunDir, *, step: int | None = None, group: int | None = None) -
     if is_none:
         which = "".join(f" {name} {value}" for name, value in (("step", step), ("group", group)) if value is not None)
         raise ConfigError(
-            f"run {str(run.path)!r} has recorded no group{' of' * bool(which)}{which}: its journal holds those after the "
-            "oldest checkpoint (all, with queue.keep_rollouts = true), rollouts.jsonl sampled_groups of every step"
+            f"run {str(reading.run.path)!r} has recorded no group{' of' * bool(which)}{which}: its journal holds those after "
+            "the oldest checkpoint (all, with queue.keep_rollouts = true), rollouts.jsonl sampled_groups of every step"
         )
 
 
@@ -57,14 +57,6 @@ def _archived(run: RunDir) -> Iterator[_Found]:
     for batch in read_batches(run.path / "queue") if parts else ():
         for group in batch.groups:
             yield batch.step + 1, group.number, partial(_record, batch.step + 1, group)
-
-
-def _samples(run: RunDir) -> Iterator[_Found]:
-    """The lines of `rollouts.jsonl`. Raises DamagedError for a file with others."""
-    for line in chain.from_iterable(Tail(part).rest() for part in (earlier(run.samples), run.samples)):
-        if type(line.get("step")) is not int or type(line.get("group")) is not int:
-            raise DamagedError(f"{run.samples} is damaged: a line is no sample of a group")
-        yield line["step"], line["group"], partial(_of_sample, line)
 
 
 def quarantine(run: RunDir, config: Config, group: int, reason: str) -> None:

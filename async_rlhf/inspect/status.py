@@ -21,11 +21,9 @@ from async_rlhf.buffers.transport.link import connector
 from async_rlhf.launch.sockets import hub_address, scorer_address
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.loop.budget import Spent
-from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.display.console import held_out, line
-from async_rlhf.run.live import changes
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import read_last_lines
 
 _PATIENCE_S = 3.0
 _STEP_BYTES = 64 << 10
@@ -66,12 +64,9 @@ class _Evaluation(_Shape):
     label: str
 
 
-def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
-    """As plain values, ready for JSON. `problems` names what cannot be read. Raises ConfigError and DamagedError.
-
-    ledger: of the run's changes, from who looks again and again: of it only what was added is read.
-    """
-    config, problems = run.config(), list[str]()
+def read(reading: Reading) -> dict[str, Any]:
+    """As plain values, ready for JSON. `problems` names what cannot be read. Raises ConfigError and DamagedError."""
+    run, config, problems = reading.run, reading.config(), list[str]()
 
     def tried(look: Callable[[], Any], otherwise: Any) -> Any:
         try:
@@ -80,8 +75,8 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
             problems.append(str(error))
             return otherwise
 
-    metrics = _shown(run.metrics, _Step, problems, _STEP_BYTES)
-    evaluations = _shown(run.evaluations, _Evaluation, problems)
+    metrics = tried(lambda: reading.newest(run.metrics, _Step, problems, _STEP_BYTES), [])
+    evaluations = tried(lambda: reading.newest(run.evaluations, _Evaluation, problems), [])
     hub = tried(lambda: _checked(run.read_ledger(), "ledger.json"), {})
     alive, scorer = run.is_alive(), {}
     if (sockets := tried(run.sockets, None)) is not None:
@@ -119,7 +114,7 @@ def read(run: RunDir, ledger: Ledger | None = None) -> dict[str, Any]:
         "bits": None if (bits := run.bits()) is None else bits._asdict(),
         "restarts": tried(run.read_restarts, {}),
         "last": metrics[-1] if metrics else None,
-        "changes": tried(lambda: changes(run, ledger), []),
+        "changes": tried(reading.changes_in_words, []),
         "evaluations": evaluations,
         "problems": problems,
     }
@@ -225,26 +220,6 @@ def _checked(values: dict[str, Any], name: str) -> dict[str, Any]:
         problem = error.errors()[0]
         raise DamagedError(f"{name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
     return values
-
-
-def _shown(path: Path, shape: type[_Shape], problems: list[str], window: int = 1 << 20) -> list[dict[str, Any]]:
-    """The last records of a JSONL file, in `window` bytes or, where a record is longer, in more; what has other types is
-    counted."""
-    try:
-        lines = read_last_lines(path, window)
-        if not lines.records:
-            lines = read_last_lines(path)
-    except DamagedError as error:
-        problems.append(str(error))
-        return []
-    good = []
-    for record in lines.records:
-        with suppress(ValidationError):
-            shape.model_validate(record)
-            good.append(record)
-    if bad := lines.unreadable + len(lines.records) - len(good):
-        problems.append(f"{path}: {bad} of its last {lines.unreadable + len(lines.records)} lines")
-    return good
 
 
 def _is_newer(path: Path, other: Path) -> bool:

@@ -16,35 +16,42 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.stages import StageTime, unpack
 from async_rlhf.inspect.rollouts import records
-from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.reading import Reading
 
 Event = dict[str, Any]
 
 
-def export(run: RunDir, out: Path) -> int:
+class Span(NamedTuple):
+    """What a process did. began, ended: seconds since the epoch."""
+
+    kind: str
+    label: str
+    began: float
+    ended: float
+
+
+def export(reading: Reading, out: Path) -> int:
     """Write the trace of a run; returns the number of events.
 
     Raises ConfigError when the run left nothing to draw, DamagedError as `records`.
     """
-    steps = list(step_times(run.read_metrics()))
-    spans = {
-        path.stem: [(span["name"], span["began"], span["ended"]) for span in read_lines(path)]
-        for path in sorted((run.path / "spans").glob("*.jsonl"))
-    }
-    trains = {step: trained for _, trained, _, step in steps}
-    events = [*_learner(steps), *_actors(spans)]
-    for record in records(run):
+    steps = reading.run.read_metrics()
+    trains = {step: trained for _, trained, _, step in step_times(steps)}
+    events = [_event("learner", "steps", span) for span in learner_spans(steps)]
+    for actor, lines in reading.spans().items():
+        for span in map(actor_span, lines.whole()):
+            events.append(_event(actor, "weights" if span.kind == "adopt" else "engine", span))
+    for record in records(reading):
         for member, rollout in enumerate(record["rollouts"]):
             if stages := unpack(rollout["timings"]):
                 events += _rollout(record, member, stages, trains)
     if not any(event["ph"] == "b" for event in events):
-        raise ConfigError(f"{str(run.path)!r} holds no rollouts with timings")
+        raise ConfigError(f"{str(reading.run.path)!r} holds no rollouts with timings")
     numbered = list(_numbered(events))
     out.write_text(json.dumps({"traceEvents": numbered, "displayTimeUnit": "ms"}))
     return len(numbered)
@@ -65,16 +72,17 @@ def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, fl
             before = ended
 
 
-def _learner(steps: list[tuple[float, float, float, int]]) -> Iterator[Event]:
-    for began, trained, ended, step in steps:
-        yield _event("learner", "steps", f"wait for step {step}", began, trained)
-        yield _event("learner", "steps", f"train step {step}", trained, ended)
+def learner_spans(records: Iterable[Mapping[str, Any]]) -> Iterator[Span]:
+    """Of consecutive steps."""
+    for began, trained, ended, step in step_times(records):
+        yield Span("wait", f"wait for step {step}", began, trained)
+        yield Span("train", f"train step {step}", trained, ended)
 
 
-def _actors(spans: Mapping[str, list[tuple[str, float, float]]]) -> Iterator[Event]:
-    for actor, found in spans.items():
-        for name, began, ended in found:
-            yield _event(actor, "weights" if name.startswith("adopt") else "engine", name, began, ended)
+def actor_span(line: Mapping[str, Any]) -> Span:
+    """Of a line of its file."""
+    name = str(line["name"])
+    return Span("adopt" if name.startswith("adopt") else "idle", name, float(line["began"]), float(line["ended"]))
 
 
 def _rollout(
@@ -95,9 +103,9 @@ def _rollout(
         yield {**common, "name": what, "ph": "e", "ts": _us(end)}
 
 
-def _event(process: str, track: str, name: str, began: float, ended: float) -> Event:
-    start = _us(began)
-    return {"ph": "X", "pid": process, "tid": track, "name": name, "ts": start, "dur": max(0, _us(ended) - start)}
+def _event(process: str, track: str, span: Span) -> Event:
+    start = _us(span.began)
+    return {"ph": "X", "pid": process, "tid": track, "name": span.label, "ts": start, "dur": max(0, _us(span.ended) - start)}
 
 
 def _us(seconds: float) -> int:

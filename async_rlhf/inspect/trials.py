@@ -25,7 +25,6 @@ from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
-from async_rlhf.buffers.lines import read_lines
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
@@ -219,9 +218,9 @@ def _objects(data: str | Path | Sequence[Mapping[str, Any]]) -> list[Mapping[str
 
 def _of_run(path: Path) -> list[Mapping[str, Any]]:
     """The groups a run sampled into its `rollouts.jsonl`."""
+    from async_rlhf.run.reading import Reading
     from async_rlhf.run.run_dir import RunDir
 
-    RunDir.existing(path)
     return [
         {
             **group["columns"],
@@ -231,7 +230,7 @@ def _of_run(path: Path) -> list[Mapping[str, Any]]:
             "finish_reason": [rollout["finish_reason"] for rollout in group["rollouts"]],
             **_sampled([rollout.get("spans", ()) for rollout in group["rollouts"]]),
         }
-        for group in read_lines(path / "rollouts.jsonl")
+        for group in Reading(RunDir.existing(path)).groups()
     ]
 
 

@@ -15,22 +15,24 @@ from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.push.folders import without_folders
 from async_rlhf.run.config import Config, in_toml
 from async_rlhf.run.config_keys import without_secrets
-from async_rlhf.run.live import changes, effective
+from async_rlhf.run.live import effective
 from async_rlhf.run.manifest import Published, published
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, is_step, read_object
+from async_rlhf.run.run_files import is_step, read_object
 
 # About the machine and its user, not about what was learned.
 _LEFT_OUT = {"output_dir", "address", "hooks", "launch", "placement", "security", "tracking", "disk_pause_bytes"}
 _Z = 1.959964  # of a normal distribution, for 95 %
 
 
-def card(run: RunDir, checkpoint: Path, name: str, *, is_adapter: bool, has_picture: bool) -> str:
+def card(reading: Reading, checkpoint: Path, name: str, *, is_adapter: bool, has_picture: bool) -> str:
     """README.md of the repository `name`; its picture is plot.png. Raises DamagedError."""
     from huggingface_hub import ModelCardData
 
-    config, step = effective(run), step_of(checkpoint)
+    run, step = reading.run, step_of(checkpoint)
+    config = effective(run)
     base, data = published(config.model), [published(each.source) for each in config.data.sources or (config.data,)]
     head = ModelCardData(
         base_model=base.name if base.commit else None,
@@ -46,7 +48,7 @@ def card(run: RunDir, checkpoint: Path, name: str, *, is_adapter: bool, has_pict
         if made.get("origin")
         else without_folders(config.model)
     )
-    changed = "".join(f"- {line}\n" for line in changes(run))
+    changed = "".join(f"- {line}\n" for line in reading.changes_in_words())
     parts = [
         f"---\n{head.to_yaml()}\n---",
         f"# {name.partition('/')[2]}",
@@ -55,7 +57,7 @@ def card(run: RunDir, checkpoint: Path, name: str, *, is_adapter: bool, has_pict
         "![Curves of the run](plot.png)" if has_picture else "",
         f"## Training\n\n{_table(('what', 'value'), _facts(run, config, made, data))}",
         f"## Evaluation\n\n{_table(('step', 'prompts', 'accuracy (95 % interval)', 'mean reward'), _evaluations(run, step))}",
-        f"## Staleness\n\n{_staleness(run, config, step)}",
+        f"## Staleness\n\n{_staleness(reading, config, step)}",
         "## Settings\n\nThose that are not the default, in config.toml; such a run begins by `async-rlhf train config.toml`.",
         f"```toml\n{_settings(config)}```",
         f"Changed while it went on:\n\n{changed}" if changed else "",
@@ -99,9 +101,9 @@ def _interval(share: float | None, count: int) -> str:
     return f"{share:.3f} ({max(0.0, centre - half):.3f} to {min(1.0, centre + half):.3f})"
 
 
-def _staleness(run: RunDir, config: Config, step: int) -> str:
+def _staleness(reading: Reading, config: Config, step: int) -> str:
     """What the learner certified at each step, right before its gradient."""
-    lines = {line["step"]: line for line in filter(is_step, Tail(run.metrics).rest()) if line["step"] <= step}
+    lines = {line["step"]: line for line in filter(is_step, reading.steps.whole()) if line["step"] <= step}
     ages = Counter[int]()
     for line in lines.values():
         ages.update({int(age): tokens for age, tokens in line.get("staleness/histogram", {}).items()})

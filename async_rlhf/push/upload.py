@@ -24,6 +24,7 @@ from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.push.card import card
 from async_rlhf.run.config_keys import LIKE_A_SECRET
 from async_rlhf.run.manifest import published
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, no_run
 
 Files = Mapping[str, Path | bytes]
@@ -58,13 +59,13 @@ def push(target: Path, name: str, how: How, say: Callable[[str], None]) -> None:
     run, checkpoint = _found(target)
     verified(checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
-        files = _files(run, checkpoint, how.adapter)
+        files, reading = _files(run, checkpoint, how.adapter), Reading(run)
         try:
-            draw([run], picture := Path(scratch) / "plot.png")
+            draw([reading], picture := Path(scratch) / "plot.png")
             files["plot.png"] = picture
         except ConfigError as error:
             say(f"without a picture: {error}")
-        text = card(run, checkpoint, name, is_adapter=how.adapter, has_picture="plot.png" in files)
+        text = card(reading, checkpoint, name, is_adapter=how.adapter, has_picture="plot.png" in files)
         files["README.md"] = text.encode()
         check_clean(run, files)
         if not how.dry_run:

@@ -176,16 +176,6 @@ def check_resumed(run: RunDir, config: Config) -> None:
                 )
 
 
-def changed_at(run: RunDir) -> list[int]:
-    """The steps from which on something was changed. Raises DamagedError."""
-    return sorted({change.step for change in Ledger(run.path).read().changes if change.step is not None})
-
-
-def changes(run: RunDir, ledger: Ledger | None = None) -> list[str]:
-    """What was changed, in lines for a person. ledger: where the caller reads again and again. Raises DamagedError."""
-    return [described(change) for change in (ledger or Ledger(run.path)).read().changes]
-
-
 def _check_key(key: str, config: Config) -> None:
     if key in LIVE:
         return

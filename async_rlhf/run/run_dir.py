@@ -16,7 +16,8 @@ queue/, weights/ the hub's own memory                  lock            held whil
 keys/            of a run with actors elsewhere
 
 Small files are replaced whole: a full disk or a crash leaves the old one. `rollouts.jsonl`, spans and logs that have grown to
-`max_log_bytes` begin anew, and what was in them lies beside them (`NAME.1`). Readers trust none of them (`run_files`).
+`max_log_bytes` begin anew, and what was in them lies beside them (`NAME.1`). Who shows a run trusts none of
+them (`reading`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.config_keys import known
 from async_rlhf.run.manifest import Bits, continued, manifest
 from async_rlhf.run.run_data import Rows, RunData
-from async_rlhf.run.run_files import Lines, read_lines, read_object, read_small
+from async_rlhf.run.run_files import read_lines, read_object, read_small
 
 _SHOWN = 5
 """Runs that are named where the directory of them was given in place of one."""
@@ -105,7 +106,7 @@ class RunDir:
         self.events = path / "events.jsonl"
         self.restarts = path / "restarts.json"
         self.lock_file = path / "lock"
-        self._config, self._manifest = path / "config.toml", path / "manifest.json"
+        self.config_file, self._manifest = path / "config.toml", path / "manifest.json"
         self._run, self._placement = path / "run.json", path / "placement.json"
 
     @property
@@ -131,7 +132,7 @@ class RunDir:
             if rows is not None:
                 RunData(made.path, config.data).keep(rows, dropped)
             write_whole(made._manifest, json.dumps(manifest(config), indent=1) + "\n")
-            keep_config(config, made._config)
+            keep_config(config, made.config_file)
             made.path.rename(run.path)
         except OSError as error:
             run._release()
@@ -148,7 +149,7 @@ class RunDir:
             run.lock = RunLock.take(run.lock_file)
             run.check_same(config)
             write_whole(run._manifest, json.dumps(continued(run._read_manifest(), config), indent=1) + "\n")
-            keep_config(config, run._config)
+            keep_config(config, run.config_file)
             with suppress(DamagedError):  # it only names what a killed supervisor left
                 if (left := run._announced()) is not None:
                     remove_left(left)
@@ -181,7 +182,7 @@ class RunDir:
     @property
     def exists(self) -> bool:
         """Whether a run has begun here."""
-        return self._config.exists()
+        return self.config_file.exists()
 
     @property
     def started(self) -> str:
@@ -200,9 +201,9 @@ class RunDir:
     def config(self) -> Config:
         """As it was written, without the keys that are none any more. Raises ConfigError, DamagedError for what is no TOML."""
         try:
-            values = toml_table(read_small(self._config))
+            values = toml_table(read_small(self.config_file))
         except ValueError as error:
-            raise DamagedError(f"{self._config} is damaged: {error}") from error
+            raise DamagedError(f"{self.config_file} is damaged: {error}") from error
         return validated(known(values, Config))
 
     def check_same(self, config: Config) -> None:
@@ -295,11 +296,10 @@ class RunDir:
             raise DamagedError(f"{self.lock_file} cannot be read: {error.strerror}") from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Raises DamagedError for a line that is no record of a step."""
-        return _all(self.metrics, read_lines(self.metrics))
+        return read_lines(self.metrics, all_good=True)
 
     def read_evaluations(self) -> list[dict[str, Any]]:
-        return _all(self.evaluations, read_lines(self.evaluations))
+        return read_lines(self.evaluations, all_good=True)
 
     def read_ledger(self) -> dict[str, Any]:
         """The hub's last written status, or nothing before there was one. Raises DamagedError."""
@@ -380,14 +380,6 @@ def keep_config(config: Config, path: Path) -> None:
     """Write it down; what holds secrets can be read by this user alone. Raises OSError."""
     has_secrets = config.model_dump(mode="json") != config.model_dump(mode="json", context=REVEALED)
     write_whole(path, dump(config), private=has_secrets)
-
-
-def _all(path: Path, lines: Lines) -> list[dict[str, Any]]:
-    if lines.unreadable:
-        raise DamagedError(
-            f"{path} is damaged: {lines.unreadable} lines are no JSON objects, the first is line {lines.first_unreadable}"
-        )
-    return lines.records
 
 
 def no_run(path: Path) -> str:

@@ -12,15 +12,14 @@ import stat
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import xxhash
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.lines import read_lines_backwards
+from async_rlhf.buffers.lines import earlier, read_lines_backwards
 from async_rlhf.buffers.parsing import json_value
 
 MAX_SMALL_BYTES = 4 << 20
@@ -31,20 +30,11 @@ _GROWING_BYTES = 256 << 30
 """The same, where only its end or what was added is read: a hundred million steps."""
 _MAX_LINE_BYTES = 16 << 20
 _REMEMBERED = 4096
-_HIGHEST = 1e150  # no mean of scores: a number of a damaged file
+_HIGHEST = 1e150  # beyond it is a number of a damaged file
 _SKIPPED_BYTES = 4 << 20
-_WHOLE_BYTES, _PLACES, _WINDOW = 24 << 20, 1500, 16 << 10
-"""Of steps that are read from their beginning; of longer files so many places are read, of so many bytes each."""
 
 
-@dataclass
-class Lines:
-    """Whole lines that are JSON objects, and how many others there were."""
-
-    records: list[dict[str, Any]] = field(default_factory=list)
-    unreadable: int = 0
-    first_unreadable: int = 0
-    """Its number, from 1."""
+Line = dict[str, Any]
 
 
 def printable(text: str) -> str:
@@ -52,7 +42,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def open_regular(path: Path, max_bytes: int) -> IO[bytes]:
+def stamp(path: Path) -> tuple[int, int] | None:
+    """Another one after every change of a file; None without one."""
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_mtime_ns, found.st_size
+    return None
+
+
+def open_regular(path: Path, max_bytes: int = _GROWING_BYTES) -> IO[bytes]:
     """Open for reading. Raises FileNotFoundError, and DamagedError for what is no regular file or larger; never waits."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -91,104 +89,99 @@ def read_object(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} is damaged: {error}. Remove it, or restore it from a copy") from error
 
 
-def read_lines(path: Path, max_bytes: int = MAX_LOG_BYTES) -> Lines:
-    """A JSONL file; its last line may be being written and is left out then. Raises DamagedError for what is no such file."""
-    with suppress(FileNotFoundError), open_regular(path, max_bytes) as file:
-        return _lines(iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
-    return Lines()
+def read_lines(path: Path, *, all_good: bool = False) -> list[Line]:
+    """Of a JSONL file; its last line may be being written and is left out then. all_good: no other line is.
 
-
-def read_last_lines(path: Path, window: int = 1 << 20) -> Lines:
-    """As `read_lines`, of the last `window` bytes only: takes no longer for a longer run."""
-    with suppress(FileNotFoundError), open_regular(path, _GROWING_BYTES) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > window:
-            file.seek(size - window)
-            file.readline(window)
-        return _lines(io.BytesIO(file.read(window)))
-    return Lines()
-
-
-def is_long(path: Path) -> bool:
-    """Whether only a part of its steps is read (`read_steps`)."""
-    return path.is_file() and path.stat().st_size > _WHOLE_BYTES
-
-
-def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of steps in a JSONL file; of a long one those at even distances and the newest, in a second or two.
-
-    Steps rise, but for those of a learner that started again. Raises DamagedError for what is no such file.
+    Raises DamagedError for what is no such file.
     """
-    if not is_long(path):
-        yield from filter(is_step, Tail(path).rest())
-        return
-    newest = 0
-    with suppress(FileNotFoundError), open_regular(path, _GROWING_BYTES) as file:
-        size = os.fstat(file.fileno()).st_size
-        for place in (*range(_PLACES), None):
-            offset = max(0, size - (1 << 20)) if place is None else size * place // _PLACES
-            file.seek(offset)
-            if offset:
-                file.readline(_WINDOW)
-            for record in filter(is_step, _lines(io.BytesIO(file.read(_WINDOW if place is not None else 1 << 20))).records):
-                if record["step"] > newest:  # windows may overlap
-                    newest = record["step"]
-                    yield record
+    tail = Tail(path, most=MAX_LOG_BYTES)
+    found = list(tail.rest())
+    if all_good and tail.unreadable:
+        raise DamagedError(
+            f"{path} is damaged: {tail.unreadable} lines are no JSON objects, the first is line {tail.first_unreadable}"
+        )
+    return found
 
 
 class Tail:
-    """The whole lines that were added to a JSONL file since the last `read`.
+    """The whole lines that were added to a JSONL file since the last `read`; any but JSON objects are left out.
 
     A learner that starts again cuts the file, and may have written beyond the old end before it is looked at: reading goes on
-    behind the last line that still stands where it was read. unreadable: lines that were left out.
+    behind the last line that still stands where it was read. Reading raises DamagedError when the file is no regular one, or
+    has more than `most` bytes. last: of what is there at first so many bytes at the end are read; None: all.
+
+    lines: the newest `keep` that were read. num_lines: all that were, unreadable: those of them that were left out, of which
+    first_unreadable is the first, counted from 1.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, last: int | None = None, keep: int = 0, most: int = _GROWING_BYTES) -> None:
+        self.path, self._last, self._most = path, last, most
+        self.lines: deque[Line] = deque(maxlen=keep)
         self._read: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)  # begin, end, digest of the newest lines
-        self.unreadable = 0
+        self._begin, self._has_more = -1, False
+        self.num_lines = self.unreadable = self.first_unreadable = 0
 
     def skip(self) -> None:
         """Leave out the lines that are there now, but for one that is being written.
 
-        Those at the end are remembered as if they had been read. A file of which more than those is cut afterwards is read on
-        from where they begin, so a line may be lost. Raises DamagedError when the file is no regular one.
+        Those at the end are remembered as if they had been read: what a learner that starts again cuts and writes is read.
         """
-        with suppress(FileNotFoundError), open_regular(self._path, _GROWING_BYTES) as file:
-            begin = max(0, os.fstat(file.fileno()).st_size - _SKIPPED_BYTES)
-            file.seek(begin)
-            begin += len(file.readline(_MAX_LINE_BYTES)) if begin else 0
-            self._read.append((begin, begin, xxhash.xxh3_64_intdigest(b"")))
+        self._last = _SKIPPED_BYTES
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what was added, of which the newest lines are kept."""
         for _ in self.rest():
             pass
 
-    def read(self) -> list[dict[str, Any]]:
-        """Raises DamagedError when the file is no regular one."""
+    def whole(self) -> Iterator[Line]:
+        """All lines, whatever was read before; those from before the file began anew too."""
+        return chain.from_iterable(Tail(part).rest() for part in (earlier(self.path), self.path))
+
+    def rest(self) -> Iterator[Line]:
+        """All that is there: a `read` is of so many bytes at most."""
+        yield from self.read()
+        while self._has_more:
+            yield from self.read()
+
+    def read(self) -> list[Line]:
         try:
-            file = open_regular(self._path, _GROWING_BYTES)
+            file = open_regular(self.path, self._most)
         except FileNotFoundError:
+            self._begin, self._has_more = 0, False
             return []
         with file:
+            size = os.fstat(file.fileno()).st_size
             while self._read and not self._stands(file, *self._read[-1]):
                 self._read.pop()
-            offset = self._read[-1][1] if self._read else 0
+            offset = self._read[-1][1] if self._read else self._beginning(file, size)
             file.seek(offset)
             # No more than there is: a buffer of the most that there may be, cut down to a line, leaves holes in the heap.
-            data = file.read(min(_MAX_LINE_BYTES, max(0, os.fstat(file.fileno()).st_size - offset)))
+            data = file.read(min(_MAX_LINE_BYTES, max(0, size - offset)))
+        self._has_more = len(data) == _MAX_LINE_BYTES
         whole = data[: data.rfind(b"\n") + 1]
-        if not whole and len(data) == _MAX_LINE_BYTES:
+        if not whole and self._has_more:
             whole = data  # no line is so long
-        lines = io.BytesIO(whole).readlines()
-        for line in lines:
+        found = list[Line]()
+        for line in io.BytesIO(whole):
             self._read.append((offset, offset + len(line), xxhash.xxh3_64_intdigest(line)))
             offset += len(line)
-        found = _lines(lines)
-        self.unreadable += found.unreadable
-        return found.records
+            self.num_lines += 1
+            if (record := parsed(line)) is not None:
+                found.append(record)
+            else:
+                self.unreadable += 1
+                self.first_unreadable = self.first_unreadable or self.num_lines
+        self.lines.extend(found)
+        return found
 
-    def rest(self) -> Iterator[dict[str, Any]]:
-        """All that is there: a `read` is of so many bytes at most."""
-        return chain.from_iterable(iter(self.read, []))
+    def _beginning(self, file: IO[bytes], size: int) -> int:
+        """Where the first line that is read begins; another place where the file has begun anew."""
+        if not 0 <= self._begin <= size:
+            self._begin = 0 if self._last is None else max(0, size - self._last)
+            file.seek(self._begin)
+            self._begin += len(file.readline(self._last or 0)) if self._begin else 0
+        return self._begin
 
     @staticmethod
     def _stands(file: IO[bytes], begin: int, end: int, digest: int) -> bool:
@@ -199,6 +192,11 @@ class Tail:
 def is_step(record: dict[str, Any]) -> bool:
     """The learner writes whole records; whatever else stands in its file after a crash is left out."""
     return type(record.get("step")) is int
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, and no larger than a mean of scores or a measure may be; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HIGHEST
 
 
 def figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
@@ -212,14 +210,14 @@ def figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
     apart = evaluation.get("by_source")
     if isinstance(apart, Mapping) and len(apart) > 1:
         found |= {f"reward/{source}": own.get("mean_reward") for source, own in apart.items() if isinstance(own, Mapping)}
-    return {name: value for name, value in found.items() if isinstance(value, int | float) and abs(value) < _HIGHEST}
+    return {name: value for name, value in found.items() if is_number(value)}
 
 
 def line_of_step(path: Path, step: int | None = None) -> dict[str, Any] | None:
     """The line of a step, of the newest for None, read from the end of a file of any length. Raises DamagedError when it is no
     regular one."""
     with suppress(FileNotFoundError):
-        open_regular(path, _GROWING_BYTES).close()
+        open_regular(path).close()
         return next((line for line in filter(is_step, read_lines_backwards(path)) if step in (None, line["step"])), None)
     return None
 
@@ -229,17 +227,12 @@ def highest_step(records: Iterable[dict[str, Any]]) -> int:
     return max((record["step"] for record in records if is_step(record)), default=0)
 
 
-def _lines(lines: Iterable[bytes]) -> Lines:
-    found = Lines()
-    for number, line in enumerate(lines, 1):
-        if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
-            break
-        try:
-            found.records.append(_object(line.decode(errors="replace")))
-        except ValueError:
-            found.first_unreadable = found.first_unreadable or number
-            found.unreadable += 1
-    return found
+def parsed(line: bytes) -> Line | None:
+    """None where it is no JSON object."""
+    try:
+        return _object(line.decode(errors="replace"))
+    except ValueError:
+        return None
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.config import REFERENCE
-from async_rlhf.watch.series import is_number
+from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.run_files import is_number
 
 Decode = Callable[[Sequence[int]], Sequence[str]]
 """Tokens to the text that each adds, as many as tokens."""
@@ -103,6 +105,17 @@ def decoder(path: Path, changed: float) -> Decode | None:
         return [""] * len(tokens)
 
     return decode
+
+
+def decode_of(run: RunDir) -> Decode | None:
+    """By the tokenizer of the newest checkpoint, else by that of the run's model."""
+    with suppress(OSError):
+        path = run.latest / "model" / "tokenizer.json"
+        return decoder(path, path.stat().st_mtime)
+    with suppress(OSError, ValueError, AsyncRLHFError):
+        path = Path(run.config().model) / "tokenizer.json"
+        return decoder(path, path.stat().st_mtime)
+    return None
 
 
 def _turn_lines(rollout: Mapping[str, Any], decode: Decode | None) -> list[str]:

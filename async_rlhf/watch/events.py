@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from async_rlhf.buffers.stages import GENERATION, unpack
-from async_rlhf.inspect.trace import step_times
-from async_rlhf.run.run_files import figures
-from async_rlhf.watch.series import is_number
+from async_rlhf.inspect.trace import Span, actor_span, learner_spans
+from async_rlhf.run.reading import MOST_EVENTS
+from async_rlhf.run.run_files import figures, is_number
 
-MOST = 200
 MOST_STEPS = 30
 MAX_S = 600.0
 _MAX_SPANS = 400
@@ -45,7 +44,7 @@ def events(
     quarantined: Iterable[Line] = (),
     without_update: Iterable[Line] = (),
 ) -> list[dict[str, Any]]:
-    """Ready for JSON: kind, text, and step and time (seconds since the epoch) where they are known. At most `MOST`.
+    """Ready for JSON: kind, text, and step and time (seconds since the epoch) where they are known. At most `MOST_EVENTS`.
 
     Each argument: lines of one file, oldest first; without_update: the steps of metrics.jsonl that were not applied.
     """
@@ -54,19 +53,7 @@ def events(
     found += [_evaluated(line) for line in evaluations]
     found += [_event("quarantined", line, f"group {line.get('group')}: {line.get('reasons')}") for line in quarantined]
     found += [_event("no update", line, "loss or gradient not finite, or nothing to learn from") for line in without_update]
-    return sorted(found, key=lambda event: (event["time"] or 0, event["step"] or 0), reverse=True)[:MOST]
-
-
-def changed_from(changes: Iterable[Line]) -> list[int]:
-    """The steps from which on something was changed, and still is, by these lines of changes.jsonl."""
-    found: set[int] = set()
-    for line in changes:
-        kind, step = line.get("kind"), line.get("step")
-        if kind == "applied" and is_number(step):
-            found.add(int(step))
-        elif kind == "undone" and is_number(step):
-            found = {each for each in found if each <= step}
-    return sorted(found)
+    return sorted(found, key=lambda event: (event["time"] or 0, event["step"] or 0), reverse=True)[:MOST_EVENTS]
 
 
 def _changes(lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
@@ -94,15 +81,6 @@ def _event(kind: object, line: Line, text: str) -> dict[str, Any]:
     return {"kind": str(kind)[:40], "step": step, "time": time, "text": text[:_MAX_TEXT]}
 
 
-class Span(NamedTuple):
-    """kind: what colours it. began, ended: seconds since the epoch."""
-
-    kind: str
-    label: str
-    began: float
-    ended: float
-
-
 def timeline(
     steps: Sequence[Mapping[str, Any]],
     spans: Mapping[str, Iterable[Mapping[str, Any]]],
@@ -113,7 +91,8 @@ def timeline(
     steps: records of metrics, oldest first. spans: lines of each actor's span file. samples: lines of rollouts.jsonl. What is
     damaged is left out.
     """
-    learner = _learner([record for record in steps[-MOST_STEPS - 1 :] if _learner([record])])
+    # the first of them begins by its own account
+    learner = [*learner_spans(record for record in steps[-MOST_STEPS - 1 :] if _whole(learner_spans([record])))]
     if not learner:
         return {"began": 0.0, "ended": 0.0, "lanes": []}
     ended = max(span.ended for span in learner)
@@ -121,7 +100,7 @@ def timeline(
     lanes = [("learner", learner)]
     groups = _groups(samples)
     for actor in sorted({*spans, *groups}):
-        lanes.append((actor, [span for line in spans.get(actor, ()) for span in _of_actor(line)]))
+        lanes.append((actor, [span for line in spans.get(actor, ()) for span in _whole(map(actor_span, [line]))]))
         lanes += [(f"{actor} groups", row) for row in stacked(groups.get(actor, []))]
     shown = [(name, [span for span in lane if span.ended > began and span.began < ended]) for name, lane in lanes]
     return {
@@ -143,22 +122,10 @@ def stacked(groups: Iterable[Sequence[Span]], rows: int = _MAX_ROWS) -> list[lis
     return placed
 
 
-def _learner(steps: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """The first of them begins by its own account."""
-    found: list[Span] = []
+def _whole(spans: Iterator[Span]) -> list[Span]:
+    """None of what is damaged."""
     with suppress(KeyError, TypeError, ValueError):
-        for began, trained, ended, step in step_times(steps):
-            found += [
-                Span("wait", f"wait for step {step}", began, trained),
-                Span("train", f"train step {step}", trained, ended),
-            ]
-    return found
-
-
-def _of_actor(line: Mapping[str, Any]) -> list[Span]:
-    with suppress(KeyError, TypeError, ValueError):
-        name = str(line["name"])
-        return [Span("adopt" if name.startswith("adopt") else "idle", name, float(line["began"]), float(line["ended"]))]
+        return list(spans)
     return []
 
 

@@ -115,7 +115,7 @@ class Guard:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             return PlainTextResponse(f"headers have at most {MAX_HEADER_BYTES} bytes\n", 431)
         if self._hosts is not None and _name(headers.get("host", "")) not in self._hosts:
-            return PlainTextResponse(f"requested by another name than {', '.join(self._hosts)}\n", 421)
+            return PlainTextResponse(f"Host header not allowed; use one of: {', '.join(self._hosts)}\n", 421)
         if scope["method"] not in ("GET", "HEAD") and _is_elsewhere(headers):
             return PlainTextResponse("sent by a page of another site: nothing is taken from there\n", 403)
         if self._token is not None and scope["path"] not in _OPEN and not self._is_token(headers.get("authorization", "")):

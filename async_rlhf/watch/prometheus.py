@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from async_rlhf.run.run_files import is_number
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.series import is_number, numbers
+from async_rlhf.watch.series import numbers
 
 ALERTS = Path(__file__).with_name("alerts.yml")
 

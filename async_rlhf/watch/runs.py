@@ -10,50 +10,19 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.inspect.status import read
-from async_rlhf.learner.loop.changes import Ledger
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import figures
-from async_rlhf.watch.reading import RunReading
-from async_rlhf.watch.series import is_number
+from async_rlhf.watch.run import WatchedRun, plain
 
 PERIOD_S = 2.0
 MAX_RUNS = 200
 """The newest of a directory; the page shows how many more there are."""
-_MAX_READINGS = 16
-_MAX_TEXT = 4000
-_NOTHING: dict[str, Any] = {
-    "state": "cannot be read", "step": 0, "max_steps": 0, "alive": False, "last": None, "hub": {}, "config": {},
-    "evaluations": [], "ended": None, "restarts": {},
-}  # fmt: skip
-_OF_EVALUATION = ("label", "step", "time", "mean_reward", "rewards", "solved_by", "missing")
-
-
-class _Run:
-    def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self.summary: dict[str, Any] = {}
-        self._ledger, self._stamp = Ledger(run.path), tuple[object, ...]()
-
-    def look(self) -> None:
-        """Renew the summary; that of a run that stands still is made once."""
-        try:
-            alive, stamp = self.run.is_alive(), _stamp(self.run)
-            if alive or stamp != self._stamp:
-                is_known = stamp[:1] == self._stamp[:1]
-                config = self.summary["config"] if is_known else {"max_staleness": self.run.config().queue.max_staleness}
-                self.summary = plain({**_without_paths(self.run, self._ledger), "alive": alive, "config": config})
-                self._stamp = stamp
-        except Exception as error:  # noqa: BLE001  whatever stands in the files of one run, the others are shown
-            self._stamp = ()
-            problem = str(error).replace(f"{self.run.path}/", "")[:_MAX_TEXT] or repr(error)
-            self.summary = {**_NOTHING, "problems": [plain(problem)]}
+_MAX_OPEN = 16
 
 
 class Runs:
@@ -66,9 +35,9 @@ class Runs:
         """A run may begin there later, the directory too. Raises ConfigError for a path that can never be one."""
         self.path, self._clock = path, clock
         self.more, self.is_one, self.revision = 0, False, 0
-        self._runs: dict[str, _Run] = {}
-        self._readings: dict[Path, RunReading] = {}
-        """What was read of the files of a run, once its page was opened; the one opened last is last."""
+        self._runs: dict[str, WatchedRun] = {}
+        self._open: list[WatchedRun] = []
+        """Those whose page was opened; the one opened last is last."""
         self._read_at = -math.inf
         # The one is held while hubs are queried, which may take seconds; the other only while files are read.
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
@@ -96,50 +65,36 @@ class Runs:
     def touch(self, name: str) -> None:
         """The page of this run is open: it is read on. Raises KeyError for a name that is none."""
         with self._lock:
-            self._open(name)
+            self._opened(name)
 
     def state(self, name: str) -> dict[str, Any]:
         """Everything a page shows of one run but its curves and completions. Raises KeyError for a name that is none."""
         with self._lock:
-            reading, summary = self._open(name), self._runs[name].summary
-            found: dict[str, Any] = plain(
-                {
-                    "name": name,
-                    "summary": summary,
-                    "metrics": reading.history.metrics,
-                    "is_spread": reading.is_spread,
-                    "timeline": reading.timeline(),
-                    "events": reading.events(summary["evaluations"]),
-                    "changed": reading.changed(),
-                    "problems": [*(f"cannot be read: {each}" for each in summary["problems"]), *reading.problems],
-                    "seen": reading.seen,
-                }
-            )
+            found: dict[str, Any] = plain({"name": name, **self._opened(name).state()})
             return found
 
     def curves(self, name: str, metrics: Iterable[str], step: int = 0, layout: str = "") -> dict[str, Any]:
         """`History.after` of a run, ready for JSON. Raises KeyError for a name that is none."""
         with self._lock:
-            return self._open(name).history.after(metrics, step, layout)
+            return self._opened(name).history.after(metrics, step, layout)
 
     def completions(self, name: str) -> list[dict[str, Any]]:
         """The newest sampled groups. Raises KeyError for a name that is none."""
         with self._lock:
-            return [plain(group) for group in self._open(name).completions()]
+            return self._opened(name).completions()
 
     def refresh(self) -> None:
         """Look again at every run, and read on those whose page was opened last."""
         with self._looking:
             known = {run.run.path: run for run in self._runs.values()}
-            found = {name: known.get(run.path) or _Run(run) for name, run in self._found().items()}
+            found = {name: known.get(run.path) or WatchedRun(run) for name, run in self._found().items()}
             for run in found.values():
                 run.look()
             self._runs, self._read_at = found, self._clock()
         with self._lock:
-            there = {run.run.path for run in found.values()}
-            self._readings = {path: reading for path, reading in self._readings.items() if path in there}
-            for reading in self._readings.values():
-                reading.refresh()
+            self._open = [run for run in self._open if run in found.values()]
+            for run in self._open:
+                run.refresh()
             self.revision += 1
 
     def _keep_reading(self) -> None:
@@ -154,17 +109,18 @@ class Runs:
         if age == math.inf or (age > PERIOD_S and not self._thread.is_alive()):
             self.refresh()
 
-    def _open(self, name: str) -> RunReading:
+    def _opened(self, name: str) -> WatchedRun:
         self._be_current()
-        run = self._runs[name].run
-        if (reading := self._readings.pop(run.path, None)) is None:
-            reading = RunReading(run)
-            reading.refresh()
+        run = self._runs[name]
+        if run in self._open:
+            self._open.remove(run)
+        else:
+            run.refresh()
             self.revision += 1
-        self._readings[run.path] = reading
-        for path in list(self._readings)[:-_MAX_READINGS]:
-            del self._readings[path]
-        return reading
+        self._open.append(run)
+        if len(self._open) > _MAX_OPEN:
+            self._open.pop(0).forget()
+        return run
 
     def _found(self) -> dict[str, RunDir]:
         """By name, newest first."""
@@ -181,38 +137,5 @@ class Runs:
         return {path.name: RunDir(path) for path in sorted(begun, key=begun.__getitem__, reverse=True)[:MAX_RUNS]}
 
 
-def plain(value: Any, depth: int = 12) -> Any:
-    """Ready for JSON of the strict kind and for UTF-8, whatever a file held: other numbers become null, long texts are cut."""
-    if isinstance(value, str):
-        return value[: 5 * _MAX_TEXT].encode(errors="replace").decode()
-    if value is None or isinstance(value, bool) or is_number(value):
-        return value
-    if depth and isinstance(value, Mapping):
-        return {plain(str(key)[:200]): plain(each, depth - 1) for key, each in value.items()}
-    if depth and isinstance(value, list | tuple):
-        return [plain(each, depth - 1) for each in value]
-    return None
-
-
 def as_json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def _without_paths(run: RunDir, ledger: Ledger) -> dict[str, Any]:
-    """Without where it lies and without its changes, which are events; of evaluations their numbers only."""
-    found = {key: value for key, value in read(run, ledger).items() if key not in ("run_dir", "changes")}
-    evaluations = found["evaluations"]
-    numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]
-    return {**found, "evaluations": numbers, "problems": [problem.replace(f"{run.path}/", "") for problem in found["problems"]]}
-
-
-def _stamp(run: RunDir) -> tuple[object, ...]:
-    """Changes when a file changes that a summary is of; the first part is of its configuration."""
-    stamps: list[object] = []
-    for path in (run.path / "config.toml", run.metrics, run.evaluations, run.ledger, run.restarts):
-        try:
-            found = path.stat()
-            stamps.append((found.st_mtime_ns, found.st_size))
-        except OSError:
-            stamps.append(None)
-    return tuple(stamps)

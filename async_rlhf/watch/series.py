@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from async_rlhf.run.run_files import is_number
 
 MAX_BUCKETS = 1000
 """More points than a picture of a curve has columns."""
@@ -144,11 +146,6 @@ class History:
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a record of a step; `null`, text and what is out of a float's range are left out."""
     return {name: float(value) for name, value in record.items() if is_number(value)}
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Of finite size; a truth value is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e150 and math.isfinite(value)
 
 
 def ages(record: Mapping[str, Any]) -> dict[int, int]:

@@ -22,7 +22,7 @@ from async_rlhf.experiments.staleness.cells import CellResult, read_run
 from async_rlhf.experiments.staleness.checks import checks_of_each, listed
 from async_rlhf.experiments.staleness.table import Table
 from async_rlhf.inspect.plot import Curves, picture
-from async_rlhf.run.live import changed_at
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, no_run
 
 # Rows of the table of curves; a longer one is no table.
@@ -54,7 +54,7 @@ def _write_run(run: RunDir, say: Callable[[str], None]) -> list[Path]:
 
     def draw() -> dict[str, Any]:
         name = table.results[0].cell
-        curves = Curves(name, run.read_metrics(), run.read_evaluations(), changed_at(run))
+        curves = Curves(name, run.read_metrics(), run.read_evaluations(), Reading(run).changed())
         return {"plot": picture([curves], f"Run {name}. {_made(table)}\n{command}")}
 
     return write_page(run.path, lambda drawn: render(table, command, how, drawn.get("plot")), draw, say)

@@ -241,8 +241,8 @@ def books(run: RunDir, rows: int) -> Books:
     wrong = problems(run, config)
     metrics = run.read_metrics()
     trained = Counter(number for record in metrics for number in record["groups"])
-    lost = {record["group"] for record in read_lines(run.path / "quarantine.jsonl").records}
-    stream = [record["row"]["n"] for record in read_lines(run.path / "data" / "spool" / "stream.jsonl").records]
+    lost = {record["group"] for record in read_lines(run.path / "quarantine.jsonl")}
+    stream = [record["row"]["n"] for record in read_lines(run.path / "data" / "spool" / "stream.jsonl")]
     wrong += misused(stream, rows, trained, lost, config.data.repeat)
     changes = sum(change.step is not None for change in Ledger(run.path).read().changes)
     return Books(len(metrics), len(stream), len(lost), changes, tuple(wrong))

@@ -11,6 +11,7 @@ import pytest
 from async_rlhf import api
 from async_rlhf.push.card import card
 from async_rlhf.run.manifest import Bits, continued, manifest
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.promise import BitsPromise, judged
 from tests.conftest import invoke
@@ -82,7 +83,7 @@ def test_where_a_setting_stands_in_the_way_the_run_goes_on_and_everything_names_
     assert f"bits of completions: not promised: {reason}" in invoke("status", run.path)[1]
     assert json.loads(invoke("status", run.path, "--json")[1])["bits"]["obstacle"] == reason
     assert f"| bits of completions | not promised: {reason} |" in card(
-        run, result.checkpoint.parent, "a/b", is_adapter=False, has_picture=False
+        Reading(run), result.checkpoint.parent, "a/b", is_adapter=False, has_picture=False
     )
 
 

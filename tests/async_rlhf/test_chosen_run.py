@@ -14,6 +14,7 @@ from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.live import check_resumed
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import wait_for
@@ -41,14 +42,14 @@ def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_
     order = data.open_order()
     assert order is not None and order.num_steps == NUM_STEPS
     rows = data.epoch()
-    made = {record["group"]: record["prompt"] for record in records(finished)}
+    made = {record["group"]: record["prompt"] for record in records(Reading(finished))}
     assert sorted(made) == list(range(4 * NUM_STEPS))
     for group, prompt in made.items():
         place = data.prompt_of(config.seed, order, group)
         assert place == prompt_number(config.seed, order.place(group), 12)
         assert str(rows[place].prompt) in prompt
     assert [order.place(group) for group in range(24)] != [*range(12)] * 2
-    assert any(line.startswith("curriculum: 12 prompts, 0 not used yet, ") for line in lines(finished, read(finished)))
+    assert any(line.startswith("curriculum: 12 prompts, 0 not used yet, ") for line in lines(finished, read(Reading(finished))))
     assert all(record["curriculum/new"] <= 12 for record in finished.read_metrics())
     order.close()
 

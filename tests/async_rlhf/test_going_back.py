@@ -18,6 +18,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.chaos import problems
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.preparation import prepare
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
 from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
@@ -98,7 +99,7 @@ def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
     assert code == 0, output
     assert_whole(run, RunDir(run).config().max_steps)
     assert not list((run / "checkpoints").glob(".*")), "what was set aside is gone"
-    assert [(line["kind"], line["step"]) for line in read_lines(run / "changes.jsonl").records] == [("undone", older)]
+    assert [(line["kind"], line["step"]) for line in read_lines(run / "changes.jsonl")] == [("undone", older)]
 
 
 def test_a_run_that_has_gone_further_than_it_is_to_go_is_refused_and_left_as_it_is(stopped: list[str], tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_run_ends_by_its_tokens_and_goes_on_with_more_of_them(small: Callable[
     ledger = run.read_ledger()["ledger"]
     assert ledger["leased"] == ledger["in_flight"] == ledger["quarantined"] == 0 and ledger["tokens_trained"] == used[-1]
     assert [run.read_ledger()["state"], run.end() and run.end().reason] == ["finished", "max_trained_tokens = 150 reached"]
-    told = lines(run, read(run))
+    told = lines(run, read(Reading(run)))
     assert told[0].endswith(f"finished, step {len(used)} of 500, {used[-1]} of 150 tokens")
     assert told[1] == "ended: max_trained_tokens = 150 reached"
 

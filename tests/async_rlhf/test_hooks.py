@@ -150,7 +150,7 @@ def watched(small: Any) -> Iterator[tuple[Events, RunDir]]:
 
 
 def kinds(run: RunDir) -> list[str]:
-    return [record["event"] for record in read_lines(run.events).records]
+    return [record["event"] for record in read_lines(run.events)]
 
 
 def step(number: int, target: int = 4, failed: float = 0.0) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_a_target_that_moves_and_scores_that_fail_are_told_once_each_time(watche
     for number, ratio in enumerate(failed, 1):
         events.step(step(number, target=4 if number < 6 else 3, failed=ratio))
     assert kinds(run) == ["failing_rewards", "guard", "failing_rewards"]
-    first, moved, second = read_lines(run.events).records
+    first, moved, second = read_lines(run.events)
     assert (first["step"], second["step"]) == (3, 8) and (moved["before"], moved["target"]) == (4, 3)
     assert first["text"] == "40% of the scores of step 3 failed; above 50% (rewards.max_failed_ratio) the run ends"
 
@@ -174,7 +174,7 @@ def test_a_new_best_checkpoint_is_told_once_the_link_leads_to_it(watched: tuple[
     for number in (2, 2, 4):
         lead(run.path / "checkpoints" / "best", f"step_{number:06d}")
         events.evaluation({"label": "step", "step": number, "mean_reward": number / 10})
-    found = read_lines(run.events).records
+    found = read_lines(run.events)
     assert [(record["event"], record["step"]) for record in found] == [("best", 2), ("best", 4)]
     assert found[1]["checkpoint"] == str(run.path / "checkpoints" / "step_000004")
     assert wait_for(lambda: (run.path / "best").exists(), "the hook")

@@ -14,7 +14,8 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import status
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
 from async_rlhf.preparation import prepare
-from async_rlhf.run.live import ask, changed_at, check_resumed, effective, inherit, present, undo
+from async_rlhf.run.live import ask, check_resumed, effective, inherit, present, undo
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import End, RunDir
 from async_rlhf.run.run_files import read_lines
 from tests.async_rlhf.test_faults import steps
@@ -90,8 +91,8 @@ def test_a_run_that_has_ended_for_good_is_not_changed(run: RunDir) -> None:
 
 def test_a_run_that_goes_back_forgets_later_changes_and_takes_what_waits_at_once(run: RunDir) -> None:
     undo(run, 20)  # where nothing was ever changed, too, it is recorded
-    (undone,) = read_lines(run.path / "changes.jsonl").records
-    assert (undone["kind"], undone["step"]) == ("undone", 20) and changed_at(run) == []
+    (undone,) = read_lines(run.path / "changes.jsonl")
+    assert (undone["kind"], undone["step"]) == ("undone", 20) and Reading(run).changed() == []
     for value, step in ((5e-4, 4), (1e-4, 9)):
         ask(run, {RATE: value})
         apply(run, step)
@@ -100,7 +101,7 @@ def test_a_run_that_goes_back_forgets_later_changes_and_takes_what_waits_at_once
     undo(run, 6)
     history = Ledger(run.path).read()
     assert history.in_force(6) == {RATE: 5e-4} and history.in_force(7) == {RATE: 5e-4, "checkpoint.keep_last": 3}
-    assert steps(run.path) == 6 and changed_at(run) == [4, 7]
+    assert steps(run.path) == 6 and Reading(run).changed() == [4, 7]
 
 
 def test_a_key_that_was_changed_live_is_not_changed_by_resuming(run: RunDir, small: Any) -> None:
@@ -129,7 +130,7 @@ def test_the_command_shows_changes_and_refuses_with_the_code_of_a_wrong_setting(
     assert code == 0 and f"{RATE} = 0.0005" in output and "guard.target = none" in output, output
     code, output = invoke("set", str(run.path), "max_steps=5")
     assert code == 3 and "max_steps may not change in a run that has begun" in output, output
-    found = status.read(run)
+    found = status.read(Reading(run))
     assert f"changed: {RATE} 0.001 -> 0.0005, waits for the next step" in status.lines(run, found)
 
 
@@ -151,17 +152,18 @@ def test_a_run_that_is_changed_and_loses_its_learner_ends_with_the_bits_of_one_t
     run, started = tmp_path / "runs" / "quick", command(*small_arguments(**SETTINGS, **hook))
     wait_for(lambda: steps(run) >= 1, "step 1")
     ask(RunDir.existing(run), {RATE: 2e-2, "rewards.weights.reasoning_gym": 0.5})
-    wait_for(lambda: changed_at(RunDir(run)) and steps(run) >= changed_at(RunDir(run))[0] + 1, "a step with the change")
+    reading = Reading(RunDir(run))
+    wait_for(lambda: any(steps(run) > step for step in reading.changed()), "a step with the change")
     started.end("learner")
     code, output = started.finish()
     assert code == 0, output
-    (step,) = changed_at(RunDir(run))
+    (step,) = reading.changed()
     assert 2 <= step < NUM_STEPS
     rates = [record["learning_rate"] for record in RunDir(run).read_metrics()]
     assert rates == [1e-3] * (step - 1) + [2e-2] * (NUM_STEPS - step + 1)
     assert json.loads((run / "told-finished").read_text())["event"] == "finished"
-    assert [record["event"] for record in read_lines(run / "events.jsonl").records] == ["finished"]
-    assert [line["kind"] for line in read_lines(run / "changes.jsonl").records][:2] == ["asked", "applied"]
+    assert [record["event"] for record in read_lines(run / "events.jsonl")] == ["finished"]
+    assert [line["kind"] for line in read_lines(run / "changes.jsonl")][:2] == ["asked", "applied"]
 
     (change,) = Ledger(run).read().changes
     supervisor, whole = prepare(small(**SETTINGS, name="whole"))  # it is changed by its ledger from the beginning

@@ -15,6 +15,7 @@ import pytest
 from async_rlhf.launch.processor import described, processor
 from async_rlhf.push.card import card
 from async_rlhf.run import manifest
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import REPOSITORY
 
@@ -74,7 +75,7 @@ def test_a_run_that_goes_on_with_another_processor_says_so_and_its_card_names_bo
     RunDir.reopen(config).retire()
     (since,) = json.loads((run.path / "manifest.json").read_text())["later"]
     assert since.pop("since") and since == {key: made[key] for key in since} | {"processor": "Apple M2 (asimd bf16)"}
-    said = card(run, run.path / "checkpoints" / "step_000000", "me/x", is_adapter=False, has_picture=False)
+    said = card(Reading(run), run.path / "checkpoints" / "step_000000", "me/x", is_adapter=False, has_picture=False)
     assert f"processor {processor()}, sources" in said and "processor Apple M2 (asimd bf16), sources" in said
 
 

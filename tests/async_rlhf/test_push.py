@@ -22,6 +22,7 @@ from async_rlhf.push.folders import without_folders
 from async_rlhf.run.config import changed
 from async_rlhf.run.manifest import published
 from async_rlhf.run.processes.evaluation import record_evaluation
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir, keep_config
 from tests.conftest import invoke
@@ -93,7 +94,7 @@ def test_what_came_from_the_hub_is_named_with_its_commit(run: RunDir) -> None:
     assert published("/data/words.jsonl").commit == ""
     text = (run.path / "config.toml").read_text()
     (run.path / "config.toml").write_text(re.sub(r'model = ".*"', f'model = "{BASE}"', text, count=1))
-    made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
+    made = card(Reading(run), run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
     named = f"owner/base@{'c' * 40}"
     assert "base_model: owner/base\n" in made and f"from {named}." in made and f'model = "{named}"\n' in made
 
@@ -106,7 +107,7 @@ def test_a_card_names_teachers_and_each_environment_and_neither_folders_nor_who_
         "rewards.options": {"judge": {"url": "http://me:key@host:8000/v1"}},
     }
     keep_config(changed(run.config(), more), run.path / "config.toml")
-    made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
+    made = card(Reading(run), run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
     assert f'words = "owner/teacher@{"c" * 40}"' in made and 'url = "http://**********@host:8000/v1"' in made
     assert "thrice.py:thrice, trl:words.py:Words" in made and "/srv" not in made
     assert parse_toml(made.partition("```toml\n")[2].partition("```")[0])["rewards"]["by_source"] == {
@@ -128,7 +129,7 @@ def test_no_folder_of_any_name_stands_in_a_card(run: RunDir, tmp_path: Path) -> 
             "loss.kind": f"{secret}/loss.py:own",
         }
         keep_config(changed(run.config(), more), run.path / "config.toml")
-        made = card(run, run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
+        made = card(Reading(run), run.path / "checkpoints" / "step_000002", "me/x", is_adapter=False, has_picture=False)
         assert folder not in made and str(tmp_path) not in made and "/mnt" not in made, made
         settings = parse_toml(made.partition("```toml\n")[2].partition("```")[0])
         assert settings["model"] == "model" and settings["data"]["source"] == "rows.jsonl"

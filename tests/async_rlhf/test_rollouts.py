@@ -20,8 +20,9 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import plot
 from async_rlhf.inspect.plot import Curves, _judged, draw, picture, points
 from async_rlhf.inspect.trace import export
-from async_rlhf.run import run_files
+from async_rlhf.run import reading
 from async_rlhf.run.config import load
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY, SMALL, invoke
 
@@ -161,11 +162,11 @@ def test_a_long_run_is_drawn_from_steps_at_even_distances(
 ) -> None:
     run = RunDir.create(small())
     run.metrics.write_text("".join(json.dumps({"step": step, "reward": step / 1e5}) + "\n" for step in range(1, 100_001)))
-    monkeypatch.setattr(run_files, "_WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr(run_files, "_WINDOW", 1 << 8)
+    monkeypatch.setattr(reading, "_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "_WINDOW", 1 << 8)
     drawn: list[Curves] = []
     monkeypatch.setattr(plot, "picture", lambda runs: (drawn.extend(runs), picture(runs))[1])
-    draw([run], tmp_path / "long.svg")
+    draw([Reading(run)], tmp_path / "long.svg")
     found = [record["step"] for record in drawn[0].steps]
     assert found == sorted(set(found)) and found[0] == 1 and found[-1] == 100_000
     assert max(later - step for step, later in pairwise(found)) < 200 and len(found) < 50_000
@@ -183,14 +184,14 @@ def test_a_panel_with_one_of_its_measures_names_it_and_a_title_stands_in_the_pla
 def test_what_cannot_be_drawn_is_refused_with_the_way_out(small: Callable[..., Any], tmp_path: Path) -> None:
     run = RunDir.create(small())
     with pytest.raises(ConfigError, match=r"\.png or \.svg"):
-        draw([run], tmp_path / "picture.pdf")
+        draw([Reading(run)], tmp_path / "picture.pdf")
     with pytest.raises(ConfigError, match="has recorded no group"):
-        export(run, tmp_path / "trace.json")
+        export(Reading(run), tmp_path / "trace.json")
     with pytest.raises(ConfigError, match="no step is recorded"):
-        draw([run], tmp_path / "picture.png")
+        draw([Reading(run)], tmp_path / "picture.png")
     run.metrics.write_text(json.dumps(steps()[0]) + "\n")
     with pytest.raises(ConfigError, match="cannot be written"):
-        draw([run], tmp_path / "no" / "picture.png")
+        draw([Reading(run)], tmp_path / "no" / "picture.png")
     code = (
         "import sys; sys.modules['matplotlib'] = None; from async_rlhf.cli.app import app; import async_rlhf.cli.commands; "
         f"app(['plot', {str(run.path)!r}])"

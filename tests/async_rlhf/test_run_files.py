@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.run.run_files import Lines, Tail, line_of_step, printable, read_last_lines, read_lines, read_object, read_small
+from async_rlhf.run.run_files import Tail, line_of_step, printable, read_lines, read_object, read_small
 
 
 def steps(*numbers: int, mark: str = "") -> str:
@@ -61,6 +61,18 @@ def test_a_tail_can_leave_out_what_is_there_already(tmp_path: Path) -> None:
     assert seen(tail) == [3]
 
 
+def test_a_tail_of_the_end_reads_on_where_the_file_has_begun_anew_and_whole_it_has_both(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(steps(*range(1, 100)))
+    tail = Tail(path, 60)
+    assert seen(tail) == [98, 99]
+    path.rename(tmp_path / "rollouts.jsonl.1")
+    path.write_text(steps(100))
+    assert seen(tail) == [100]
+    path.write_text(steps(100, 101))
+    assert seen(tail) == [101] and [record["step"] for record in tail.whole()] == list(range(1, 102)) and seen(tail) == []
+
+
 def test_of_what_it_left_out_a_tail_knows_the_end_where_a_learner_that_starts_again_cuts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(steps(*range(1, 30_001), mark="x" * 300))
@@ -91,10 +103,10 @@ def test_lines_that_are_no_records_are_counted_and_the_rest_is_read(tmp_path: Pa
         steps(1).encode() + b"\0" * 5000 + b"\n" + b"[1]\n{\r]\n\xff\n" + b"[" * 100_000 + b"\n" + steps(2).encode()
     )
     assert seen(tail) == [1, 2] and tail.unreadable == 5
-    found = read_lines(path)
-    assert ([record["step"] for record in found.records], found.unreadable, found.first_unreadable) == ([1, 2], 5, 2)
-    assert [record["step"] for record in read_last_lines(path, window=100).records] == [2]
-    assert read_lines(tmp_path / "none") == read_last_lines(tmp_path / "none") == Lines()
+    assert [record["step"] for record in read_lines(path)] == [1, 2] and seen(Tail(path, 100)) == [2]
+    with pytest.raises(DamagedError, match=r"metrics.jsonl is damaged: 5 lines are no JSON objects, the first is line 2"):
+        read_lines(path, all_good=True)
+    assert read_lines(tmp_path / "none", all_good=True) == []
 
 
 def test_nothing_but_a_regular_file_of_its_size_is_opened(tmp_path: Path) -> None:
@@ -104,7 +116,7 @@ def test_nothing_but_a_regular_file_of_its_size_is_opened(tmp_path: Path) -> Non
     with large.open("wb") as file:
         file.truncate(1 << 40)  # sparse
     for path, message in ((pipe, "is no regular file"), (directory, "is no regular file"), (large, "has 1099511627776 bytes")):
-        for read in (read_small, read_object, read_lines, read_last_lines, lambda path: Tail(path).read()):
+        for read in (read_small, read_object, read_lines, lambda path: Tail(path).read(), lambda path: Tail(path, 1).read()):
             with pytest.raises(DamagedError, match=message):
                 read(path)
     with pytest.raises(FileNotFoundError):
@@ -124,7 +136,7 @@ def test_the_end_of_a_file_that_has_grown_for_months_is_read_and_not_the_whole(t
         added.write(steps(20_000_001))
     newest = line_of_step(path)
     assert newest is not None and newest["step"] == 20_000_001 and seen(tail) == [20_000_001]
-    assert [record["step"] for record in read_last_lines(path, window=100).records] == [20_000_000, 20_000_001]
+    assert seen(Tail(path, 100)) == [20_000_000, 20_000_001]
     with pytest.raises(DamagedError, match="at most 8589934592 are read"):
         read_lines(path)
 
@@ -133,7 +145,8 @@ def test_the_end_of_a_file_that_has_grown_for_months_is_read_and_not_the_whole(t
 def test_whatever_is_in_a_file_it_is_read_or_refused(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
     path.write_bytes(data)
-    assert len(read_lines(path).records) + read_lines(path).unreadable <= data.count(b"\n")
+    tail = Tail(path)
+    assert read_lines(path) == list(tail.rest()) and len(read_lines(path)) + tail.unreadable == data.count(b"\n")
     try:
         assert isinstance(read_object(path), dict)
     except DamagedError as error:

@@ -21,6 +21,7 @@ from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load, override
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs
 from tests.conftest import QUICK, wait_for
@@ -86,7 +87,7 @@ def test_a_run_whose_actors_ask_the_reference_learns_what_the_learner_would_have
     streaming = {"scoring.stages.reference.stream_tokens": 4}
     config = small(**IN_THE_ACTOR, **streaming, max_steps=2, **{"queue.keep_rollouts": True})
     result = train(config, quiet=True)
-    rollouts = [rollout for record in records(RunDir.existing(result.run_dir)) for rollout in record["rollouts"]]
+    rollouts = [rollout for record in records(Reading(RunDir.existing(result.run_dir))) for rollout in record["rollouts"]]
     assert all(len(rollout["reference"]) == len(rollout["completion_ids"]) for rollout in rollouts)
     assert all(step["rewards/reference/failed_ratio"] == 0.0 and step["kl/reference"] is not None for step in result.metrics)
     assert all(step["stages/reference/seconds"] > 0 for step in result.metrics)

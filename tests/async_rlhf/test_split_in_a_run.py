@@ -16,6 +16,7 @@ from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.record import Group
 from async_rlhf.inspect.rollouts import records as inspected
 from async_rlhf.inspect.trials import _of_run
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.completions import group_lines
 from tests import oracles
@@ -114,7 +115,7 @@ def test_episodes_of_several_rows_are_sampled_scored_and_trained_on(trained: Tra
     assert all(record["episodes/mean_restarts"] > 0 for record in records)
     assert all(rollout.text.count("again") == 2 for rollout in rollouts), "what is said again is not shown again"
     assert len(numbers) > 1 and numbers <= {0, 1, 2}, "a row begins anew where the text is another, and nowhere else"
-    exported = list(inspected(run))
+    exported = list(inspected(Reading(run)))
     assert [each["restarts"] for record in exported for each in record["rollouts"]] == [each.restarts for each in rollouts]
     assert all(" anew " in group_lines(record) for record in exported if any(each["restarts"] for each in record["rollouts"]))
 

@@ -25,6 +25,7 @@ from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.checks.spool import RowCheck, check_spool
 from async_rlhf.run.config import load
 from async_rlhf.run.display.console import StepPace
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import End, RunDir
 from tests.conftest import QUICK, has_ended, wait_for
 
@@ -71,12 +72,12 @@ def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_every_row_as_oft
     assert code == 0 and "all data used" in output, output
 
     finished = RunDir(run)
-    of_group = {record["group"]: record["columns"] for record in records(finished)}
+    of_group = {record["group"]: record["columns"] for record in records(Reading(finished))}
     assert {group: columns["n"] for group, columns in of_group.items()} == {group: group // 2 for group in range(58)}
     metrics = finished.read_metrics()
     assert sorted(number for record in metrics for number in record["groups"]) == list(range(58))
     assert [len(record["groups"]) for record in metrics] == [4] * 14 + [2]
-    shown = lines(finished, read(finished))
+    shown = lines(finished, read(Reading(finished)))
     assert shown[0] == f"{run}: finished, step 15"
     assert any("29 rows have come, 2 lines were set aside" in line and line.endswith("no more will") for line in shown), shown
     set_aside = [json.loads(line) for path in (run / "data/spool/rejected").iterdir() for line in path.read_text().splitlines()]

@@ -21,6 +21,7 @@ from async_rlhf.launch.sockets import hub_address, socket_directory
 from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
 from async_rlhf.run.display.console import Display, beginning, held_out, line, sample_line
 from async_rlhf.run.display.notebook import NotebookDisplay
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 
 
@@ -47,7 +48,7 @@ def test_a_run_that_ends_while_it_is_asked_is_told_of_as_far_as_it_went(run: Run
 
     ending = threading.Thread(target=ends)
     ending.start()
-    found = read(run)
+    found = read(Reading(run))
     ending.join(60)
     assert not run.is_alive() and "the hub does not answer" in found["state"]
     assert lines(run, found)[0].endswith("step 0 of 4")
@@ -61,18 +62,18 @@ def test_a_run_whose_hub_has_ended_is_ending_while_its_last_checkpoint_is_evalua
     run.ledger.write_text('{"state": "drained"}')
     begun = run.lock_file.stat().st_mtime_ns
     os.utime(run.ledger, ns=(begun + 1, begun + 1))
-    assert read(run)["state"] == "ending"
+    assert read(Reading(run))["state"] == "ending"
     os.utime(run.ledger, ns=(begun - 1, begun - 1))  # what the hub of an earlier start wrote
-    assert "the hub does not answer" in read(run)["state"]
+    assert "the hub does not answer" in read(Reading(run))["state"]
     run.retire()
 
 
 def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(run: RunDir) -> None:
     actor = {"version": 1, "groups": 0, "silent_s": 0.0}
     run.ledger.write_text(json.dumps({"waiting_for": "prompts", "actors": {"actor-0": actor}}))
-    assert "actor-0: version 1, 0 groups, last message 0.0 s ago" in lines(run, read(run))
+    assert "actor-0: version 1, 0 groups, last message 0.0 s ago" in lines(run, read(Reading(run)))
     run.retire()
-    assert lines(run, read(run)) == [
+    assert lines(run, read(Reading(run))) == [
         f"{run.path}: stopped, step 0 of 4",
         "ended: it was killed, or the machine went down; --resume goes on",
     ]
@@ -84,24 +85,24 @@ def test_what_a_killed_supervisor_left_is_finished_by_what_was_recorded(small: A
     steps = [{"step": step, "num_tokens_total": 9 * step, "step_time_total": 4.5 * step} for step in (1, 2)]
     for recorded, head in ((steps[:1], "stopped, step 1 of 500, 4 of 9 seconds"), (steps, "finished, step 2 of 500, 9 of 9")):
         run.metrics.write_text("".join(json.dumps(step) + "\n" for step in recorded))
-        assert head in lines(run, read(run))[0]
-    assert read(run)["used_up"] == "max_seconds = 9 reached"
+        assert head in lines(run, read(Reading(run)))[0]
+    assert read(Reading(run))["used_up"] == "max_seconds = 9 reached"
 
 
 def test_restarts_are_counted_over_all_starts_of_a_run_and_shown(run: RunDir) -> None:
     for role in ("actor", "hub", "actor"):
         run.count_restart(role)
-    assert "started again: actor 2, hub 1" in lines(run, read(run))
+    assert "started again: actor 2, hub 1" in lines(run, read(Reading(run)))
     run.restarts.write_text('{"actor": "often"}')
-    damaged = read(run)
+    damaged = read(Reading(run))
     assert damaged["restarts"] == {} and "holds other things than counts" in damaged["problems"][0]
     run.count_restart("hub")
-    assert read(run)["restarts"] == {"hub": 1}
+    assert read(Reading(run))["restarts"] == {"hub": 1}
 
 
 def test_checkpoints_that_could_not_be_written_are_counted(run: RunDir) -> None:
     run.metrics.write_text(json.dumps({"step": 1, "checkpoint/failed": 3}) + "\n")
-    assert f"checkpoints that could not be written: 3; see {run.log('learner')}" in lines(run, read(run))
+    assert f"checkpoints that could not be written: 3; see {run.log('learner')}" in lines(run, read(Reading(run)))
 
 
 def test_of_many_evaluations_and_changes_those_that_count_are_shown(run: RunDir) -> None:
@@ -109,15 +110,15 @@ def test_of_many_evaluations_and_changes_those_that_count_are_shown(run: RunDir)
     rewards = [0.1, 0.2, 0.9, 0.3, 0.4, 0.5, 0.6]
     records = [{**made, "step": i, "mean_reward": reward} for i, reward in enumerate(rewards, 1)]
     run.evaluations.write_text("".join(json.dumps(record) + "\n" for record in records))
-    told = lines(run, read(run))[-6:]
+    told = lines(run, read(Reading(run)))[-6:]
     assert [text.split(":")[0].rsplit(" ", 1)[-1] for text in told[:-1]] == ["1", "3", "5", "6", "7"]
     assert told[1].endswith("(best)") and told[-1] == "2 more evaluations"
-    ledger = Ledger(run.path)
+    reading = Reading(run)
 
     def change(numbers: range) -> list[str]:
         made = [(Asked(number=n, values={"guard.max_kl": (None, 1.0)}), Applied(number=n, step=n)) for n in numbers]
         Ledger(run.path).append(lambda history: [line for pair in made for line in pair])
-        return [text for text in lines(run, read(run, ledger)) if text.startswith("changed")]
+        return [text for text in lines(run, read(reading)) if text.startswith("changed")]
 
     assert change(range(1, 11)) == [f"changed: guard.max_kl null -> 1.0, from step {step} on" for step in range(1, 11)]
     told = change(range(11, 14))

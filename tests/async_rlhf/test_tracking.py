@@ -32,6 +32,7 @@ from async_rlhf.run.processes.tracking import (
     track,
     tracker_nodes,
 )
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision import supervisor
 from async_rlhf.run.supervision.child import Child
@@ -280,7 +281,7 @@ def test_a_table_has_all_groups_of_its_step_also_those_that_come_later_and_each_
 ) -> None:
     run, tables = supervised("none").run, list[tuple[int, list[Any]]]()
     tracker: Any = SimpleNamespace(table=lambda name, step, at, rows: tables.append((step, [row["prompt"] for row in rows])))
-    lines, sent = _Lines(run), _Sent()
+    lines, sent = _Lines(Reading(run)), _Sent()
     for done, steps in enumerate(((1,), (1, 2), (25,), (25, 49), (50,))):
         with run.samples.open("a") as file:
             file.writelines(

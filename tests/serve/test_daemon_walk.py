@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from async_rlhf.inspect.rollouts import records
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.serve.queue_dir import QueueDir
 from tests.async_rlhf.test_faults import assert_no_orphans, steps
@@ -158,4 +159,6 @@ def assert_each_row_is_used_once(run: Path, words: list[str]) -> None:
     metrics = RunDir(run).read_metrics()
     assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
     assert sorted(number for record in metrics for number in record["groups"]) == list(range(len(words)))
-    assert {record["group"]: record["columns"]["answer"] for record in records(RunDir(run))} == dict(enumerate(answers))
+    assert {record["group"]: record["columns"]["answer"] for record in records(Reading(RunDir(run)))} == dict(
+        enumerate(answers)
+    )

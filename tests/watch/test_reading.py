@@ -18,25 +18,27 @@ from made_runs import BEGAN, HOSTILE, broken_run, group, made_run, records, writ
 from prometheus_client.parser import text_string_to_metric_families
 from serving import serving
 
+from async_rlhf.run import reading as run_reading
 from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
+from async_rlhf.watch import runs as watched_runs
 from async_rlhf.watch.completions import MAX_CHARACTERS, decoder, group_lines, pieces, shown
-from async_rlhf.watch.events import Span, changed_from, events, stacked, timeline
+from async_rlhf.watch.events import Span, events, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
-from async_rlhf.watch.reading import RunReading
+from async_rlhf.watch.run import WatchedRun
 from async_rlhf.watch.runs import Runs
 from async_rlhf.watch.series import MAX_BUCKETS, MAX_METRICS, History, ages, numbers
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller" / "tokenizer.json"
 
 
-def read(run: Path) -> RunReading:
-    made = RunReading(RunDir.existing(run))
+def read(run: Path) -> WatchedRun:
+    made = WatchedRun(RunDir.existing(run))
     made.refresh()
     return made
 
 
-def steps(reading: RunReading) -> list[float]:
+def steps(reading: WatchedRun) -> list[float]:
     return reading.history.after(["reward"])["curves"]["reward"]["step"]
 
 
@@ -48,10 +50,10 @@ def test_what_was_added_is_read_and_nothing_twice(tmp_path: Path, monkeypatch: p
     parsed: list[str] = []
     whole = run_files.json_value
     monkeypatch.setattr(run_files, "json_value", lambda text: (parsed.append(text), whole(text))[1])
-    seen = reading.seen
+    seen = reading.files.samples.num_lines
     reading.refresh()
     assert len(parsed) == 5
-    assert steps(reading) == list(range(1, 10)) and reading.seen > seen
+    assert steps(reading) == list(range(1, 10)) and reading.files.samples.num_lines > seen
     assert reading.completions()[0]["step"] == 9 and reading.problems == []
 
 
@@ -69,12 +71,12 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
 
 def test_the_metrics_of_a_long_run_are_read_at_even_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path / "run", 3000)
-    monkeypatch.setattr(run_files, "_WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr(run_files, "_PLACES", 50)
-    monkeypatch.setattr(run_files, "_WINDOW", 4 << 10)
+    monkeypatch.setattr(run_reading, "_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(run_reading, "_PLACES", 50)
+    monkeypatch.setattr(run_reading, "_WINDOW", 4 << 10)
     reading = read(run)
     found = steps(reading)
-    assert reading.is_spread and found[0] <= reading.history.width and reading.history.last_step == 3000
+    assert reading.files.steps.is_spread and found[0] <= reading.history.width and reading.history.last_step == 3000
     assert max(b - a for a, b in pairwise(found)) <= 3000 / 50 + reading.history.width
     write_lines(run / "metrics.jsonl", records(3001, begin=3001))
     reading.refresh()
@@ -117,7 +119,8 @@ def test_changes_evaluations_and_refused_steps_stand_in_one_list(tmp_path: Path)
 
 def test_a_run_that_goes_back_says_so_and_is_changed_no_more_where_it_was_behind_that_step(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 10)
-    write_lines(run / "changes.jsonl", [{"kind": "applied", "number": 2, "step": 8, "time": BEGAN + 8}])
+    asked = {"kind": "asked", "number": 2, "values": {"guard.max_kl": [None, 1.0]}, "time": BEGAN + 7}
+    write_lines(run / "changes.jsonl", [asked, {"kind": "applied", "number": 2, "step": 8, "time": BEGAN + 8}])
     assert read(run).changed() == [5, 8]
     write_lines(run / "changes.jsonl", [{"kind": "undone", "step": 6, "time": BEGAN + 9}])
     assert read(run).changed() == [5]
@@ -128,7 +131,6 @@ def test_a_run_that_goes_back_says_so_and_is_changed_no_more_where_it_was_behind
 def test_what_is_no_line_of_a_file_of_events_spoils_no_other() -> None:
     wild = [{"kind": ["x"], "step": "1", "time": None, "values": {"a": [1]}}, {"values": 5}, {}]
     found = events(wild, wild, wild, wild, wild)
-    assert changed_from([*wild, {"kind": "applied", "step": True}, {"kind": "undone", "step": [1]}]) == []
     assert len(found) == 15 and all(event["step"] is None and isinstance(event["text"], str) for event in found)
 
 
@@ -248,6 +250,21 @@ def test_only_finite_numbers_are_drawn_and_names_that_a_damaged_file_invents_cos
     assert numbers(record) == {"a": 1.0, "i": -2.5}
     assert ages({"staleness/histogram": {"0": 5, "x": 1, "2": None, "3": 2}}) == {0: 5, 3: 2}
     assert ages({"staleness/histogram": [1, 2]}) == {}
+
+
+def test_of_many_runs_those_whose_page_was_opened_last_are_read_on_and_the_others_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched_runs, "_MAX_OPEN", 2)
+    for name in "abc":
+        made_run(tmp_path / name, 3)
+    runs = Runs(tmp_path)
+    assert [runs.curves(name, [])["last"] for name in "abca"] == [3, 3, 3, 3]
+    for name in "abc":
+        write_lines(tmp_path / name / "metrics.jsonl", records(4, begin=4))
+    runs.refresh()
+    assert {name: run.history.last_step for name, run in runs._runs.items()} == {"a": 4, "b": -1, "c": 4}
+    assert runs.curves("b", [])["last"] == 4 and runs.state("b")["problems"] == []
 
 
 def samples(runs: Runs) -> dict[tuple[str, ...], float]:

@@ -27,8 +27,9 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.launch.program import Node
 from async_rlhf.run.config import Config
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.run_files import Tail, is_step, read_lines, read_small
+from async_rlhf.run.run_files import is_step, read_lines, read_small
 from async_rlhf.run.tracking import KINDS, Row, Tracker, opened
 from async_rlhf.run.watching import TrackerKind
 
@@ -85,7 +86,7 @@ def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress:
     """While the run goes on, and then the rest; returns how far that is."""
     with _alone(run, kind), _bounded_memory():
         sent = _read(run, kind)
-        tracker, lines = opened(kind, run, sent.branch), _Lines(run)
+        tracker, lines = opened(kind, run, sent.branch), _Lines(Reading(run))
         while True:
             is_last = not goes_on()  # looked at before the files are: after it nothing more is written
             for now_sent in lines.send(tracker, sent, is_last=is_last):
@@ -125,29 +126,28 @@ def _bounded_memory() -> Iterator[None]:
 
 
 class _Lines:
-    """Reads what was added to the files of a run, and logs what was not sent yet."""
+    """Logs what was added to the files of a run and was not sent yet."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._steps, self._evaluations, self._samples = Tail(run.metrics), Tail(run.evaluations), Tail(run.samples)
-        self._num_evaluations = 0
+    def __init__(self, reading: Reading) -> None:
+        self._reading, self._num_evaluations = reading, 0
         self._groups: dict[tuple[int, Any], dict[str, Any]] = {}  # by step and number: those of a step that may get others
 
     def send(self, tracker: Tracker, sent: _Sent, *, is_last: bool) -> Iterator[_Sent]:
         """Gives how far it is, now and then and at the end. is_last: nothing more is written."""
-        for number, record in enumerate(self._steps.rest(), 1):
-            if is_step(record) and record["step"] > sent.step:
+        for number, record in enumerate(self._reading.steps.rest(), 1):
+            if record["step"] > sent.step:
                 tracker.log(record["step"], _time(record), dict(measures(record)))
                 sent = sent.model_copy(update={"step": record["step"]})
                 if number % _KEPT == 0:
                     yield sent
-        for record in self._evaluations.rest():
+        for record in self._reading.evaluations.rest():
             self._num_evaluations += 1
             if is_step(record) and self._num_evaluations > sent.evaluations:
                 tracker.log(record["step"], _time(record), dict(measures(record, "evaluation/")))
                 if rows := _rows(record, record.get("samples")):
                     tracker.table("evaluation_samples", record["step"], _time(record), rows)
                 sent = sent.model_copy(update={"evaluations": self._num_evaluations})
-        for each in self._samples.rest():
+        for each in self._reading.samples.rest():
             if is_step(each) and (step := each["step"]) > sent.sampled and (step == 1 or step % _SAMPLED_EVERY == 0):
                 self._groups[step, each.get("group")] = each
         for step in sorted({step for step, _ in self._groups if step < sent.step or is_last}):
@@ -195,11 +195,8 @@ def _time(record: Mapping[str, Any]) -> float:
 
 def _read(run: RunDir, kind: TrackerKind) -> _Sent:
     """A file that is damaged is as none: what was sent is sent again."""
-    path = run.tracked(kind)
-    if not path.exists() and kind in run.config().tracking.kind:
-        path = run.path / "tracking.json"  # its name when a run had one tracker at most
     try:
-        return _Sent.model_validate_json(read_small(path))
+        return _Sent.model_validate_json(read_small(run.tracked(kind)))
     except (FileNotFoundError, ValidationError):
         return _Sent()
 
@@ -207,7 +204,7 @@ def _read(run: RunDir, kind: TrackerKind) -> _Sent:
 def rewind(run: RunDir, step: int) -> None:
     """The run goes back to `step`, and its evaluations after it are cut off already: where a tracker has more of it, what
     follows is another run for it."""
-    left = len(read_lines(run.evaluations).records)
+    left = len(read_lines(run.evaluations))
     for kind in KINDS:
         if (sent := _read(run, kind)).step > step or sent.evaluations > left:
             write_whole(run.tracked(kind), _Sent(branch=sent.branch + 1).model_dump_json() + "\n")

@@ -275,7 +275,7 @@ def _log_normal(mean: float, spread: float, longest: int, shares: Sequence[float
 
 def _lengths_of(path: Path) -> list[int]:
     """Ascending."""
-    found = [length for line in read_lines(path).records for length in _of_group(line)]
+    found = [length for line in read_lines(path) for length in _of_group(line)]
     if not found:
         raise ConfigError(f"lengths.rollouts = {str(path)!r}: no completions in it; name the rollouts.jsonl of a run")
     return sorted(found)
