@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
+from async_rlhf.actors.loop.context import FinishedRollout, RunContext
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.work import Played, Work
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
@@ -53,14 +53,14 @@ class Judging:
         return None if score is None or score.value is None else score.value >= self.solved_at
 
 
-Judged = Mapping[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]]
+Judged = Mapping[RolloutKey, tuple[FinishedRollout, Mapping[str, Score], Scored[RolloutKey]]]
 """Of each completion: what it became, all its scores, those of its environment too, and what its judges answered."""
 
 
 def judge(
     engine: Engine,
     scoring: ScoringPool[RolloutKey],
-    work: Work,
+    context: RunContext,
     begun: Mapping[int, tuple[Row, str, Sequence[Request]]],
     place: Callable[[RolloutKey], Place],
     progress: Callable[[int, int], None] = lambda done, of: None,
@@ -71,25 +71,25 @@ def judge(
     Raises DeadlineError when neither a score nor an environment's answer arrives for `_PATIENCE_S`, and as long as one step may
     take, after generation has ended.
     """
-    count, plays = sum(len(requests) for _, _, requests in begun.values()), work.plays
-    patience_s = _PATIENCE_S + max((play.spec.timeout_s for play in plays.all), default=0.0)
-    episodes = Episodes(engine, work.decode, plays)
-    episodes.begin((row, environment_seed(work.seed, number), requests) for number, (row, _, requests) in begun.items())
-    ended: dict[RolloutKey, Played] = {}
-    found: dict[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]] = {}
+    count, environments = sum(len(requests) for _, _, requests in begun.values()), context.environments
+    patience_s = _PATIENCE_S + max((environment.spec.timeout_s for environment in environments.all), default=0.0)
+    episodes = Episodes(engine, context.decode, environments)
+    episodes.begin((row, environment_seed(context.seed, number), requests) for number, (row, _, requests) in begun.items())
+    ended: dict[RolloutKey, FinishedRollout] = {}
+    found: dict[RolloutKey, tuple[FinishedRollout, Mapping[str, Score], Scored[RolloutKey]]] = {}
     last_event = time.monotonic()
     while len(found) < count:
         now_ended = episodes.step()
-        for played in now_ended:
-            completion, key = played.completion, played.completion.key
-            ended[key] = played
-            fields = fields_of(begun[key.group][0], played.prompt_ids, completion, played.answer, work.template)
-            scoring.submit(key, fields | played.fields, place(key))
+        for finished in now_ended:
+            completion, key = finished.completion, finished.completion.key
+            ended[key] = finished
+            fields = fields_of(begun[key.group][0], finished.prompt_ids, completion, finished.answer, context.template)
+            scoring.submit(key, fields | finished.fields, place(key))
         if scored := scoring.poll():
             for each in scored:
-                played = ended.pop(each.key)
-                own = plays.scores(plays.of(begun[each.key.group][0].columns), played.score)
-                found[each.key] = played, {**each.scores, **own}, each
+                finished = ended.pop(each.key)
+                own = environments.scores(environments.of(begun[each.key.group][0].columns), finished.score)
+                found[each.key] = finished, {**each.scores, **own}, each
             progress(len(found), count)
         if scored or now_ended or engine.num_unfinished:
             last_event = time.monotonic()
@@ -103,11 +103,11 @@ def judge(
 def evaluate(
     engine: Engine,
     scoring: ScoringPool[RolloutKey],
-    work: Work,
+    context: RunContext,
     judging: Judging,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """Of the rows of `work`, whose seed is the same for every weight set, so that all are given the same random numbers.
+    """Of the rows of `context`, whose seed is the same for every weight set, so that all are given the same random numbers.
     progress, raises: as `judge`.
 
     `mean_reward`, `accuracy`, `rewards` (scores by name, before weights) and `mean_length` are means over the completions that
@@ -117,9 +117,9 @@ def evaluate(
     `num_prompts` of the rows with each `source`; after the first 64 `other`. sampled: what `summary_of_samples` makes of the
     sampled completions, where there are some. group_size: completions of each prompt, judged as a group; None: one, greedy.
     """
-    samplings, rows = [*judging.judged, *judging.sampled], work.rows
-    begun = {number: work.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
-    judged = judge(engine, scoring, work, begun, judging.place, progress)
+    samplings, rows = [*judging.judged, *judging.sampled], context.rows
+    begun = {number: context.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
+    judged = judge(engine, scoring, context, begun, judging.place, progress)
     scores = {key: own for key, (_, own, _) in judged.items()}
     totals = {key: judging.composition.of(rows[key.group].columns).reward(own) for key, own in scores.items()}
     num_judged = len(judging.judged)

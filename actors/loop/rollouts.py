@@ -1,4 +1,4 @@
-"""What goes into the record: a rollout that was played and judged, and those of a group behind one prompt. Pure."""
+"""What goes into the record: a rollout that was finished and judged, and those of a group behind one prompt. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import takewhile
 import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey
-from async_rlhf.actors.loop.work import Played
+from async_rlhf.actors.loop.context import FinishedRollout
 from async_rlhf.actors.scoring.pool import Scored
 from async_rlhf.buffers.record import Int32Array, Rollout, Score, Span, sampled
 
 
 def rollout_of(
-    played: Played, scored: Scored[RolloutKey], by_environment: Mapping[str, Score], timings: Mapping[str, float]
+    finished: FinishedRollout, scored: Scored[RolloutKey], by_environment: Mapping[str, Score], timings: Mapping[str, float]
 ) -> Rollout:
-    """Of a rollout that has been judged, behind its own prompt. by_environment: as `Plays.scores`."""
-    completion, reference = played.completion, scored.reference
+    """Of a rollout that has been judged, behind its own prompt. by_environment: as `Environments.scores`."""
+    completion, reference = finished.completion, scored.reference
     if reference is not None and len(reference) > len(completion.logprobs):
         reference = reference[sampled(completion.spans)]
     return Rollout(
@@ -27,12 +27,12 @@ def rollout_of(
         spans=completion.spans,
         finish_reason=completion.finish_reason,
         scores={**scored.scores, **by_environment},
-        text=played.text,
+        text=finished.text,
         timings=timings,
         sampling_mask=completion.sampling_mask,
         reference=reference,
         routing=completion.routing,
-        turn_scores=() if all(score is None for score in played.turn_scores) else played.turn_scores,
+        turn_scores=() if all(score is None for score in finished.turn_scores) else finished.turn_scores,
     )
 
 

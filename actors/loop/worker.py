@@ -1,4 +1,4 @@
-"""The actor's loop, on one screen: credit, prompt, play, score, put; and adopt weights between two decode steps.
+"""The actor's loop, on one screen: credit, prompt, environment, score, put; and adopt weights between two decode steps.
 
     owns        an engine, its episodes, a scoring pool, the groups it has begun; no state to restore
     waits for   nothing while a sequence is being decoded; else for a credit, an environment, a score or new weights
@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rlhf.actors.engine import Engine, RolloutKey
+from async_rlhf.actors.loop.context import Environment, FinishedRollout, RunContext
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
 from async_rlhf.actors.loop.rollouts import behind_one_prompt, rollout_of
-from async_rlhf.actors.loop.work import Play, Played, Work
 from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
@@ -60,14 +60,14 @@ class _Open:
     row: Row
     prompt: str
     began: float
-    played: dict[int, tuple[Played, StageTime]] = field(default_factory=dict)
+    finished: dict[int, tuple[FinishedRollout, StageTime]] = field(default_factory=dict)
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     sampled: int = 0
     """The engine's progress when it last had something of this group."""
 
     @property
     def progress(self) -> int:
-        return self.sampled + len(self.played) + len(self.rollouts)
+        return self.sampled + len(self.finished) + len(self.rollouts)
 
 
 class Decoding:
@@ -109,17 +109,17 @@ class Worker:
         client: ActorClient,
         engine: Engine,
         scoring: ScoringPool[RolloutKey],
-        work: Work,
+        context: RunContext,
         capacity: int,
         canary_tolerance: float,
         record: RecordSpan = lambda what, began, ended: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
-        self._episodes = Episodes(engine, work.decode, work.plays)
+        self._name, self._client, self._engine, self._scoring, self._context = name, client, engine, scoring, context
+        self._episodes = Episodes(engine, context.decode, context.environments)
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
-        self._group_size = work.generation.group_size
+        self._group_size = context.generation.group_size
         self._canary_drift = 0.0
         self._mark, self._decoding = record, Decoding(record)
         self._length_bias, self._bias = LengthBiasMonitor(), LengthBiasMonitor().report(0.0)
@@ -151,23 +151,23 @@ class Worker:
         if credits := self._client.credits():
             self._begin(credits)
             self._client.works_on(self._state())
-        for played in self._step():
-            self._score(played)
+        for finished in self._step():
+            self._score(finished)
         self._serve()
-        if self._work.partial_every:
+        if self._context.partial_every:
             self._show()
         for scored in self._scoring.poll():
             self._collect(scored)
         self._announce()
         self._count["idle_s" if idle else "busy_s"] += self._clock() - began
 
-    def _step(self) -> list[Played]:
+    def _step(self) -> list[FinishedRollout]:
         busy, began = self._engine.num_unfinished > 0, time.time()
         ended = self._episodes.step()
         if busy:
             self._decoding.stepped(began)
             for group in self._open.values():
-                if len(group.played) < self._group_size:  # what waits for a slot waits for what has one
+                if len(group.finished) < self._group_size:  # what waits for a slot waits for what has one
                     group.sampled = self._engine.progress
         return ended
 
@@ -218,9 +218,9 @@ class Worker:
         begun = []
         for credit in credits:
             given = from_json(credit.row) if credit.row else None
-            row, prompt, requests = self._work.requests(credit.number, credit.attempt, given, credit.place)
+            row, prompt, requests = self._context.requests(credit.number, credit.attempt, given, credit.place)
             self._open[credit.number] = _Open(credit.attempt, row, prompt, time.time())
-            begun.append((row, environment_seed(self._work.seed, credit.number), requests))
+            begun.append((row, environment_seed(self._context.seed, credit.number), requests))
         self._episodes.begin(begun)
 
     def _drop(self, numbers: Sequence[int], *, again: bool) -> None:
@@ -228,82 +228,87 @@ class Worker:
         for number in numbers:
             group = self._open.pop(number)
             keys = [RolloutKey(number, group.attempt, member) for member in range(self._group_size)]
-            play = self._work.plays.of(group.row.columns)
-            turns = [1 if play is None else max(1, play.pool.num_turns(key)) for key in keys]
+            environment = self._context.environments.of(group.row.columns)
+            turns = [1 if environment is None else max(1, environment.pool.num_turns(key)) for key in keys]
             thrown_away = self._episodes.discard(keys)
             self._count["dropped_tokens_total"] += sum(thrown_away)
             self._scoring.discard(keys)
             for key in keys:
                 self._shown.pop(key, None)
             lengths = dict(enumerate(zip(thrown_away, turns, strict=True)))
-            lengths |= {member: _length(played) for member, (played, *_) in group.played.items()}
+            lengths |= {member: _length(finished) for member, (finished, *_) in group.finished.items()}
             self._length_bias.dropped(number, (length for length in lengths.values() if length[0]), again=again)
 
     def _show(self) -> None:
         """Offers grown completions to incremental scoring; nothing waits for it."""
         for partial, prompt_ids in self._episodes.partials(self._shown):
             self._shown[partial.key] = len(partial.token_ids)
-            group, text = self._open[partial.key.group], self._work.decode(partial.token_ids.tolist())
-            self._scoring.show(partial.key, fields_of(group.row, prompt_ids, partial, text, self._work.template))
+            group, text = self._open[partial.key.group], self._context.decode(partial.token_ids.tolist())
+            self._scoring.show(partial.key, fields_of(group.row, prompt_ids, partial, text, self._context.template))
 
-    def _score(self, played: Played) -> None:
+    def _score(self, finished: FinishedRollout) -> None:
         """The rollout ended: its judges start now."""
-        key, completion = played.completion.key, played.completion
+        key, completion = finished.completion.key, finished.completion
         self._shown.pop(key, None)
         group = self._open[key.group]
-        group.played[key.member] = played, StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
-        self._count["tokens_total"] += played.num_sampled
+        group.finished[key.member] = (
+            finished,
+            StageTime(group.began, max(group.began, time.time())),
+        )  # the clock may be set back
+        self._count["tokens_total"] += finished.num_sampled
         self._count["completions_total"] += 1
         place = Place(key[:2], key.member, self._group_size)
-        fields = fields_of(group.row, played.prompt_ids, completion, played.answer, self._work.template)
-        self._scoring.submit(key, fields | played.fields, place)
+        fields = fields_of(group.row, finished.prompt_ids, completion, finished.answer, self._context.template)
+        self._scoring.submit(key, fields | finished.fields, place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
         """A completion has all its scores; with the last one of its group the group is put."""
         number = scored.key.group
         group = self._open[number]
-        played, generated = group.played[scored.key.member]
+        finished, generated = group.finished[scored.key.member]
         stages = {name: self._decoding.overlap(*when) for name, when in scored.stages.items()}
-        plays = self._work.plays
-        play = plays.of(group.row.columns)
-        stages |= self._environment_stage(play, played)
+        environments = self._context.environments
+        environment = environments.of(group.row.columns)
+        stages |= self._environment_stage(environment, finished)
         timings = pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s)
-        group.rollouts[scored.key.member] = rollout_of(played, scored, plays.scores(play, played.score), timings)
+        group.rollouts[scored.key.member] = rollout_of(
+            finished, scored, environments.scores(environment, finished.score), timings
+        )
         if len(group.rollouts) == self._group_size:
             del self._open[number]
             self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
             self._count["groups_total"] += 1
-            self._account(number, [_length(each) for each, _ in group.played.values()])
-            refill, scores = self._work.refill, [rollout.scores for rollout in group.rollouts.values()]
+            self._account(number, [_length(each) for each, _ in group.finished.values()])
+            refill, scores = self._context.refill, [rollout.scores for rollout in group.rollouts.values()]
             constant = refill is not None and refill.of(group.row.columns).is_constant(scores)
             self._client.put(self._record(number, group), constant=constant)
 
     def _record(self, number: int, group: _Open) -> Group:
         members = range(self._group_size)
-        prompts = [group.played[member][0].prompt_ids for member in members]
+        prompts = [group.finished[member][0].prompt_ids for member in members]
         own = [group.rollouts[member] for member in members]
-        prompt_ids, rollouts = behind_one_prompt(prompts, own, self._work.decode)
-        play = self._work.plays.of(group.row.columns)
-        is_agent = play is not None and play.spec.calls
+        prompt_ids, rollouts = behind_one_prompt(prompts, own, self._context.decode)
+        environment = self._context.environments.of(group.row.columns)
+        is_agent = environment is not None and environment.spec.calls
         return Group(
             number=number,
             attempt=group.attempt,
             prompt_ids=prompt_ids,
             rollouts=rollouts,
-            sampling=self._work.generation.sampling,
+            sampling=self._context.generation.sampling,
             actor=self._name,
-            prompt=group.played[0][0].prompt or (self._work.decode(prompt_ids.tolist()) if is_agent else group.prompt),
+            prompt=group.finished[0][0].prompt or (self._context.decode(prompt_ids.tolist()) if is_agent else group.prompt),
             columns=group.row.columns,
         )
 
-    def _environment_stage(self, play: Play | None, played: Played) -> dict[str, StageTime]:
+    def _environment_stage(self, environment: Environment | None, finished: FinishedRollout) -> dict[str, StageTime]:
         """The steps of the environment as one stage: what they took, and what of it was hidden behind decoding."""
-        if play is None or not played.steps:
+        if environment is None or not finished.steps:
             return {}
-        steps = [self._decoding.overlap(*step) for step in played.steps]
+        steps = [self._decoding.overlap(*step) for step in finished.steps]
         ended = steps[-1].ended
         seconds, hidden = (sum(getattr(step, name) for step in steps) for name in ("seconds", "hidden_s"))
-        return {play.name: StageTime(ended - seconds, ended, hidden)}
+        return {environment.name: StageTime(ended - seconds, ended, hidden)}
 
     def _account(self, number: int, lengths: Sequence[Length]) -> None:
         """The group is put; once in `_GROUPS_A_REPORT`, whether long completions are dropped more often."""
@@ -318,8 +323,8 @@ class Worker:
         """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others; of what
         has not begun no more than fills this actor once, for it comes back together."""
         size = self._group_size
-        if not self._work.plays.all:
-            outside = sum(len(group.played) == size for group in self._open.values())
+        if not self._context.environments.all:
+            outside = sum(len(group.finished) == size for group in self._open.values())
         else:
             too_many = max(0, self._episodes.num_opening - self._capacity * size)
             outside = max(0, len(self._open) - -(-(self._engine.num_unfinished + too_many) // size))
@@ -356,9 +361,9 @@ class Worker:
             scores_asked_again_total=float(self._scoring.num_resent),
             shown_total=float(sum(counter.shown for counter in counters)),
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),
-            **self._work.plays.counted(),
+            **self._context.environments.counted(),
         )
 
 
-def _length(played: Played) -> Length:
-    return played.num_sampled, len(played.turns)
+def _length(finished: FinishedRollout) -> Length:
+    return finished.num_sampled, len(finished.turns)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.environments.pool import Event
+from async_rlhf.actors.loop.context import Environments, FinishedRollout
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import rollout_of
-from async_rlhf.actors.loop.work import Played, Plays
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong
 from async_rlhf.actors.scoring.pool import Scored, fields_of
@@ -33,8 +33,8 @@ from tests.actors.scripted import (
     ScriptedEngine,
     ScriptedPool,
     Talker,
+    environment_of,
     plain_passes,
-    play_of,
     played_with_updates,
     text_of,
 )
@@ -60,8 +60,8 @@ def test_members_begin_together_with_what_their_environment_says_first(scene: Sc
 
 def test_rows_of_each_source_are_played_by_their_own_environment_or_by_none() -> None:
     engine, pools = ScriptedEngine(), {"a": ScriptedPool(), "b": ScriptedPool()}
-    plays = Plays(by_source={name: play_of(pool, Characters(), 6, 20) for name, pool in pools.items()})
-    episodes = Episodes(cast(Engine, cast(Any, engine)), text_of, plays)
+    environments = Environments(by_source={name: environment_of(pool, Characters(), 6, 20) for name, pool in pools.items()})
+    episodes = Episodes(cast(Engine, cast(Any, engine)), text_of, environments)
     keys = {name: RolloutKey(number, 0, 0) for number, name in enumerate("abc")}
     rows = {name: Row(name, {"source": name}) for name in keys}
     episodes.begin([(rows[name], 1, [Request(key, PROMPT, 5, Sampling(), seed=0)]) for name, key in keys.items()])
@@ -80,7 +80,9 @@ def test_rows_of_each_source_are_played_by_their_own_environment_or_by_none() ->
     episodes.discard([keys["a"]])
     assert not pools["a"].live and not episodes.num_opening
     none = Score()
-    assert plays.scores(plays.of(rows["a"].columns), RIGHT) == {"game": RIGHT} and plays.scores(None, None) == {"game": none}
+    assert environments.scores(environments.of(rows["a"].columns), RIGHT) == {"game": RIGHT} and environments.scores(
+        None, None
+    ) == {"game": none}
 
 
 def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_version(scene: Scene) -> None:
@@ -134,7 +136,7 @@ def test_what_a_limit_ends_has_the_score_of_the_limit() -> None:
     [
         (lambda pool, key: pool.ends(key, Score(failure="raised"), "failed"), "raised"),
         (lambda pool, key: pool.ends(key, None, "returned"), "before the model wrote"),
-        (lambda pool, key: pool.says(key, "no"), "differs from that of its group"),
+        (lambda pool, key: pool.says(key, "no"), "must see the same first observation"),
     ],
 )
 def test_a_member_without_a_prompt_is_sampled_for_one_token_and_failed(
@@ -213,7 +215,7 @@ def test_what_is_discarded_is_not_heard_of_again(scene: Scene) -> None:
 def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.DataObject) -> None:
     """Members whose environments talk, end, fail and lose their process in any order."""
     scene = Scene(group_size=data.draw(st.integers(1, 4)), max_length=12)
-    ended: dict[RolloutKey, Played] = {}
+    ended: dict[RolloutKey, FinishedRollout] = {}
     answered = dict.fromkeys(scene.keys, -1)  # the turns that the environment has heard of
     for _ in range(200):
         for played in scene.poll():
@@ -260,8 +262,8 @@ def test_what_is_recorded_is_what_plain_passes_say_whenever_weights_change(
     one."""
     models = [own_model(kind, seed) for seed in range(3)]
     engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=6), on_update=on_update, version=0)
-    play = play_of(Talker(["and on", "and on"]), Characters(64), 6, 40)
-    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), Plays(play))
+    environment = environment_of(Talker(["and on", "and on"]), Characters(64), 6, 40)
+    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), Environments(environment))
     sampling = Sampling(temperature=0.8, top_k=top_k)
     for group in range(2):
         keys = [RolloutKey(group, 0, member) for member in range(3)]
@@ -292,7 +294,7 @@ def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_referen
     sizes, kept = fields_of(ROW, [1], completion, "")["sampling_mask"]
     assert np.frombuffer(sizes, "<i4").tolist() == [2, 1, 1, 1] and np.frombuffer(kept, "<i4").tolist() == [5, 6, 90, 91, 7]
     assert rollout_of(
-        Played(completion, (1,), "", ("",), score=RIGHT),
+        FinishedRollout(completion, (1,), "", ("",), score=RIGHT),
         Scored(completion.key, {}, reference=np.array([-1, -2, -3, -4], np.float32)),
         {},
         {},

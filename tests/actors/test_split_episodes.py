@@ -14,9 +14,9 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
+from async_rlhf.actors.loop.context import Environments, FinishedRollout
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import rollout_of
-from async_rlhf.actors.loop.work import Played, Plays
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.scoring.pool import Scored, fields_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
@@ -33,7 +33,7 @@ from tests.actors.scripted import (
     Scene,
     Talker,
     assert_every_token_is_that_of_a_plain_pass,
-    play_of,
+    environment_of,
     played_with_updates,
     text_of,
 )
@@ -133,8 +133,8 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     engine = load_engine(directory, EngineConfig(slots=4), on_update=on_update, version=0)
     renderer = Renderer(made, chat=True, render="split")
     renderer.check()
-    play = play_of(Talker(ANSWERS), renderer, 20, 400)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
+    environment = environment_of(Talker(ANSWERS), renderer, 20, 400)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     keys = [RolloutKey(0, 0, member) for member in range(6)]
     own = [Request(key, (7, 8), 3 + key.member, Sampling(temperature=TEMPERATURE), seed=key.member) for key in keys]
     episodes.begin([(Row("row", {}), 1, own)])
@@ -149,11 +149,11 @@ def test_experts_of_rows_that_begin_anew_are_those_of_plain_passes_over_their_pi
     made = tokenizer(BRACKETS)
     model = own_model("qwen3_moe", 1, vocab_size=len(made), max_position_embeddings=512)
     engine = TorchEngine(model, slots=4, prefill_tokens=16, record_routing=True, version=0)
-    play = play_of(Talker(ANSWERS), Renderer(made, chat=True, render="split"), 20, 400)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
+    environment = environment_of(Talker(ANSWERS), Renderer(made, chat=True, render="split"), 20, 400)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     keys = [RolloutKey(0, 0, member) for member in range(3)]
     episodes.begin([(Row("row", {}), 1, [Request(key, (7, 8), 3 + key.member, Sampling(), seed=key.member) for key in keys])])
-    done: list[Played] = []
+    done: list[FinishedRollout] = []
     for _ in range(400):
         done += episodes.step()
     assert len(done) == len(keys)

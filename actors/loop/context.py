@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Play:
+class Environment:
     """An environment and what it needs. max_length: of a rollout, in tokens behind the prompt."""
 
     spec: EnvironmentSpec
@@ -57,37 +57,37 @@ class Play:
 
 
 @dataclass(frozen=True)
-class Plays:
+class Environments:
     """The environments of a run. default: of rows whose source has none of its own; None: those have one turn. Several may have
     one name: their scores are then one component of the reward."""
 
-    default: Play | None = None
-    by_source: Mapping[str, Play] = field(default_factory=dict)
+    default: Environment | None = None
+    by_source: Mapping[str, Environment] = field(default_factory=dict)
 
     @property
-    def all(self) -> tuple[Play, ...]:
+    def all(self) -> tuple[Environment, ...]:
         return (*(() if self.default is None else (self.default,)), *self.by_source.values())
 
-    def of(self, columns: Mapping[str, Any]) -> Play | None:
+    def of(self, columns: Mapping[str, Any]) -> Environment | None:
         """Of a row with these columns."""
         return self.by_source.get(source_of(columns) or "", self.default)
 
-    def scores(self, own: Play | None, score: Score | None) -> dict[str, Score]:
-        """By environment, of a rollout that `own` has played; the others do not apply."""
-        none = {play.name: Score() for play in self.all}
+    def scores(self, own: Environment | None, score: Score | None) -> dict[str, Score]:
+        """By environment, of a rollout that `own` has finished; the others do not apply."""
+        none = {environment.name: Score() for environment in self.all}
         return none if own is None else {**none, own.name: score or Score()}
 
     def counted(self) -> dict[str, float]:
         """As in `wire.Telemetry`, of all together."""
-        each = [play.counted() for play in self.all]
+        each = [environment.counted() for environment in self.all]
         return {name: sum(counted[name] for counted in each) for name in (each[0] if each else ())}
 
 
-NO_PLAYS = Plays()
+NO_ENVIRONMENTS = Environments()
 
 
 @dataclass(frozen=True)
-class Work:
+class RunContext:
     """What a group number means: the same for every actor, and for an evaluation. rows: empty where they come while the run
     goes on."""
 
@@ -100,7 +100,7 @@ class Work:
     """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
     refill: Composition | None = None
     """Where constant groups are to be replaced by others: how rewards are made of scores."""
-    plays: Plays = NO_PLAYS
+    environments: Environments = NO_ENVIRONMENTS
     """The environments, where episodes have one."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -140,7 +140,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Played:
+class FinishedRollout:
     """A rollout that has ended.
 
     completion: all that goes into the record, observations included; text: of that, and where a row began anew of the
