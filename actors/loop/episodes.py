@@ -33,10 +33,11 @@ from async_rlhf.actors.environments import Content, Reply
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.yields import End, Read
-from async_rlhf.actors.loop.context import NO_ENVIRONMENTS, Environment, Environments, FinishedRollout
+from async_rlhf.actors.loop.context import NO_ENVIRONMENTS, Environment, Environments
 from async_rlhf.actors.loop.lifecycle import PLAYED, WAITING, Members, State
 from async_rlhf.actors.loop.lifecycle import Event as Happening
 from async_rlhf.actors.loop.reading import NoRoomError, first_prompt, next_turn
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.loop.transcript import Transcript, Turn
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
@@ -330,22 +331,20 @@ class Episodes:
         transcript, environment = episode.transcript, episode.group.environment
         last = transcript.turns[-1].wrote
         assert last is not None
-        completion, rows = transcript.completion(episode.key, episode.reason or last.finish_reason), transcript.recorded()
-        said, prompt = ((), "") if environment is None else transcript.messages()
-        turn_scores = tuple(turn.score for row in rows for turn in row if turn.trained)
         is_agent = environment is not None and environment.spec.calls
+        rows = transcript.recorded()
+        messages, prompt = ((), "") if environment is None else transcript.messages()
         return FinishedRollout(
-            completion,
+            episode.key,
+            transcript.rollout(episode.reason or last.finish_reason, self._decode, is_agent),
             rows[0][0].ids,
-            transcript.text(completion, self._decode),
             tuple(turn.text for turn in transcript.turns),
             prompt=episode.group.text,
             anew=tuple(row[0].content for row in rows[1:]),
-            messages=said,
+            messages=messages,
             num_prompt=len(as_messages(prompt)),
             is_chat=environment is not None and environment.rendering.is_chat(prompt),
             score=episode.score,
-            turn_scores=turn_scores if is_agent else turn_scores[:-1],
             steps=tuple(episode.steps),
             last=max(number for number, turn in enumerate(transcript.turns) if turn.trained),
             num_sampled=transcript.num_sampled,

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
-from async_rlhf.actors.loop.context import FinishedRollout, RunContext
+from async_rlhf.actors.loop.context import RunContext
 from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row, environment_seed
-from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
+from async_rlhf.actors.scoring.pool import Place, ScoringPool, fields_of
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.record import Score, source_of
@@ -53,10 +54,6 @@ class Judging:
         return None if score is None or score.value is None else score.value >= self.solved_at
 
 
-Judged = Mapping[RolloutKey, tuple[FinishedRollout, Mapping[str, Score], Scored[RolloutKey]]]
-"""Of each completion: what it became, all its scores, those of its environment too, and what its judges answered."""
-
-
 def judge(
     engine: Engine,
     scoring: ScoringPool[RolloutKey],
@@ -64,9 +61,11 @@ def judge(
     begun: Mapping[int, tuple[Row, str, Sequence[Request]]],
     place: Callable[[RolloutKey], Place],
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Judged:
-    """Generate and score these groups, by their numbers. place: of a completion in what rewards receive. progress: called when
-    completions have been scored: how many, and of how many.
+) -> dict[RolloutKey, FinishedRollout]:
+    """Generate and score these groups, by their numbers: all completions, with their scores.
+
+    place: of a completion in what rewards receive. progress: called when completions have been scored: how many, and of how
+    many.
 
     Raises DeadlineError when neither a score nor an environment's answer arrives for `_PATIENCE_S`, and as long as one step may
     take, after generation has ended.
@@ -76,28 +75,28 @@ def judge(
     episodes = Episodes(engine, context.decode, environments)
     episodes.begin((row, environment_seed(context.seed, number), requests) for number, (row, _, requests) in begun.items())
     ended: dict[RolloutKey, FinishedRollout] = {}
-    found: dict[RolloutKey, tuple[FinishedRollout, Mapping[str, Score], Scored[RolloutKey]]] = {}
+    judged: dict[RolloutKey, FinishedRollout] = {}
     last_event = time.monotonic()
-    while len(found) < count:
+    while len(judged) < count:
         now_ended = episodes.step()
         for finished in now_ended:
-            completion, key = finished.completion, finished.completion.key
+            key, row = finished.key, begun[finished.key.group][0]
             ended[key] = finished
-            fields = fields_of(begun[key.group][0], finished.prompt_ids, completion, finished.answer, context.template)
+            fields = fields_of(row, finished.prompt_ids, finished.rollout, finished.answer, context.template)
             scoring.submit(key, fields | finished.fields, place(key))
-        if scored := scoring.poll():
-            for each in scored:
-                finished = ended.pop(each.key)
-                own = environments.scores(environments.of(begun[each.key.group][0].columns), finished.score)
-                found[each.key] = finished, {**each.scores, **own}, each
-            progress(len(found), count)
-        if scored or now_ended or engine.num_unfinished:
+        if answers := scoring.poll():
+            for scored in answers:
+                finished, row = ended.pop(scored.key), begun[scored.key.group][0]
+                by_environment = environments.scores(environments.of(row.columns), finished.score)
+                judged[scored.key] = finished.judged(scored, by_environment, {})
+            progress(len(judged), count)
+        if answers or now_ended or engine.num_unfinished:
             last_event = time.monotonic()
         elif time.monotonic() - last_event > patience_s:
-            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {count - len(found)} completions")
+            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {count - len(judged)} completions")
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
-    return found
+    return judged
 
 
 def evaluate(
@@ -120,8 +119,8 @@ def evaluate(
     samplings, rows = [*judging.judged, *judging.sampled], context.rows
     begun = {number: context.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
     judged = judge(engine, scoring, context, begun, judging.place, progress)
-    scores = {key: own for key, (_, own, _) in judged.items()}
-    totals = {key: judging.composition.of(rows[key.group].columns).reward(own) for key, own in scores.items()}
+    scores = {key: finished.rollout.scores for key, finished in judged.items()}
+    totals = {key: judging.composition.of(rows[key.group].columns).reward(of_judges) for key, of_judges in scores.items()}
     num_judged = len(judging.judged)
     first = [key for key in judged if key.member < num_judged]
     rewards = [total for key in first if (total := totals[key]) is not None]
@@ -145,8 +144,8 @@ def evaluate(
         "rewards": {name: _mean([scores[key][name].value for key in first]) for name in (scores[first[0]] if first else ())},
         "num_prompts": len(rows),
         "failed": len(first) - len(rewards),
-        "mean_length": _mean([len(judged[key][0].completion.logprobs) for key in first]) or 0.0,
-        "samples": [{"prompt": text, "completion": judged[key][0].text, "reward": totals[key]} for text, key in shown],
+        "mean_length": _mean([judged[key].rollout.num_tokens for key in first]) or 0.0,
+        "samples": [{"prompt": text, "completion": judged[key].rollout.text, "reward": totals[key]} for text, key in shown],
         "sampled": summary_of_samples(results, solved, judging) if judging.sampled else None,
         "solved_by": judging.solved_by,
         "group_size": None if judging.judged == (GREEDY,) else num_judged,

@@ -27,12 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from async_rlhf.actors.engine import Completion, RolloutKey
+from async_rlhf.actors.engine import Completion
 from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.environments.rendering import conversation
 from async_rlhf.actors.prompts import digest_of
 from async_rlhf.actors.rewards.answer import as_text
-from async_rlhf.buffers.record import FinishReason, SamplingMask, Span, pieces
+from async_rlhf.buffers.record import FinishReason, Rollout, SamplingMask, Span, pieces
 
 
 @dataclass(eq=False)
@@ -139,23 +139,25 @@ class Transcript:
         rows[1:] = sorted(rows[1:], key=lambda row: (first[row[0].row].rank, row[0].ids))
         return [row[: row.index(last[row[0].row]) + 1] for row in rows]
 
-    def completion(self, key: RolloutKey, finish_reason: FinishReason) -> Completion:
-        """The whole of it, behind the prompt of the first row in the record."""
-        if len(self.turns) == 1 and (wrote := self.turns[0].wrote) is not None and wrote.finish_reason == finish_reason:
-            return wrote
+    def rollout(self, finish_reason: FinishReason, decode: Callable[[Sequence[int]], str], is_agent: bool) -> Rollout:
+        """The whole of it, behind the prompt of the first row in the record. is_agent: its last turn has a score of its own."""
         rows = self.recorded()
-        parts = list(_parts(rows))
-        sampled = [turn.wrote for row in rows for turn in row if turn.trained and turn.wrote is not None]
-        masks = [turn.sampling_mask for turn in sampled if turn.sampling_mask is not None]
+        trained = [turn for row in rows for turn in row if turn.trained]
+        sampled = [turn.wrote for turn in trained if turn.wrote is not None]
+        masks = [wrote.sampling_mask for wrote in sampled if wrote.sampling_mask is not None]
         wholes = [None if row[-1].wrote is None else row[-1].wrote.routing for row in rows]  # of its last turn: of the row
         routings = [routing for routing in wholes if routing is not None]
-        return Completion(
-            key=key,
-            token_ids=np.array([id for ids, _ in parts for id in ids], np.int32),
-            logprobs=np.concatenate([turn.logprobs for turn in sampled]),
-            spans=_merged(span for _, spans in parts for span in spans),
+        parts = list(_parts(rows))
+        ids, spans = [id for ids, _ in parts for id in ids], _merged(span for _, spans in parts for span in spans)
+        scores = tuple(turn.score for turn in (trained if is_agent else trained[:-1]))
+        return Rollout(
+            completion_ids=np.array(ids, np.int32),
+            logprobs=np.concatenate([wrote.logprobs for wrote in sampled]),
+            spans=spans,
             finish_reason=finish_reason,
+            text=self._text(rows, ids, spans, decode),
             sampling_mask=_joined(masks) if len(masks) == len(sampled) else None,
+            turn_scores=() if all(score is None for score in scores) else scores,
             routing=np.concatenate(routings) if len(routings) == len(rows) else None,
         )
 
@@ -167,12 +169,14 @@ class Transcript:
         read = [*(turn.content for turn in turns[1:]), None]
         return conversation(turns[0].content, zip((turn.text for turn in turns), read, strict=True)), turns[0].content
 
-    def text(self, completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-        """Of the completion, for people: where a row begins, what was read there and not the whole prompt."""
+    def _text(
+        self, rows: Sequence[Sequence[Turn]], ids: Sequence[int], spans: Sequence[Span], decode: Callable[[Sequence[int]], str]
+    ) -> str:
+        """For people: where a row begins, what was read there and not the whole prompt."""
         if len(self.turns) == 1:
             return self.turns[0].text
-        ids, (first, *others), shown = completion.token_ids.tolist(), pieces(completion.spans), list[str]()
-        for row, piece in zip(self.recorded()[1:], others, strict=True):
+        (first, *others), shown = pieces(spans), list[str]()
+        for row, piece in zip(rows[1:], others, strict=True):
             shown += [as_text(row[0].content), decode(ids[piece.start + piece.num_prompt : piece.stop])]
         return "\n".join([decode(ids[: first.stop]), *shown])
 

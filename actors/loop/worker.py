@@ -13,6 +13,7 @@ at a token border; `generation.on_update` decides what becomes of what runs).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +21,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rlhf.actors.engine import Engine, RolloutKey
-from async_rlhf.actors.loop.context import Environment, FinishedRollout, RunContext
+from async_rlhf.actors.loop.context import Environment, RunContext
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
-from async_rlhf.actors.loop.rollouts import behind_one_prompt, rollout_of
+from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
 from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
-from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, pack, pack_ahead
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
@@ -60,14 +61,14 @@ class _Open:
     row: Row
     prompt: str
     began: float
-    finished: dict[int, tuple[FinishedRollout, StageTime]] = field(default_factory=dict)
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    finished: dict[int, FinishedRollout] = field(default_factory=dict)
+    num_judged: int = 0
     sampled: int = 0
     """The engine's progress when it last had something of this group."""
 
     @property
     def progress(self) -> int:
-        return self.sampled + len(self.finished) + len(self.rollouts)
+        return self.sampled + len(self.finished) + self.num_judged
 
 
 class Decoding:
@@ -236,7 +237,7 @@ class Worker:
             for key in keys:
                 self._shown.pop(key, None)
             lengths = dict(enumerate(zip(thrown_away, turns, strict=True)))
-            lengths |= {member: _length(finished) for member, (finished, *_) in group.finished.items()}
+            lengths |= {member: _length(finished) for member, finished in group.finished.items()}
             self._length_bias.dropped(number, (length for length in lengths.values() if length[0]), again=again)
 
     def _show(self) -> None:
@@ -248,56 +249,49 @@ class Worker:
 
     def _score(self, finished: FinishedRollout) -> None:
         """The rollout ended: its judges start now."""
-        key, completion = finished.completion.key, finished.completion
+        key, context = finished.key, self._context
         self._shown.pop(key, None)
         group = self._open[key.group]
-        group.finished[key.member] = (
-            finished,
-            StageTime(group.began, max(group.began, time.time())),
-        )  # the clock may be set back
+        generated = StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
+        group.finished[key.member] = finished.timed(pack({GENERATION: generated}))
         self._count["tokens_total"] += finished.num_sampled
         self._count["completions_total"] += 1
         place = Place(key[:2], key.member, self._group_size)
-        fields = fields_of(group.row, finished.prompt_ids, completion, finished.answer, self._context.template)
+        fields = fields_of(group.row, finished.prompt_ids, finished.rollout, finished.answer, context.template)
         self._scoring.submit(key, fields | finished.fields, place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
         """A completion has all its scores; with the last one of its group the group is put."""
-        number = scored.key.group
-        group = self._open[number]
-        finished, generated = group.finished[scored.key.member]
+        number, member = scored.key.group, scored.key.member
+        group, environments = self._open[number], self._context.environments
+        finished, environment = group.finished[member], environments.of(group.row.columns)
         stages = {name: self._decoding.overlap(*when) for name, when in scored.stages.items()}
-        environments = self._context.environments
-        environment = environments.of(group.row.columns)
         stages |= self._environment_stage(environment, finished)
-        timings = pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s)
-        group.rollouts[scored.key.member] = rollout_of(
-            finished, scored, environments.scores(environment, finished.score), timings
-        )
-        if len(group.rollouts) == self._group_size:
+        timings = pack(stages) | pack_ahead(scored.ahead_s)
+        group.finished[member] = finished.judged(scored, environments.scores(environment, finished.score), timings)
+        group.num_judged += 1
+        if group.num_judged == self._group_size:
             del self._open[number]
-            self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
+            self._decoding.forget(min((other.began for other in self._open.values()), default=time.time()))
             self._count["groups_total"] += 1
-            self._account(number, [_length(each) for each, _ in group.finished.values()])
-            refill, scores = self._context.refill, [rollout.scores for rollout in group.rollouts.values()]
+            self._account(number, [_length(member) for member in group.finished.values()])
+            refill, scores = self._context.refill, [member.rollout.scores for member in group.finished.values()]
             constant = refill is not None and refill.of(group.row.columns).is_constant(scores)
-            self._client.put(self._record(number, group), constant=constant)
+            self._client.put(self._record(number, group, environment), constant=constant)
 
-    def _record(self, number: int, group: _Open) -> Group:
-        members = range(self._group_size)
-        prompts = [group.finished[member][0].prompt_ids for member in members]
-        own = [group.rollouts[member] for member in members]
-        prompt_ids, rollouts = behind_one_prompt(prompts, own, self._context.decode)
-        environment = self._context.environments.of(group.row.columns)
+    def _record(self, number: int, group: _Open, environment: Environment | None) -> Group:
+        members = [group.finished[member] for member in range(self._group_size)]
+        prompts, rollouts = [member.prompt_ids for member in members], [member.rollout for member in members]
+        prompt_ids, rollouts_behind = behind_one_prompt(prompts, rollouts, self._context.decode)
         is_agent = environment is not None and environment.spec.calls
         return Group(
             number=number,
             attempt=group.attempt,
             prompt_ids=prompt_ids,
-            rollouts=rollouts,
+            rollouts=rollouts_behind,
             sampling=self._context.generation.sampling,
             actor=self._name,
-            prompt=group.finished[0][0].prompt or (self._context.decode(prompt_ids.tolist()) if is_agent else group.prompt),
+            prompt=members[0].prompt or (self._context.decode(prompt_ids.tolist()) if is_agent else group.prompt),
             columns=group.row.columns,
         )
 
@@ -320,22 +314,22 @@ class Worker:
                     _log.warning("%s: %s", what, self._bias)
 
     def _state(self) -> ActorState:
-        """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others; of what
-        has not begun no more than fills this actor once, for it comes back together."""
-        size = self._group_size
-        if not self._context.environments.all:
-            outside = sum(len(group.finished) == size for group in self._open.values())
-        else:
-            too_many = max(0, self._episodes.num_opening - self._capacity * size)
-            outside = max(0, len(self._open) - -(-(self._engine.num_unfinished + too_many) // size))
-        waiting = len(self._client.unacknowledged)
         return ActorState(
-            capacity=self._capacity + outside + waiting,
+            capacity=self._capacity + self._num_outside() + len(self._client.unacknowledged),
             fence=self._fence,
             version=self._engine.version,
             holding=tuple((number, group.attempt) for number, group in self._open.items()),
             progress=tuple((number, group.progress) for number, group in self._open.items()),
         )
+
+    def _num_outside(self) -> int:
+        """Groups begun here that take no room in the engine, as they only wait for scores or for environments: so many others
+        may be begun. Of what has not begun no more than fills this actor once counts so, for it comes back together."""
+        size = self._group_size
+        if not self._context.environments.all:
+            return sum(len(group.finished) == size for group in self._open.values())
+        too_many = max(0, self._episodes.num_opening - self._capacity * size)
+        return max(0, len(self._open) - math.ceil((self._engine.num_unfinished + too_many) / size))
 
     def _announce(self) -> None:
         """Send at once what changes which credits the hub can give; the rest goes with the next beat."""

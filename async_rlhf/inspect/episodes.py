@@ -32,7 +32,7 @@ from async_rlhf.run.scoring import common_columns, environment_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from async_rlhf.actors.loop.context import FinishedRollout
+    from async_rlhf.actors.loop.rollouts import FinishedRollout
 
 # Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
 _PATIENCE_S = 600.0
@@ -164,7 +164,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
                     num_left -= 1
                     parts = _parts(played, context.decode, partial(with_specials, tokenizer))
                     seconds = [ended - began for began, ended in played.steps]
-                    yield Trial(played.completion.key.group, parts, played.completion.finish_reason, played.score, seconds)
+                    yield Trial(played.key.group, parts, played.rollout.finish_reason, played.score, seconds)
                     last_answer = time.monotonic()
                 if not engine.num_unfinished:
                     if time.monotonic() - last_answer > _PATIENCE_S:
@@ -189,16 +189,16 @@ def _parts(
     """What was read and written, one after the other as in the record; of a row that begins anew what the environment sent, not
     all of it."""
 
-    completion, anew, scores = played.completion, iter(played.anew), iter(played.turn_scores)
+    rollout, anew, scores = played.rollout, iter(played.anew), iter(played.rollout.turn_scores)
 
     def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
         return Part(who, decode(ids), next(scores, None) if who == "model" else None, pieces=in_pieces(ids))
 
     parts, at = [part("environment", played.prompt_ids)], 0
-    for is_turn, spans in groupby(completion.spans, key=lambda span: span.version is not None):
+    for is_turn, spans in groupby(rollout.spans, key=lambda span: span.version is not None):
         own = list(spans)
         count = sum(span.num_tokens for span in own)
-        ids = completion.token_ids[at : at + count].tolist()
+        ids = rollout.completion_ids[at : at + count].tolist()
         at += count
         if own[0].restarts:
             parts.append(Part("environment", next(anew), anew=count))

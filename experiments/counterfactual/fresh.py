@@ -13,7 +13,6 @@ import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey, load_engine
 from async_rlhf.actors.loop.evaluation import judge
-from async_rlhf.actors.loop.rollouts import rollout_of
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
@@ -47,7 +46,7 @@ def fresh_groups(
     first, size = _NUMBERS * (step + 1), config.generation.group_size
     begun = {number: context.requests(number, 0) for number in range(first, first + count)}
     try:
-        found = judge(engine, scoring, context, begun, lambda key: Place(key[:2], key.member, size), progress)
+        judged = judge(engine, scoring, context, begun, lambda key: Place(key[:2], key.member, size), progress)
     finally:
         scoring.close()
         engine.close()
@@ -56,7 +55,7 @@ def fresh_groups(
             number=number,
             attempt=0,
             prompt_ids=np.array(requests[0].prompt_ids, np.int32),
-            rollouts=tuple(rollout_of(*found[request.key][::2], {}, {}) for request in requests),
+            rollouts=tuple(judged[request.key].rollout for request in requests),
             sampling=config.generation.sampling,
             prompt=prompt,
             columns=row.columns,

@@ -15,12 +15,12 @@ from async_rlhf.actors.environments import Call, Content, EnvironmentSpec, Messa
 from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.environments.yields import End, Read, read_yield
-from async_rlhf.actors.loop.context import Environment, Environments, FinishedRollout
+from async_rlhf.actors.loop.context import Environment, Environments
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.rollouts import behind_one_prompt
+from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.record import Group, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
@@ -247,7 +247,7 @@ def played_with_updates(
         done += episodes.step()
         if len(done) == count:
             break
-    assert len({played.completion.key for played in done}) == count and engine.num_unfinished == 0
+    assert len({played.key for played in done}) == count and engine.num_unfinished == 0
     return done
 
 
@@ -257,11 +257,11 @@ def plain_passes(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
     """Of each sampled token: its log-probability by one pass of its version over the piece that it stands in, among those it
     was chosen from; whether this version had computed all of its prefix. Walks the spans by itself."""
-    completion, found, exact, at, text = played.completion, list[float](), list[bool](), 0, list(played.prompt_ids)
-    mask = completion.sampling_mask
+    rollout, found, exact, at, text = played.rollout, list[float](), list[bool](), 0, list(played.prompt_ids)
+    mask = rollout.sampling_mask
     kept = None if mask is None else np.split(mask.ids, np.cumsum(mask.sizes)[:-1])
-    for span in completion.spans:
-        own, at = completion.token_ids[at : at + span.num_tokens].tolist(), at + span.num_tokens
+    for span in rollout.spans:
+        own, at = rollout.completion_ids[at : at + span.num_tokens].tolist(), at + span.num_tokens
         text = [] if span.restarts else text
         if span.version is not None:
             logits = models[span.version](input_ids=torch.tensor([text + own]), use_cache=False).logits[0].float()
@@ -281,11 +281,8 @@ def assert_every_token_is_that_of_a_plain_pass(
 ) -> Group:
     """Engine and learner give each sampled token the log-probability of a plain pass of its version over its piece. The
     learner reads siblings in one row, and each for itself. Returns the group."""
-    made = [
-        Rollout(each.completion.token_ids, each.completion.logprobs, each.completion.spans, each.completion.finish_reason)
-        for each in done
-    ]
-    prompt_ids, rollouts = behind_one_prompt([each.prompt_ids for each in done], made, text_of)
+    own = [played.rollout for played in done]
+    prompt_ids, rollouts = behind_one_prompt([played.prompt_ids for played in done], own, text_of)
     assert len({version for rollout in rollouts for version in rollout.versions.tolist()}) > 1
     group = Group(0, 0, prompt_ids, rollouts, Sampling(temperature=temperature))
     passes = [plain_passes(models, each, temperature) for each in done]

@@ -17,9 +17,9 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Call, Message, Reply
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Renderer
-from async_rlhf.actors.loop.context import Environments, FinishedRollout
+from async_rlhf.actors.loop.context import Environments
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.rollouts import behind_one_prompt
+from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.loading import load_engine
@@ -81,8 +81,8 @@ class Agents(Scene):
 
 def shown(played: FinishedRollout) -> Shown:
     """Its prompt, spans, and tokens as text."""
-    completion = played.completion
-    return text_of(played.prompt_ids), completion.spans, text_of(completion.token_ids.tolist())
+    rollout = played.rollout
+    return text_of(played.prompt_ids), rollout.spans, text_of(rollout.completion_ids.tolist())
 
 
 def test_calls_of_two_conversations_are_one_rollout_whose_rows_follow_each_other() -> None:
@@ -115,14 +115,14 @@ def test_calls_of_two_conversations_are_one_rollout_whose_rows_follow_each_other
     read, one = Span(None, 2), Span(None, 1)
     spans = (Span(1, 2), read, Span(3, 1), one, Span(5, 1), anew, Span(2, 1), one, Span(4, 1))
     assert shown(played) == ("ask", spans, "abxydwfsubcze")
-    assert (played.completion.finish_reason, played.score, played.turns) == (
+    assert (played.rollout.finish_reason, played.score, played.turns) == (
         "max_turns",
         Score(0.0),
         ("ab", "c", "d", "e", "f"),
     )
-    assert played.text == "abxydwf\nsub\ncze" and played.answer == "f" and played.num_sampled == 6
+    assert played.rollout.text == "abxydwf\nsub\ncze" and played.answer == "f" and played.num_sampled == 6
     assert [each["content"] for each in played.messages] == ["ask", "ab", "xy", "d", "w", "f"]
-    assert fields_of(ROW, played.prompt_ids, played.completion, "f")["row_pieces"] == [[0, 0, 7], [7, 3, 13]]
+    assert fields_of(ROW, played.prompt_ids, played.rollout, "f")["row_pieces"] == [[0, 0, 7], [7, 3, 13]]
     parts = _parts(played, text_of, lambda ids: [])
     assert [part.content for part in parts][-4:] == [[{"role": "user", "content": "sub"}], "c", "z", "e"] and parts[6].anew == 3
 
@@ -142,8 +142,8 @@ def test_a_turn_that_is_not_trained_on_is_read_and_what_follows_the_last_that_is
         scene.turn_of(conversation, text, answer, trained=trained)
     played = scene.over()
     spans = (Span(None, 2), Span(0, 2), Span(None, 3), Span(0, 1), Span(None, 3, restarts=True), Span(0, 1))
-    assert shown(played) == ("ask", spans, "uvabwxydsubc") and len(played.completion.logprobs) == 4
-    assert (played.answer, played.num_sampled, len(played.turns), played.text) == ("d", 11, 8, "uvabwxyd\nsub\nc")
+    assert shown(played) == ("ask", spans, "uvabwxydsubc") and len(played.rollout.logprobs) == 4
+    assert (played.answer, played.num_sampled, len(played.turns), played.rollout.text) == ("d", 11, 8, "uvabwxyd\nsub\nc")
     assert [each["content"] for each in played.messages] == ["ask", "u", "v", "ab", "w", "x", "y", "d"]
 
 
@@ -154,8 +154,7 @@ def test_a_row_whose_first_turns_are_not_trained_on_begins_with_all_that_stands_
     scene.turn_of(1, "c", "d")
     played = scene.over()
     assert shown(played) == ("ask", (Span(0, 1), Span(None, 5, restarts=True), Span(0, 1)), "asubbcd")
-    rollout = Rollout(played.completion.token_ids, played.completion.logprobs, played.completion.spans, "stop")
-    assert rollout.pieces == [Piece(0, 0, 1), Piece(1, 5, 7)]
+    assert played.rollout.pieces == [Piece(0, 0, 1), Piece(1, 5, 7)]
 
 
 @pytest.mark.parametrize("given", [(9.0, 0.1, None, 0.3), (9.0, 0.1, None, 0.3, None, 8.0), ()])
@@ -170,10 +169,8 @@ def test_scores_of_calls_stand_in_the_order_of_the_record_and_those_of_what_is_n
     scene.turn_of(2, "e", "f")
     played = scene.over(turn_scores=given)
     assert shown(played)[2] == "acdsubbef"
-    assert played.turn_scores == ((0.1, 0.3, None, None) if given else (None,) * 4)
-    completion = played.completion
-    scored = Rollout(completion.token_ids, completion.logprobs, completion.spans, "stop", turn_scores=played.turn_scores)
-    assert len(scored.turn_lengths) == len(scored.turn_scores)
+    assert played.rollout.turn_scores == ((0.1, 0.3, None, None) if given else ())
+    assert len(played.rollout.turn_lengths) == 4
 
 
 def test_members_begin_by_themselves_and_their_first_prompts_may_differ() -> None:
@@ -214,7 +211,7 @@ def test_a_member_without_a_prompt_waits_for_one_of_its_group(spoil: Callable[[A
             scene.pool.ends(scene.keys[1], Score(failure="too"), "failed")
             assert scene.poll() == [] and [each.prompt_ids for each in scene.engine.submitted] == [PROMPT] * 2
         (played,) = scene.answers("?", reason="length")
-        assert failure in str(played.score) and played.completion.token_ids.tolist() == [ord("?")]
+        assert failure in str(played.score) and played.rollout.completion_ids.tolist() == [ord("?")]
 
 
 def test_an_episode_without_a_trained_turn_fails_and_has_no_say_in_how_its_group_begins() -> None:
@@ -242,7 +239,7 @@ def test_the_tokens_of_all_rows_count_into_the_length_of_the_episode(conversatio
     else:
         (full,) = ended
         assert shown(full) == ("ask", (Span(0, 3),), "abc")
-        assert (full.completion.finish_reason, full.score) == ("context", Score(0.0))
+        assert (full.rollout.finish_reason, full.score) == ("context", Score(0.0))
         assert scene.engine.held == set() and scene.keys[0] not in scene.pool.live
 
 
@@ -373,7 +370,7 @@ def test_a_call_waits_where_those_that_are_written_may_need_its_room_and_what_th
     scene.answers("d", conversation=3)
     assert scene.asks(0, "y", max_tokens=5) == [] and scene.newest.max_new_tokens == 2
     (full,) = (scene.answers("ef"), scene.asks(1, "z"))[1]
-    assert (full.completion.finish_reason, len(full.completion.token_ids)) == ("context", 14)
+    assert (full.rollout.finish_reason, len(full.rollout.completion_ids)) == ("context", 14)
 
 
 @pytest.mark.parametrize("how", ["scored", "failed", "max_turns", "context"])
@@ -396,7 +393,7 @@ def test_an_episode_that_ends_while_turns_are_written_has_them_whole_and_begins_
         (played,) = scene.answers("a", conversation=0)
         texts = "asubb"
     assert shown(played)[2] == texts and not scene.engine.requests and not scene.engine.held
-    assert (played.score, played.completion.finish_reason) == {
+    assert (played.score, played.rollout.finish_reason) == {
         "scored": (None, "stop"),
         "failed": (Score(failure="died"), "stop"),
         "max_turns": (Score(0.0), "max_turns"),
@@ -490,10 +487,7 @@ def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_
     assert len(group.prompt_ids) < min(len(each.prompt_ids) for each in done)
     assert all(rollout.spans[0].version is None for rollout in group.rollouts)
     if render == "conversation":
-        assert [
-            rollout.turn_lengths[0] <= 2 + each.completion.key.member
-            for rollout, each in zip(group.rollouts, done, strict=True)
-        ]
+        assert [rollout.turn_lengths[0] <= 2 + each.key.member for rollout, each in zip(group.rollouts, done, strict=True)]
         assert {len(rollout.restarts) for rollout in group.rollouts} == {2}
 
 
@@ -552,8 +546,8 @@ def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: 
     num_seen = 0
     for _ in range(400):
         for played in scene.poll():
-            assert played.completion.key not in ended
-            ended[played.completion.key] = played
+            assert played.key not in ended
+            ended[played.key] = played
         for request in scene.engine.submitted[num_seen:]:
             if request.key.rollout in scene.pool.live or request.hold:  # else it is one of a member without a prompt
                 twins[request.key.rollout].begins(request)
@@ -587,8 +581,7 @@ def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: 
     for key, played in ended.items():
         if played.score is None or played.score.failure is None:
             assert shown(played)[::2] == twins[key].record()
-        completion = played.completion
-        rollouts.append(Rollout(completion.token_ids, completion.logprobs, completion.spans, completion.finish_reason))
+        rollouts.append(played.rollout)
         prompts.append(played.prompt_ids)
     prompt_ids, made = behind_one_prompt(prompts, rollouts, text_of)
     Group(0, 0, prompt_ids, made, Sampling())

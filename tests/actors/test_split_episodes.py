@@ -14,11 +14,11 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
-from async_rlhf.actors.loop.context import Environments, FinishedRollout
+from async_rlhf.actors.loop.context import Environments
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.rollouts import rollout_of
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row, turn_seed
-from async_rlhf.actors.scoring.pool import Scored, fields_of
+from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.record import Score, Span
@@ -76,13 +76,17 @@ def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_
     scene.poll()
     scene.pool.ends(key)
     (played,) = scene.poll()
-    completion = played.completion
-    assert text_of(completion.token_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
+    rollout = played.rollout
+    assert text_of(rollout.completion_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
     anew = Span(None, 4, restarts=True)
-    assert completion.spans == (Span(4, 1), Span(None, 2), Span(5, 1), anew, Span(6, 1), Span(None, 1), Span(7, 1))
-    assert played.text == "axyb\n!all\nczd" and played.turns == ("a", "b", "c", "d") and played.turn_scores == (0.5,) * 3
+    assert rollout.spans == (Span(4, 1), Span(None, 2), Span(5, 1), anew, Span(6, 1), Span(None, 1), Span(7, 1))
+    assert (
+        played.rollout.text == "axyb\n!all\nczd"
+        and played.turns == ("a", "b", "c", "d")
+        and played.rollout.turn_scores == (0.5,) * 3
+    )
     assert [message["content"] for message in played.messages] == ["go", "a", "xy", "b", "!all", "c", "z", "d"]
-    assert fields_of(ROW, played.prompt_ids, completion, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
+    assert fields_of(ROW, played.prompt_ids, rollout, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
     parts = _parts(played, text_of, lambda ids: [])
     assert parts[4] == Part("environment", "!all", anew=4) and [part.content for part in parts[5:]] == ["c", "z", "d"]
     assert [part.score for part in parts if part.who == "model"] == [0.5, 0.5, 0.5, None]
@@ -98,7 +102,7 @@ def test_all_that_a_row_begins_anew_with_counts_into_the_length_of_the_episode()
             assert ended == [] and scene.engine.submitted[-1].max_new_tokens == room
         else:
             (full,) = ended
-            assert (full.completion.finish_reason, full.score, full.text) == ("context", Score(0.0), "ab")
+            assert (full.rollout.finish_reason, full.score, full.rollout.text) == ("context", Score(0.0), "ab")
             assert scene.engine.held == set() and scene.keys[0] not in scene.pool.live
 
 
@@ -158,12 +162,11 @@ def test_experts_of_rows_that_begin_anew_are_those_of_plain_passes_over_their_pi
         done += episodes.step()
     assert len(done) == len(keys)
     for played in done:
-        completion, at = played.completion, 0
-        rollout = rollout_of(played, Scored(played.completion.key, {}), {}, {})
+        rollout, at = played.rollout, 0
         assert rollout.routing is not None and len(rollout.pieces) > 1
         for piece in rollout.pieces:
             head = list(played.prompt_ids) if piece.start == 0 else []
-            ids = [*head, *completion.token_ids[piece.start : piece.stop - 1].tolist()]
+            ids = [*head, *rollout.completion_ids[piece.start : piece.stop - 1].tolist()]
             np.testing.assert_array_equal(np.sort(rollout.routing[at : at + len(ids)], axis=-1), chosen_experts(model, ids))
             at += len(ids)
         assert at == len(rollout.routing)

@@ -17,8 +17,9 @@ from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.environments.yields import Read
-from async_rlhf.actors.loop.context import Environment, Environments, FinishedRollout
+from async_rlhf.actors.loop.context import Environment, Environments
 from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.sampling import Sampling
@@ -200,7 +201,7 @@ def test_the_built_in_engine_decodes_several_calls_of_one_episode_together(tmp_p
     finally:
         pool.close(60.0)
     (played,) = found
-    assert len(played.turns) == 10 and sum(span.restarts for span in played.completion.spans) == 9
-    text = made.decode(played.completion.token_ids.tolist())
+    assert len(played.turns) == 10 and sum(span.restarts for span in played.rollout.spans) == 9
+    text = made.decode(played.rollout.completion_ids.tolist())
     at = [text.index(f"part {part}") for part in range(8)]
     assert at == sorted(at), "conversations of one burst are in the order of their prompts"
