@@ -153,11 +153,11 @@ def evaluate(
 
 
 def _by_source(keys: Sequence[RolloutKey], rows: Sequence[Row]) -> dict[str, list[RolloutKey]]:
-    found: dict[str, list[RolloutKey]] = {}
+    keys_of: dict[str, list[RolloutKey]] = {}
     for key in sorted(keys):  # in the order of the rows, whichever ended first
         if (source := source_of(rows[key.group].columns)) is not None:
-            found.setdefault(source if source in found or len(found) < _MOST_SOURCES else "other", []).append(key)
-    return found
+            keys_of.setdefault(source if source in keys_of or len(keys_of) < _MOST_SOURCES else "other", []).append(key)
+    return keys_of
 
 
 def summary_of_samples(
@@ -169,7 +169,7 @@ def summary_of_samples(
     `mean_reward` of those that were judged; `failed` counts the others. `pass_at`: for k = 1, 2, 4, ... and all of them, the
     mean of `pass_at` over the prompts of which k could be judged (None: there is no such prompt).
     """
-    known = [[each for each in of_prompt if each is not None] for of_prompt in solved]
+    known = [[is_solved for is_solved in of_prompt if is_solved is not None] for of_prompt in solved]
     num_samples = len(judging.sampled)
     ks = [*(1 << i for i in range((num_samples - 1).bit_length())), num_samples]
     return {
@@ -177,7 +177,7 @@ def summary_of_samples(
         "temperature": judging.sampled[0].temperature,
         "mean_reward": _mean(rewards),
         "failed": sum(reward is None for reward in rewards),
-        "pass_at": {str(k): _mean([pass_at(k, len(each), sum(each)) for each in known if len(each) >= k]) for k in ks},
+        "pass_at": {str(k): _mean([pass_at(k, len(judged), sum(judged)) for judged in known if len(judged) >= k]) for k in ks},
     }
 
 

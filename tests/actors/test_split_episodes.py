@@ -80,11 +80,7 @@ def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_
     assert text_of(rollout.completion_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
     anew = Span(None, 4, restarts=True)
     assert rollout.spans == (Span(4, 1), Span(None, 2), Span(5, 1), anew, Span(6, 1), Span(None, 1), Span(7, 1))
-    assert (
-        played.rollout.text == "axyb\n!all\nczd"
-        and played.turns == ("a", "b", "c", "d")
-        and played.rollout.turn_scores == (0.5,) * 3
-    )
+    assert (rollout.text, rollout.turn_scores) == ("axyb\n!all\nczd", (0.5,) * 3) and played.turns == ("a", "b", "c", "d")
     assert [message["content"] for message in played.messages] == ["go", "a", "xy", "b", "!all", "c", "z", "d"]
     assert fields_of(ROW, played.prompt_ids, rollout, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
     parts = _parts(played, text_of, lambda ids: [])
