@@ -35,7 +35,7 @@ class GenerationConfig(Sampling):
     """Longest completion in tokens, the end token included; with an environment the longest turn."""
     max_episode_length: int | None = Field(default=None, ge=1)
     """With an environment: longest episode in tokens, with what is read (with `environment.render = "split"` each whole
-    conversation; of an agent all of them). It ends where the next turn finds no room. `"none"`: `max_completion_length`."""
+    conversation; of an agent all of them). It ends when the next turn would exceed it. `"none"`: `max_completion_length`."""
     temperature: float = Field(default=1.0, gt=0, le=100)
     """Sampling temperature; evaluation is greedy, unless a reward receives whole groups."""
     stop: tuple[str, ...] = ()

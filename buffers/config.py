@@ -128,8 +128,8 @@ class CurriculumConfig(Section):
     new_share: float = Field(default=0.5, ge=0, le=1)
     """Share of the groups that are for prompts not used before, as long as there are any; 0: when no other is left."""
     hard_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of the groups that are for hard prompts, which their newest group never solved; 0: when no other is left. What both
-    shares leave is for the others."""
+    """Share of the groups that are for hard prompts, whose newest group has no solution; 0: only when no other prompt is left.
+    The rest of the groups goes to all other prompts."""
 
     @property
     def is_on(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class AsyncRLHFError(Exception):
@@ -12,6 +12,20 @@ class AsyncRLHFError(Exception):
 
 class ConfigError(AsyncRLHFError, ValueError):
     """A setting that is wrong, impossible or would hang; raised before any process starts."""
+
+
+def check_all(*rules: Callable[[], object]) -> None:
+    """Runs all of them. Raises what one raised, or one ConfigError with the messages of several, a line each."""
+    refused = list[ConfigError]()
+    for rule in rules:
+        try:
+            rule()
+        except ConfigError as error:
+            refused.append(error)
+    if len(refused) > 1:
+        raise ConfigError("\n".join(dict.fromkeys(map(str, refused))))
+    if refused:
+        raise refused[0]
 
 
 class FormatError(ConfigError):

@@ -162,9 +162,6 @@ def plan(
     ] = None,
     as_json: AsJson = False,
     settings: Annotated[Path | None, typer.Option(help="TOML file to write: sections of a configuration for train.")] = None,
-    simulate: Annotated[
-        int | None, typer.Option(min=4, metavar="STEPS", help="Run the plan on virtual time, with the queue's own admission.")
-    ] = None,
     from_run: Annotated[
         Path | None,
         typer.Option(
@@ -179,7 +176,7 @@ def plan(
     if devices:
         say(experiment("devices")())
         return
-    say(experiment("plan")(spec, from_run, simulate=simulate, settings=settings, as_json=as_json))
+    say(experiment("plan")(spec, from_run, settings=settings, as_json=as_json))
 
 
 @command(trying, "machine")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.buffers.attention import angle_limit, attention, unknown
-from async_rlhf.buffers.config import SecurityConfig
-from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.errors import ConfigError, check_all
 from async_rlhf.buffers.model_directory import check_language_model
 from async_rlhf.buffers.parsing import loads
 from async_rlhf.buffers.routing import SIGMOID, SOFTMAX, not_recorded
@@ -28,7 +28,19 @@ _PACKED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gp
 
 
 def check(config: Config, *, has_model: bool = True) -> None:
-    """Raises ConfigError. has_model: the model's files are here, and are looked for."""
+    """Raises ConfigError with all that is found; what later rules build upon comes first. has_model: its files are here."""
+    _check_batch(config)
+    _check_bound(config)
+    rules = (
+        _check_engine, _check_routing, learning_checks.check, _check_episodes, _check_security, _check_address,
+        _check_device_channel, _check_curriculum,
+    )  # fmt: skip
+    check_all(*(partial(rule, config) for rule in rules))
+    if has_model:
+        _check_model(config)
+
+
+def _check_batch(config: Config) -> None:
     size, group = config.learner.batch_size, config.generation.group_size
     if size % group:
         low = size - size % group
@@ -39,26 +51,21 @@ def check(config: Config, *, has_model: bool = True) -> None:
             f"learner.updates_per_step = {config.learner.updates_per_step} needs as many groups in a batch, "
             f"there are {config.groups_per_batch}; highest: {config.groups_per_batch}"
         )
-    bound = config.bound(num_prompts=config.data.size)
-    bound.check()
+
+
+def _check_bound(config: Config) -> None:
+    config.bound(num_prompts=config.data.size).check()
     if config.queue.exact and config.queue.fsync != "group":
         raise ConfigError(
             f'queue.exact = true with queue.fsync = "{config.queue.fsync}": a group that a power failure takes must be made '
             'again by weights that are gone by then. Set queue.fsync = "group", or queue.exact = false.'
         )
+
+
+def _check_engine(config: Config) -> None:
     if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
     config.engine.check_kv_policy(longest=config.generation.max_prompt_length + config.generation.longest_completion)
-    _check_routing(config)
-    learning_checks.check(config)
-    _check_episodes(config)
-    _check_security(config.security)
-    if config.address:
-        _check_address(config.address, keyed=config.security.keys is not None)
-    _check_device_channel(config)
-    _check_curriculum(config)
-    if has_model:
-        _check_model(config)
 
 
 def _check_curriculum(config: Config) -> None:
@@ -136,8 +143,11 @@ def _check_episodes(config: Config) -> None:
         )
 
 
-def _check_address(address: str, *, keyed: bool) -> None:
-    if not keyed and not address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:")):
+def _check_address(config: Config) -> None:
+    address = config.address
+    if not address:
+        return
+    if config.security.keys is None and not address.startswith(("ipc://", "tcp://127.0.0.1:", "tcp://localhost:")):
         raise ConfigError(
             f"address = {address!r}: without keys the hub listens only on this machine. Use tcp://127.0.0.1:PORT, an "
             "ipc:// path, leave it empty, or make keys (async-rlhf keys new DIR) and name them in security.keys."
@@ -149,8 +159,9 @@ def _check_address(address: str, *, keyed: bool) -> None:
         )
 
 
-def _check_security(security: SecurityConfig) -> None:
+def _check_security(config: Config) -> None:
     """The hub's machine needs its keys and its own processes' before anything starts. Raises ConfigError."""
+    security = config.security
     if security.directory is not None:
         from async_rlhf.buffers.transport import keys, link  # needs zmq, which most runs of `check` do not
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError with all that is found."""
     learner, advantage, loss = config.learner, config.advantage, config.loss
     machine = _shared_rows(learner), _ranks(learner, config.groups_per_batch), _schedule(learner, config.max_steps)
     meaning = _estimator(learner, advantage), _advantages_and_loss(advantage, loss), _groups(config), _corrections(loss)
-    for message in chain(*machine, _backend(learner, config.engine), *meaning, _asynchrony(config), _guard(config)):
-        raise ConfigError(message)
+    if found := [*chain(*machine, _backend(learner, config.engine), *meaning, _asynchrony(config), _guard(config))]:
+        raise ConfigError("\n".join(found))
 
 
 def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[str]:

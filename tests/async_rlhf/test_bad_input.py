@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.run.checks.preflight import preflight
+from async_rlhf.run.config import load
 from tests.conftest import QUICK, invoke
 
 FILE = {"data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
@@ -199,3 +202,28 @@ def test_the_resolved_configuration_is_the_whole_of_it(small: Any) -> None:
     for config in (small(), small(**{"loss.is_cap": "none", "loss.allow_uncorrected": True})):
         assert validated(tomllib.loads(dump(config))) == config
     assert json.dumps(config.model_dump(mode="json"))
+
+
+def test_all_that_is_wrong_is_said_at_once_a_line_each() -> None:
+    wrong = {
+        "generation.max_episode_length": 64,
+        "engine.batch_invariant": True,
+        "engine.threads": 2,
+        "address": "tcp://10.0.0.1:5000",
+        "advantage.kind": "gae",
+        "loss.kind": "oapl",
+    }
+    with pytest.raises(ConfigError) as caught:
+        load(QUICK, wrong)
+    lines = str(caught.value).splitlines()
+    assert len(lines) >= 5 and len({*lines}) == len(lines)
+    for words in (
+        "max_episode_length = 64 and no environment",
+        "engine.threads = 2",
+        "without keys",
+        "needs a critic's values",
+    ):
+        assert sum(words in line for line in lines) == 1, words
+    with pytest.raises(ConfigError) as caught:
+        preflight(load(QUICK, {"hooks.command": ["no-such-program-here"], "tracking.kind": ["trackio"]}))
+    assert len(str(caught.value).splitlines()) == 2

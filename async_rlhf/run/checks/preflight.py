@@ -25,7 +25,7 @@ from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import Row, of_prompts
 from async_rlhf.buffers.config import check_installed
-from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.errors import ConfigError, check_all, did_you_mean
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
 from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.launch.forked import umask
@@ -84,23 +84,23 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
     """rows: where they are loaded already, by `load_rows` or from a run. is_here: whether the run will be on this machine; else
     it needs none of its packages and devices. Raises ConfigError."""
     if is_here:
-        check_inherited()
-        _check_packages(config)
-        _check_devices(config)
-    environments = environment_specs(config)
+        check_all(check_inherited, partial(_check_packages, config), partial(_check_devices, config))
+    environments = dict[str, EnvironmentSpec]()
+    check_all(
+        lambda: environments.update(environment_specs(config)), partial(check_tracking, config.tracking),
+        partial(check_hooks, config.hooks), partial(check_teachers, config), partial(stage_specs, config),
+    )  # fmt: skip
     rows = rows or load_rows(config.data)
-    check_tracking(config.tracking)
-    check_hooks(config.hooks)
     spool = config.data.spool
     of_spool = check_spool(spool) if spool is not None and is_here else []
-    check_teachers(config)
-    if spool is not None:
-        stage_specs(config)  # what they and the environment want of a row is looked at when it comes
-    else:
-        _check_columns(config, [*rows[0], *rows[1]], environments)
-        _check_sources(config, rows[0])
-        config.scoring.reference.check_taught(row.columns for row in rows[0])
-    _check_judged(config, rows[0], environments)
+    rules = [partial(_check_judged, config, rows[0], environments)]
+    if spool is None:  # of a spool's row what is wanted of it is looked at when it comes
+        rules += [
+            partial(_check_columns, config, [*rows[0], *rows[1]], environments),
+            partial(_check_sources, config, rows[0]),
+            partial(config.scoring.reference.check_taught, [row.columns for row in rows[0]]),
+        ]
+    check_all(*rules)
     names = score_names(config, environments.values())
     config.rewards.composition.check(names)
     judges = {"data.curriculum.reward": config.data.curriculum.reward, "evaluation.solved_by": config.evaluation.solved_by}

@@ -1,1 +1,1 @@
-"""What stages take on given devices: sizes of models, rooflines, and the step that follows from them."""
+"""What stages take on given devices: sizes of models and rooflines."""

@@ -1,19 +1,17 @@
-"""What a language model counts: parameters, FLOPs, key-value cache and memory, from its `config.json` alone.
+"""What a language model counts: parameters, FLOPs and key-value cache, from its `config.json` alone.
 
-Bytes are those of bfloat16 weights with Adam in float32 unless an argument is otherwise. Sliding windows are not taken off:
-where a model has them, attention and cache are upper bounds beyond the window.
+Bytes are those of bfloat16 weights. Sliding windows are not taken off: where a model has them, attention and cache are upper
+bounds beyond the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 
 _WEIGHT_BYTES = 2  # bfloat16
-Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,27 +112,6 @@ class ModelCosts:
     @property
     def weight_bytes(self) -> int:
         return _WEIGHT_BYTES * self.parameters
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of the weights, those of experts."""
-        return _WEIGHT_BYTES * (self.parameters - self._parameters(0)) if self.experts else 0
-
-    def training_bytes(self, zero_stage: int, data_parallel: int) -> float:
-        """Weights, gradients and Adam's state on one device: 2P + 2P + 12P, of which a ZeRO stage divides the last few.
-
-        Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1 and figure 1.
-        """
-        parts = (12, 2, 2)  # optimizer (float32 weights, two moments), gradients, weights
-        return sum(part * self.parameters / (data_parallel if zero_stage > number else 1) for number, part in enumerate(parts))
-
-    def activation_bytes(self, rows: int, tokens: int, *, tensor_parallel: int = 1, recompute: Recompute = "none") -> float:
-        """What a backward pass needs of all layers: 34·s·b·d·L / tp, and 2·s·b·d·L where layers are computed again.
-
-        Korthikanti et al., arXiv 2205.05198, equations 1 and 4 (with sequence parallelism, and attention that keeps no scores).
-        """
-        each = rows * tokens * self.hidden * self.layers
-        return 2.0 * each if recompute == "full" else 34.0 * each / tensor_parallel
 
 
 def read(config: Mapping[str, object]) -> ModelCosts:

@@ -18,7 +18,7 @@ from importlib import resources
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from async_rlhf.experiments.planning.model.model_costs import ModelCosts, Recompute
+from async_rlhf.experiments.planning.model.model_costs import ModelCosts
 
 _BYTES = 2  # of a weight, a gradient or an activation in bfloat16
 
@@ -54,18 +54,17 @@ def catalogue() -> dict[str, Device]:
 class Layout:
     """How a model lies on its devices: tensor · pipeline hold it once, data such groups work on different rows.
 
-    context: groups that share the positions of a row, each with the same weights. experts: of the data-parallel groups, how
-    many share the experts of a mixture out among them. micro_rows: of one forward and backward pass of a data-parallel part.
+    context: groups that share the positions of a row, each with the same weights. micro_rows: of one forward and backward pass
+    of a data-parallel part. recompute: a backward pass computes the activations again.
     """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    experts: int = 1
     data: int = 1
     zero_stage: int = 0
     micro_rows: int = 1
-    recompute: Recompute = "none"
+    recompute: bool = False
 
     @property
     def devices(self) -> int:
@@ -76,11 +75,11 @@ class Layout:
         return math.ceil(rows / self.data / self.micro_rows)
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "dp": self.data, "ep": self.experts}
+        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "dp": self.data}
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         if self.zero_stage:
             parts.append(f"ZeRO-{self.zero_stage}")
-        if self.recompute == "full":
+        if self.recompute:
             parts.append("recomputation")
         return ", ".join(parts) or "one device"
 
@@ -260,26 +259,13 @@ def training_s(place: Place, rows: int, tokens: int, *, micro_batches: int) -> f
     data-parallel devices from stage 1 on.
     """
     layout, model = place.layout, place.model
-    again = 1 if layout.recompute == "full" else 0
+    again = 1 if layout.recompute else 0
     passes = _passes_s(place, rows, tokens, micro_batches, compute=3 + again, layers=2 + again, head=True)
     part, shared = layout.tensor * layout.pipeline, layout.data * layout.context
     gathers = 3 * micro_batches if layout.zero_stage == 3 else 2
-    exchange = gathers * sum(
-        place.far.gather_s(size / (part * few), shared // few)
-        for size, few in ((model.weight_bytes - model.expert_bytes, 1), (model.expert_bytes, layout.experts))
-        if size
-    )
+    exchange = gathers * place.far.gather_s(model.weight_bytes / part, shared)
     moved = 2 * 16 * model.parameters / (part * (shared if layout.zero_stage else 1))
     return passes + exchange + moved / place.memory_bytes_per_s
-
-
-def publication_s(source: Place, replicas: int, *, links: int = 1) -> float:
-    """New weights from training to `replicas` of the generator: shard-wise over `links` links, on through a tree of replicas.
-
-    2P / links · β + α · (1 + ⌈log2 replicas⌉). The tree hands on while it receives, so that its depth costs latency only.
-    """
-    link = source.far
-    return source.model.weight_bytes / (links * link.bytes_per_s) + link.latency_s * (1 + math.ceil(math.log2(replicas)))
 
 
 def _passes_s(place: Place, rows: int, tokens: int, micro_batches: int, *, compute: int, layers: int, head: bool) -> float:
@@ -293,9 +279,9 @@ def _passes_s(place: Place, rows: int, tokens: int, micro_batches: int, *, compu
     busy = flops / (place.flops * layout.tensor * layout.pipeline * layout.context)
     # Each stage of a pipeline does the all-reduces of its own layers.
     reduced = layers * _layers_s(place, size / micro_batches) * micro_batches / layout.pipeline
-    exchanged = layers * _exchanges_s(place, most / micro_batches, tokens) * micro_batches / layout.pipeline
+    ringed = layers * _ring_s(place, most / micro_batches, tokens) * micro_batches / layout.pipeline
     crossings = (1 if layers == 1 else 2) * _boundaries_s(place, size / micro_batches)
-    return (busy + reduced + exchanged) * bubble + crossings
+    return (busy + reduced + ringed) * bubble + crossings
 
 
 def _layers_s(place: Place, size: float) -> float:
@@ -303,24 +289,18 @@ def _layers_s(place: Place, size: float) -> float:
     return 2 * place.model.layers * place.near.reduce_s(size, place.layout.tensor)
 
 
-def _exchanges_s(place: Place, rows: float, tokens: int) -> float:
-    """Of all layers, for one pass forward: keys and values in a ring of context groups, tokens to their experts and back.
+def _ring_s(place: Place, rows: float, tokens: int) -> float:
+    """Of all layers, for one pass forward: keys and values in a ring of context groups.
 
     Ring attention (Liu et al., arXiv 2310.01889): c - 1 hops of one group's keys and values, hidden behind its attention as far
-    as that takes as long. Experts: two all-to-alls of each token's hidden state for each of its experts (GShard, arXiv
-    2006.16668, section 3.2).
+    as that takes as long.
     """
     model, layout, own = place.model, place.layout, tokens / place.layout.context
-    seconds = 0.0
-    if layout.context > 1:
-        hops = (layout.context - 1) * place.far.send_s(rows * own * model.kv_bytes_per_token / model.layers / layout.tensor)
-        attention = rows * own * (model.forward_flops(tokens / 2) - model.forward_flops(0)) / model.layers
-        seconds += model.layers * max(0.0, hops - attention / (place.flops * layout.tensor))
-    if layout.experts > 1:
-        away = (layout.experts - 1) / layout.experts
-        size = _BYTES * rows * own * model.hidden * model.active_experts * away / layout.tensor
-        seconds += 2 * model.layers * place.far.send_s(size)
-    return seconds
+    if layout.context == 1:
+        return 0.0
+    hops = (layout.context - 1) * place.far.send_s(rows * own * model.kv_bytes_per_token / model.layers / layout.tensor)
+    attention = rows * own * (model.forward_flops(tokens / 2) - model.forward_flops(0)) / model.layers
+    return model.layers * max(0.0, hops - attention / (place.flops * layout.tensor))
 
 
 def _boundaries_s(place: Place, size: float) -> float:

@@ -1,1 +1,1 @@
-"""Which role of a run goes on which devices of a cluster: the question, the search, the answer."""
+"""Which role of a run goes on which devices of a cluster: the question, the step, the search."""

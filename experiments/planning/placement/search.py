@@ -1,148 +1,205 @@
-"""Every candidate of every strategy, those that fit, the fastest of each, and the trade of speed against staleness."""
+"""Every placement of a spec, the fastest of each bound that `async-rlhf check` accepts, and its sections of a configuration."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.experiments.planning.placement.evaluation import Evaluation, Plan
-from async_rlhf.experiments.planning.placement.on_virtual_time import best_queued_groups
-from async_rlhf.experiments.planning.placement.roles import Roles, no_fit
-from async_rlhf.experiments.planning.placement.settings import settings_of
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.experiments.planning.placement.roles import Roles
 from async_rlhf.experiments.planning.placement.spec import Spec
-from async_rlhf.experiments.planning.placement.strategies import STRATEGIES, Problem
+from async_rlhf.experiments.planning.placement.step import Plan, counts, placements, plan_of
+from async_rlhf.launch.placement import Host, place
+from async_rlhf.run.checks.memory import check_memory
+from async_rlhf.run.config import validated
+from async_rlhf.run.config_checks import check
+from async_rlhf.run.hosts.placement import wanted
 
-_MOST_REFUSED = 200
+Settings = Mapping[str, Mapping[str, Any]]
+_MOST_REFUSED = 50
 # Slower by less than this is as fast: the model of times is no finer.
 _AS_FAST = 1.02
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Found:
-    """best: the fastest that this system runs, with its settings; None where it runs none, `refusal` then has the reason.
-    queued_groups: with which it is fastest on virtual time. cheaper: of the same strategy, as fast within 2 % on the fewest
-    devices; None where all of them are needed.
-
-    by_strategy: the fastest of each, None where none fits. by_bound: the fastest of any strategy with that bound, by bound,
-    those alone that are faster than all smaller bounds. tried: candidates of each strategy; none where the spec has not what it
-    places. fitting: of all candidates, how many fit.
+    """by_bound: the fastest plan of each `max_staleness`, of those bounds alone that are faster than all smaller ones.
+    settings: of the best; empty where `check` refuses all plans, `refusal` then has the reason for the best. cheaper: a plan
+    that is as fast within 2 % on the fewest devices; None where all of them are needed. tried, fitting: placements.
     """
 
     roles: Roles
-    best: Plan | None
-    cheaper: Plan | None
-    settings: Mapping[str, Mapping[str, Any]]
+    by_bound: Mapping[int, Plan]
+    settings: Settings
     refusal: str
-    queued_groups: int
-    by_strategy: Mapping[str, Plan | None]
-    by_bound: Mapping[float, Plan]
-    here_by_bound: Mapping[float, Plan]
-    tried: Mapping[str, int]
+    cheaper: Plan | None
+    tried: int
     fitting: int
 
     @property
-    def candidates(self) -> int:
-        return sum(self.tried.values())
-
-    @property
-    def plan(self) -> Plan:
-        """The best that runs here, or else the fastest."""
-        return self.best or self.fastest
-
-    @property
-    def fastest(self) -> Plan:
-        """Of all, run here or not, within the bounds of the spec."""
+    def best(self) -> Plan:
         return min(self.by_bound.values(), key=_seconds)
 
 
 def search(spec: Spec) -> Found:
     """Raises ConfigError where nothing fits."""
-    names = spec.search.strategies or tuple(STRATEGIES)
-    for name in names:
-        if name not in STRATEGIES:
-            raise ConfigError(f"search.strategies: {name!r}; {did_you_mean(name, STRATEGIES)}")
     roles = Roles(spec)
-    each = {name: _fitting(name, roles) for name in names}
-    plans = [plan for fitting, _ in each.values() for plan in fitting]
+    tried = list(placements(roles))
+    plans = sorted((plan for each in tried if (plan := plan_of(each, roles)) is not None), key=_seconds)
     if not plans:
-        raise ConfigError(f"no placement fits: {no_fit(roles)}")
-    plans.sort(key=_seconds)
-    bounded = _bounded(plans, spec)
-    best, refusal = _first_that_runs(bounded, roles)
-    queued_groups = 0 if best is None else best_queued_groups(best, roles)
+        raise ConfigError(f"no placement fits: {_no_fit(roles)}")
+    accepted = _front(plans, roles, accepted=True)
+    by_bound = accepted or _front(plans, roles, accepted=False)
+    best = min(by_bound.values(), key=_seconds)
+    settings, refusal = _settings_or_refusal(best, roles)
     return Found(
         roles=roles,
-        best=best,
-        cheaper=None if best is None else _cheaper(best, spec),
-        settings={} if best is None else settings_of(best, roles, queued_groups),
+        by_bound=by_bound,
+        settings=settings,
         refusal=refusal,
-        queued_groups=queued_groups,
-        by_strategy={name: next((plan for plan in plans if plan.candidate.strategy.name == name), None) for name in names},
-        by_bound=_front(bounded or plans),
-        here_by_bound=_front([plan for plan in bounded if plan.candidate.here]),
-        tried={name: tried for name, (_, tried) in each.items()},
+        cheaper=_cheaper(best, spec) if settings else None,
+        tried=len(tried),
         fitting=len(plans),
     )
 
 
-def _fitting(name: str, roles: Roles) -> tuple[list[Plan], int]:
-    """Plans of this strategy that fit, and how many were tried."""
-    spec, evaluation = roles.spec, Evaluation(roles)
-    problem = Problem(tuple(roles.models), spec.cluster.size, spec.cluster.devices_per_node, spec.search.max_staleness)
-    candidates = list(STRATEGIES[name].candidates(problem))
-    return [plan for each in candidates if (plan := evaluation.plan(each)) is not None], len(candidates)
-
-
-def _bounded(plans: list[Plan], spec: Spec) -> list[Plan]:
-    return [plan for plan in plans if plan.candidate.max_staleness in set(spec.search.max_staleness)]
+def _front(plans: list[Plan], roles: Roles, *, accepted: bool) -> dict[int, Plan]:
+    """plans: the fastest first. accepted: only those that `check` does not refuse."""
+    found: dict[int, Plan] = {}
+    for bound in sorted({plan.placement.max_staleness for plan in plans}):
+        least = min((plan.step.seconds for plan in found.values()), default=math.inf)
+        of_bound = [plan for plan in plans if plan.placement.max_staleness == bound and plan.step.seconds < least]
+        tried = of_bound[:_MOST_REFUSED]
+        plan = next((each for each in tried if not accepted or _settings_or_refusal(each, roles)[0]), None)
+        if plan is not None:
+            found[bound] = plan
+    return found
 
 
 def _cheaper(best: Plan, spec: Spec) -> Plan | None:
     cluster = spec.cluster
-    problem = Problem((), cluster.size, cluster.devices_per_node, ())
-    for count in problem.counts():
+    for count in counts(cluster):
         nodes, per_node = max(1, count // cluster.devices_per_node), min(count, cluster.devices_per_node)
         if nodes * per_node != count:
             continue
         smaller = cluster.model_copy(update={"nodes": nodes, "devices_per_node": per_node})
         roles = Roles(spec.model_copy(update={"cluster": smaller}))
-        plans = sorted(_bounded(_fitting(best.candidate.strategy.name, roles)[0], spec), key=_seconds)
-        as_fast = [plan for plan in plans if plan.step.seconds <= _AS_FAST * best.step.seconds]
-        if (plan := _first_that_runs(as_fast, roles)[0]) is not None:
+        plans = [plan for each in placements(roles) if (plan := plan_of(each, roles)) is not None]
+        as_fast = sorted((plan for plan in plans if plan.step.seconds <= _AS_FAST * best.step.seconds), key=_seconds)
+        if plan := next((each for each in as_fast[:_MOST_REFUSED] if _settings_or_refusal(each, roles)[0]), None):
             return plan
     return None
 
 
-def _first_that_runs(plans: list[Plan], roles: Roles) -> tuple[Plan | None, str]:
-    """In the order of `plans`; the first refusal where all are refused."""
-    if roles.models.get("train_critic", roles.policy) != roles.policy:
-        return None, "models.critic differs from models.policy; this learner's critic begins as a copy of the policy"
-    refusals = list[str]()
-    for plan in plans:
-        if plan.candidate.here and len(refusals) < _MOST_REFUSED:
-            try:
-                settings_of(plan, roles)
-            except ConfigError as error:
-                refusals.append(str(error))
-            else:
-                return plan, ""
-    return None, refusals[0] if refusals else f"no placement that it runs fits: {no_fit(roles)}"
+def _seconds(plan: Plan) -> tuple[float, int, int]:
+    """Of equally fast ones the less stale, then that of fewer pools."""
+    return plan.step.seconds, plan.placement.max_staleness, plan.placement.scorers
 
 
-def _front(plans: list[Plan]) -> dict[float, Plan]:
-    """plans: the fastest first."""
-    found: dict[float, Plan] = {}
-    least = math.inf
-    for bound in sorted({plan.candidate.max_staleness for plan in plans}):
-        plan = next(each for each in plans if each.candidate.max_staleness == bound)
-        if plan.step.seconds < least:
-            found[bound], least = plan, plan.step.seconds
+def _no_fit(roles: Roles) -> str:
+    cluster, policy = roles.spec.cluster, roles.policy
+    trained, row = 16 * policy.parameters / cluster.size, policy.kv_bytes_per_token * roles.spec.row_tokens
+    return (
+        f"training takes at least {trained / 1e9:.3g} GB of a device where all {cluster.size} share it, and activations of its "
+        f"longest row; generation {policy.weight_bytes / 1e9:.3g} GB for weights and {row / 1e9:.3g} GB for the longest row, "
+        f"over the devices of an engine; a device has {roles.device.memory_bytes / 1e9:.3g} GB, "
+        f"{roles.spec.search.memory_share:.0%} of it for the plan. Add nodes, take devices with more memory, shorten "
+        "lengths.longest, or train a smaller model"
+    )
+
+
+# -- as a configuration --------------------------------------------------------------------------------------------------
+
+
+def _settings_or_refusal(plan: Plan, roles: Roles) -> tuple[Settings, str]:
+    try:
+        return settings_of(plan, roles), ""
+    except ConfigError as error:
+        return {}, str(error)
+
+
+def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
+    """Sections of a configuration by name, for `train`. Raises ConfigError for what `check` would refuse."""
+    if roles.device.is_cpu:
+        raise ConfigError(
+            "settings are written for accelerators; on a processor make a run of `quick` and use async-rlhf plan --from-run RUN"
+        )
+    spec, cluster, engines = roles.spec, roles.spec.cluster, plan.engines
+    bound = plan.placement.max_staleness
+    found: dict[str, dict[str, Any]] = {
+        "generation": roles.generation_settings.model_dump(exclude_unset=True, exclude_none=True),
+        "engine": {
+            "kind": "vllm",
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "slots": engines.slots,
+            "vllm": {"tensor_parallel_size": engines.layout.tensor},
+        },
+        "actors": {"count": engines.layout.data, "queued_groups": roles.queued_groups(engines, bound)},
+        "queue": {"max_staleness": bound},
+        "learner": roles.learner_settings(plan.learner.layout),
+        "loss": spec.loss.model_dump(exclude_defaults=True),
+        "placement": {"hosts": [_host(number, roles) for number in range(cluster.nodes)]},
+        **_scoring(plan, spec),
+    }
+    if plan.placement.colocated:
+        share = engines.bytes_per_device / roles.device.memory_bytes
+        found["placement"] |= {"colocate": True, "actor_share": math.ceil(100 * share + 1) / 100}
+    if spec.models.critic:
+        # Older data would fit the critic of `gae` to the policies that sampled them.
+        found["advantage"] = {"kind": "gae" if bound <= 1 else "traced"}
+    if spec.environment.turns > 1:
+        found["environment"] = {"function": "ENVIRONMENT.py:play", "max_turns": spec.environment.turns}
+    found = {name: section for name, section in found.items() if section}
+    _check(found, roles)
     return found
 
 
-def _seconds(plan: Plan) -> tuple[float, float, int]:
-    """Of equally fast ones the less stale, then that of fewer sets."""
-    return plan.step.seconds, plan.candidate.max_staleness, len(plan.candidate.sets)
+def _host(number: int, roles: Roles) -> dict[str, Any]:
+    """The first is the supervisor's own, and has no name."""
+    devices, device_memory = roles.spec.cluster.devices_per_node, int(roles.device.memory_bytes)
+    return {"name": f"node{number}" if number else "", "devices": devices, "device_memory": device_memory}
+
+
+def _scoring(plan: Plan, spec: Spec) -> dict[str, dict[str, Any]]:
+    """Frozen models with devices of their own: stages in the scorer process of each host."""
+    models = () if plan.scorers is None else plan.scorers.seconds
+    scoring, found = dict[str, Any](), dict[str, dict[str, Any]]()
+    if "reference" in models:
+        scoring = {"reference": {"device": "cuda", "dtype": "bfloat16"}, "stages": {"reference": {"placement": "process"}}}
+    if "reward" in models:
+        path = spec.models.reward if isinstance(spec.models.reward, str) else "REWARD_MODEL"
+        options = {"path": path, "device": "cuda", "dtype": "bfloat16"}
+        found["rewards"] = {"functions": ["reward_model"], "options": {"reward_model": options}}
+        scoring["stages"] = {**scoring.get("stages", {}), "reward_model": {"placement": "process"}}
+    return {**found, "scoring": scoring}
+
+
+def _check(settings: Settings, roles: Roles) -> None:
+    config = validated({**settings, "name": "plan", "model": "MODEL", "data": {"source": "DATA"}})
+    check(config, has_model=False)
+    inventory = tuple(Host(**host.model_dump()) for host in config.placement.hosts)
+    check_memory(config, inventory, place(wanted(config), inventory), roles.shape)
+
+
+def as_toml(settings: Settings) -> str:
+    """Sections in the order they are given; tables within a section are written inline."""
+    lines = []
+    for name, section in settings.items():
+        lines += [f"[{name}]", *(f"{key} = {_written(value)}" for key, value in section.items()), ""]
+    return "\n".join(lines)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a basic string of TOML has the escapes of JSON
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_written(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return f"{value}"

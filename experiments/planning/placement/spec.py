@@ -29,12 +29,12 @@ _MOST_ROWS = 1 << 17  # each of them is followed; so many take a minute
 
 
 class ModelsConfig(Section):
-    """Each a directory with a `config.json`, such a file, or its content as a table. Files are found beside the spec."""
+    """A model is a directory with a `config.json`, such a file, or its content as a table. Files are found beside the spec."""
 
     policy: ModelName
     """The model that is trained and generates."""
-    critic: ModelName | None = None
-    """A model of values, trained beside the policy (PPO)."""
+    critic: bool = False
+    """Whether a model of values is trained beside the policy (PPO); it begins as a copy of it."""
     reward: ModelName | None = None
     """A reward model, which judges every completion."""
 
@@ -169,8 +169,8 @@ class EfficiencyConfig(Section):
     launch_s: float = Field(default=0.004, ge=0)
     """Seconds that a decode step takes besides."""
     weights_bytes_per_s: float = Field(default=0.73e9, gt=0)
-    """Of this system's weight channel, from the learner's memory until an actor can adopt: measured on two cores, over loopback
-    (docs/weights.md). Other systems are taken to send by their devices' links."""
+    """Of the weight channel, from the host's memory until an actor can adopt: measured on two cores, over loopback
+    (docs/weights.md)."""
 
     @property
     def of_training(self) -> Efficiency:
@@ -186,8 +186,6 @@ class SearchConfig(Section):
 
     max_staleness: tuple[int, ...] = (0, 1, 2, 4, 8)
     """Bounds that may be used, in steps."""
-    strategies: tuple[str, ...] = ()
-    """Placements that are compared, by name; none: all."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
     """Of a device's memory that a plan may fill."""
     slots: int = Field(default=256, ge=1)
@@ -235,7 +233,7 @@ def read(path: Path) -> Spec:
 def parse(values: Mapping[str, Any], directory: Path) -> Spec:
     """directory: where relative paths begin. Raises ConfigError."""
     found = {name: dict(table) if isinstance(table, Mapping) else table for name, table in values.items()}
-    files = {"models": ("policy", "critic", "reward"), "lengths": ("rollouts",)}
+    files = {"models": ("policy", "reward"), "lengths": ("rollouts",)}
     for section, key in ((section, key) for section, keys in files.items() for key in keys):
         table = found.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):

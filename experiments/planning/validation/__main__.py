@@ -69,7 +69,7 @@ def _computed(figure: Mapping[str, Any]) -> float:
 
 def _term_s(figure: Mapping[str, Any], term: Mapping[str, Any]) -> float:
     tensor, pipeline, data = term["layout"]
-    layout = Layout(tensor=tensor, pipeline=pipeline, data=data, zero_stage=term.get("zero", 0), recompute="full")
+    layout = Layout(tensor=tensor, pipeline=pipeline, data=data, zero_stage=term.get("zero", 0), recompute=True)
     usual = EfficiencyConfig()
     reached = {"flops": usual.training, "memory": usual.decode, "links": usual.links, "launch_s": usual.launch_s}
     place = Place(

@@ -1,1 +1,0 @@
-"""Measures what plans and simulations need: this machine, or a run that has ended."""
