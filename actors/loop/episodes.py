@@ -35,7 +35,7 @@ from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.yields import End, Read
 from async_rlhf.actors.loop.context import NO_ENVIRONMENTS, Environment, Environments
 from async_rlhf.actors.loop.lifecycle import PLAYED, WAITING, Members, State
-from async_rlhf.actors.loop.lifecycle import Event as Happening
+from async_rlhf.actors.loop.lifecycle import Event as LifeEvent
 from async_rlhf.actors.loop.reading import NoRoomError, first_prompt, next_turn
 from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.loop.transcript import Transcript, Turn
@@ -221,7 +221,7 @@ class Episodes:
 
     # -- what follows ----------------------------------------------------------------------------------------------------
 
-    def _happened(self, episode: _Episode, event: Happening, prompt_ids: tuple[int, ...] = ()) -> State:
+    def _happened(self, episode: _Episode, event: LifeEvent, prompt_ids: tuple[int, ...] = ()) -> State:
         """As `Members.happened`."""
         state = episode.group.members.happened(episode.key, event, prompt_ids)
         (self._waiting.add if state in WAITING else self._waiting.discard)(episode.key)

@@ -17,7 +17,7 @@ from async_rlhf.actors.loop.context import RunContext
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row, environment_seed
-from async_rlhf.actors.scoring.pool import Place, ScoringPool, fields_of
+from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.record import Score, source_of
@@ -82,8 +82,7 @@ def judge(
         for finished in now_ended:
             key, row = finished.key, begun[finished.key.group][0]
             ended[key] = finished
-            fields = fields_of(row, finished.prompt_ids, finished.rollout, finished.answer, context.template)
-            scoring.submit(key, fields | finished.fields, place(key))
+            scoring.submit(key, finished.fields(row, context.template), place(key))
         if answers := scoring.poll():
             for scored in answers:
                 finished, row = ended.pop(scored.key), begun[scored.key.group][0]

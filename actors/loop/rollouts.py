@@ -11,8 +11,9 @@ import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey
 from async_rlhf.actors.environments import Content, Message
+from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards.answer import as_text
-from async_rlhf.actors.scoring.pool import Scored
+from async_rlhf.actors.scoring.pool import Scored, fields_of
 from async_rlhf.buffers.record import Int32Array, Rollout, Score, Span
 
 
@@ -46,12 +47,13 @@ class FinishedRollout:
         """What rewards are given as the completion."""
         return self.turns[self.last]
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What rewards may ask for where there is an environment."""
+    def fields(self, row: Row, template: Template = PLAIN) -> dict[str, Any]:
+        """As `fields_of`, and what rewards may ask for besides where there is an environment."""
+        fields = fields_of(row, self.prompt_ids, self.rollout, self.answer, template)
         if not self.messages:
-            return {}
+            return fields
         return {
+            **fields,
             "messages": [*self.messages],
             "completion_messages": [*self.messages[self.num_prompt :]],
             "model_prompt": self.messages[:-1] if self.is_chat else as_text(self.messages[:-1], ""),

@@ -249,7 +249,7 @@ class Worker:
 
     def _score(self, finished: FinishedRollout) -> None:
         """The rollout ended: its judges start now."""
-        key, context = finished.key, self._context
+        key = finished.key
         self._shown.pop(key, None)
         group = self._open[key.group]
         generated = StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
@@ -257,8 +257,7 @@ class Worker:
         self._count["tokens_total"] += finished.num_sampled
         self._count["completions_total"] += 1
         place = Place(key[:2], key.member, self._group_size)
-        fields = fields_of(group.row, finished.prompt_ids, finished.rollout, finished.answer, context.template)
-        self._scoring.submit(key, fields | finished.fields, place)
+        self._scoring.submit(key, finished.fields(group.row, self._context.template), place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
         """A completion has all its scores; with the last one of its group the group is put."""

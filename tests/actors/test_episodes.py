@@ -102,12 +102,13 @@ def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_ver
     assert rollout.spans == (Span(4, 2), Span(None, 3), Span(5, 1))
     assert (rollout.finish_reason, played.score, played.rollout.turn_scores) == ("length", RIGHT, (0.5,))
     assert (played.rollout.text, played.turns, played.prompt) == ("\x01\x02xyz\t", ("\x01\x02", "\t"), "go")
-    contents = [(message["role"], message["content"]) for message in played.fields["messages"]]
-    assert played.fields["messages"][played.num_prompt :] == played.fields["completion_messages"]
-    assert played.fields["completion_messages"][0]["role"] == "assistant"
+    fields = played.fields(ROW)
+    contents = [(message["role"], message["content"]) for message in fields["messages"]]
+    assert fields["messages"][played.num_prompt :] == fields["completion_messages"]
+    assert fields["completion_messages"][0]["role"] == "assistant"
     assert contents == [("user", "go"), ("assistant", "\x01\x02"), ("user", "xyz"), ("assistant", "\t")]
-    assert played.fields["model_prompt"] == "go\x01\x02xyz", "an episode of text is read as one"
-    assert replace(played, is_chat=True).fields["model_prompt"] == played.fields["messages"][:-1]
+    assert fields["model_prompt"] == "go\x01\x02xyz", "an episode of text is read as one"
+    assert replace(played, is_chat=True).fields(ROW)["model_prompt"] == fields["messages"][:-1]
     assert played.steps == ((1.0, 2.0), (1.0, 2.0), (2.0, 3.0))
     assert scene.engine.held == set() and other in scene.engine.requests
 
