@@ -1,4 +1,4 @@
-"""The actor's loop, on one screen: credit, prompt, environment, score, put; and adopt weights between two decode steps.
+"""The actor's loop, on one screen: credit, prompt, play, score, put; and adopt weights between two decode steps.
 
     owns        an engine, its episodes, a scoring pool, the groups it has begun; no state to restore
     waits for   nothing while a sequence is being decoded; else for a credit, an environment, a score or new weights
