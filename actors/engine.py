@@ -11,9 +11,9 @@ engine's `on_update`:
                 is that of its own version over its whole prefix
     finish      they end first, with the weights they began with; meanwhile nothing is admitted
 
-A row of several turns is a chain of requests with one key, each of which continues the one before: its `context` are the
+A row of several turns is a series of requests with one key, each of which continues the one before: its `context` are the
 tokens behind the prompt that are there already, exactly as the engine saw them. A turn that ends with `hold` may be continued
-without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none. Chains
+without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none. Rows
 of one rollout have keys of their own, and are sampled at the same time, at one place in line.
 
 An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `load_engine` here picks it.
@@ -45,16 +45,16 @@ class Bits(NamedTuple):
 
 
 class RolloutKey(NamedTuple):
-    """Names one rollout in the whole run; of an engine's requests with the chain, one of the rollout's rows."""
+    """Names one rollout in the whole run; of an engine's requests with `row`, one of its rows."""
 
     group: int
     attempt: int
     member: int
-    chain: int = 0
+    row: int = 0
 
     @property
     def rollout(self) -> RolloutKey:
-        return self._replace(chain=0)
+        return self._replace(row=0)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from async_rlhf.actors.agents.endpoint import endpoint
-from async_rlhf.actors.agents.sessions import Arrived, Pending
+from async_rlhf.actors.agents.sessions import IncomingCall, Pending
 from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
 from async_rlhf.actors.environments.from_trl import plain
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
@@ -76,30 +76,30 @@ class _Inbox:
     """The calls of an agent, from any thread, and None for its end."""
 
     def __init__(self) -> None:
-        self._lock, self._found = threading.Lock(), deque[Arrived | None]()
+        self._lock, self._calls = threading.Lock(), deque[IncomingCall | None]()
         self._more: Future[None] | None = None
 
-    def put(self, call: Arrived | None) -> None:
+    def put(self, call: IncomingCall | None) -> None:
         with self._lock:
-            self._found.append(call)
+            self._calls.append(call)
             more, self._more = self._more, None
         if more is not None and more.set_running_or_notify_cancel():
             more.set_result(None)
 
-    def take(self) -> Arrived | None:
+    def take(self) -> IncomingCall | None:
         """None where there is no call."""
         with self._lock:
-            return self._found.popleft() if self._found else None
+            return self._calls.popleft() if self._calls else None
 
     def more(self) -> Future[None]:
         """Done once there is something."""
-        found = Future[None]()
+        future = Future[None]()
         with self._lock:
-            if not self._found:
-                self._more = found
-                return found
-        found.set_result(None)
-        return found
+            if not self._calls:
+                self._more = future
+                return future
+        future.set_result(None)
+        return future
 
 
 async def played(
@@ -115,14 +115,14 @@ async def played(
         while True:
             if not answering:
                 await runner.wait()
-            arrived, call = inbox.take(), None
+            incoming, call = inbox.take(), None
             if runner.outcome.done():
                 break
-            if arrived is not None and session.begins(arrived[1]):
-                call = turns.call(arrived[0])
-                answering[call.chain] = arrived[1]
+            if incoming is not None and session.begins(incoming.pending):
+                call = turns.call(incoming.request)
+                answering[call.conversation] = incoming.pending
             if answering and (reply := (yield Beside(call, inbox.more()))) is not None:
-                answering.pop(reply.chain).answer.set_result(turns.wrote(reply))
+                answering.pop(reply.conversation).answer.set_result(turns.wrote(reply))
         scores = turns.end(runner.outcome.result())
     finally:
         server.end(session)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rlhf.actors.agents.asked import (
-    Asked,
+from async_rlhf.actors.agents.request import (
+    ChatRequest,
     RequestError,
     conversation,
     function_tool,
@@ -17,7 +17,7 @@ from async_rlhf.actors.agents.asked import (
     refuse,
     stops,
 )
-from async_rlhf.actors.agents.written import MODEL, Written, event
+from async_rlhf.actors.agents.response import MODEL, ChatResponse, event
 
 _PROMISES: Mapping[str, Any] = {
     "n": (1,),
@@ -34,11 +34,11 @@ _PROMISES: Mapping[str, Any] = {
 }
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> ChatRequest:
     refuse(body, _PROMISES)
-    return Asked(
+    return ChatRequest(
         conversation(body.get("messages")),
-        tools_of(body, [part(each, "function") for each in listed(body, "tools")]),
+        tools_of(body, [part(tool, "function") for tool in listed(body, "tools")]),
         most_tokens(body, "max_completion_tokens", "max_tokens"),
         stops(body, "stop"),
         streams=bool(body.get("stream")),
@@ -48,40 +48,42 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 def tools_of(body: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Those that the model is shown: with `tool_choice` "none" it is shown none. Raises RequestError for one that is forced."""
-    if any(each.get("type", "function") != "function" for each in listed(body, "tools")):
+    if any(tool.get("type", "function") != "function" for tool in listed(body, "tools")):
         raise RequestError("tools: only functions, which the client runs, can be given")
     if body.get("tool_choice") == "none":
         return ()
     refuse(body, {"tool_choice": ("auto",)})
-    return tuple(function_tool(each.get("name"), each.get("description"), each.get("parameters")) for each in functions)
+    return tuple(
+        function_tool(function.get("name"), function.get("description"), function.get("parameters")) for function in functions
+    )
 
 
-def whole(written: Written) -> dict[str, Any]:
+def whole(response: ChatResponse) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": written.text if written.text or not written.calls else None,
+        "content": response.text if response.text or not response.calls else None,
         "refusal": None,
     }
-    if written.reasoning:
-        message["reasoning_content"] = written.reasoning
-    if written.calls:
-        message["tool_calls"] = _calls(written)
-    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": written.finish_reason}
-    return {**_head(written, "chat.completion"), "choices": [choice], "usage": _usage(written)}
+    if response.reasoning:
+        message["reasoning_content"] = response.reasoning
+    if response.calls:
+        message["tool_calls"] = _calls(response)
+    choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None, "finish_reason": response.finish_reason}
+    return {**_head(response, "chat.completion"), "choices": [choice], "usage": _usage(response)}
 
 
-def events(asked: Asked, written: Written) -> bytes:
-    head = _head(written, "chat.completion.chunk")
+def events(request: ChatRequest, response: ChatResponse) -> bytes:
+    head = _head(response, "chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{"reasoning_content": written.reasoning}] if written.reasoning else []
-    deltas += [{"content": written.text}] if written.text else []
-    deltas += [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(_calls(written))]
-    ends: list[str | None] = [None] * len(deltas) + [written.finish_reason]
+    deltas += [{"reasoning_content": response.reasoning}] if response.reasoning else []
+    deltas += [{"content": response.text}] if response.text else []
+    deltas += [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(_calls(response))]
+    ends: list[str | None] = [None] * len(deltas) + [response.finish_reason]
     grown = zip([*deltas, {}], ends, strict=True)
     choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": end} for delta, end in grown]
     chunks = [{**head, "choices": [choice]} for choice in choices]
-    if asked.shows_usage:
-        chunks.append({**head, "choices": [], "usage": _usage(written)})
+    if request.shows_usage:
+        chunks.append({**head, "choices": [], "usage": _usage(response)})
     return b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
 
 
@@ -90,17 +92,17 @@ def failure(status: int, reason: str) -> dict[str, Any]:
     return {"error": {"message": reason, "type": kind, "param": None, "code": None}}
 
 
-def _head(written: Written, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{written.id}", "object": kind, "created": int(time.time()), "model": MODEL}
+def _head(response: ChatResponse, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{response.id}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def _calls(written: Written) -> list[dict[str, Any]]:
+def _calls(response: ChatResponse) -> list[dict[str, Any]]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
-        for call in written.calls
+        for call in response.calls
     ]
 
 
-def _usage(written: Written) -> dict[str, Any]:
-    total = written.num_prompt + written.num_tokens
-    return {"prompt_tokens": written.num_prompt, "completion_tokens": written.num_tokens, "total_tokens": total}
+def _usage(response: ChatResponse) -> dict[str, Any]:
+    total = response.num_prompt + response.num_tokens
+    return {"prompt_tokens": response.num_prompt, "completion_tokens": response.num_tokens, "total_tokens": total}

@@ -32,9 +32,9 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from async_rlhf.actors.agents import chat, messages, responses
-from async_rlhf.actors.agents.asked import Asked, RequestError
-from async_rlhf.actors.agents.sessions import Arrived, Pending, Session
-from async_rlhf.actors.agents.written import MODEL, Dialect
+from async_rlhf.actors.agents.request import ChatRequest, RequestError
+from async_rlhf.actors.agents.response import MODEL, Dialect
+from async_rlhf.actors.agents.sessions import IncomingCall, Pending, Session
 from async_rlhf.buffers.errors import EpisodeError
 
 HEADER = "x-async-rlhf-train"
@@ -133,11 +133,11 @@ class Endpoint:
         )
         self._thread.start()
 
-    def open(self, arrived: Callable[[Arrived], object]) -> tuple[Session, Llm]:
+    def open(self, on_call: Callable[[IncomingCall], object]) -> tuple[Session, Llm]:
         """A session of an episode. Raises EpisodeError when the server has ended."""
         if not self._thread.is_alive():
             raise EpisodeError("the thread of the agents' endpoint has ended; see the log for its error")
-        session = Session(arrived)
+        session = Session(on_call)
         self._sessions[session.secret] = session
         return session, Llm(self.origin, session.secret)
 
@@ -156,7 +156,7 @@ class Endpoint:
     # -- the server's thread -----------------------------------------------------------------------------------------
 
     def _application(self) -> Starlette:
-        routes = [Route(f"/v1{path}", functools.partial(self._asked, dialect), methods=["POST"])
+        routes = [Route(f"/v1{path}", functools.partial(self._answer, dialect), methods=["POST"])
                   for path, dialect in _DIALECTS.items()]  # fmt: skip
         routes += [Route(path, _models, methods=["GET", "HEAD"]) for path in ("/v1/models", "/v1/models/{model:path}")]
         routes += [Route(path, _alive, methods=["GET", "HEAD"]) for path in ("/", "/health", "/version", "/v1")]
@@ -168,23 +168,23 @@ class Endpoint:
             exception_handlers={404: _no_route, 405: _no_route},
         )
 
-    async def _asked(self, dialect: Dialect, request: Request) -> Response:
+    async def _answer(self, dialect: Dialect, request: Request) -> Response:
         try:
             session = self._session(request)
-            key, asked = _read(dialect, request, await _body(request))
-            call = session.ask(key, asked, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
+            key, chat_request = _read(dialect, request, await _body(request))
+            call = session.ask(key, chat_request, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
             if not await _has_answer(request, call):
                 session.left(call)
                 return Response(status_code=499)  # no client reads it
             session.gave(call)
-            written = call.answer.result()
+            response = call.answer.result()
         except RequestError as error:
             return _failure(dialect, error.status, str(error))
         except ClientDisconnect:
             return Response(status_code=499)
-        if asked.streams:
-            return Response(dialect.events(asked, written), media_type="text/event-stream")
-        return _json(dialect.whole(written))
+        if chat_request.streams:
+            return Response(dialect.events(chat_request, response), media_type="text/event-stream")
+        return _json(dialect.whole(response))
 
     async def _act(self, action: Action, request: Request) -> Response:
         dialect = _DIALECTS["/chat/completions"]
@@ -203,7 +203,7 @@ class Endpoint:
         named = request.path_params.get("secret")
         session = self._sessions.get(named or _key_of(request))
         if session is None:
-            raise RequestError("there is no open session by this name: it has ended, or never was", 404 if named else 401)
+            raise RequestError("unknown or closed session", 404 if named else 401)
         return session
 
 
@@ -244,34 +244,34 @@ async def _body(request: Request) -> bytes:
     return bytes(kept)
 
 
-def _read(dialect: Dialect, request: Request, body: bytes) -> tuple[bytes, Asked]:
+def _read(dialect: Dialect, request: Request, body: bytes) -> tuple[bytes, ChatRequest]:
     """What it asks, and the key that its retries have too. Raises RequestError."""
     trained = request.headers.get(HEADER, "true").lower()
     if trained not in ("true", "false"):
         raise RequestError(f"header {HEADER}: {trained!r:.60}; choose true or false")
-    found = _object(body)
+    fields = _object(body)
     try:
-        asked = replace(dialect.read(found), trained=trained == "true")
-        asked.prefixes  # noqa: B018  computed here, where what cannot be is refused
+        chat_request = replace(dialect.read(fields), trained=trained == "true")
+        chat_request.prefixes  # noqa: B018  computed here, where what cannot be is refused
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}") from error
     key = hashlib.blake2b(b"\0".join([request.url.path.encode(), trained.encode(), body])).digest()
-    return key, asked
+    return key, chat_request
 
 
 def _object(body: bytes) -> dict[str, Any]:
     """Raises RequestError for what is no JSON object."""
     try:
-        found = json.loads(body)
+        data = json.loads(body)
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise RequestError("the body is no JSON object")
-    return found
+    return data
 
 
 def _key_of(request: Request) -> str:
@@ -281,11 +281,11 @@ def _key_of(request: Request) -> str:
 
 async def _has_answer(request: Request, call: Pending) -> bool:
     """Waits for the call's answer; False where the client has gone before."""
-    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop, settled = asyncio.get_running_loop(), asyncio.Event()
     gone = asyncio.ensure_future(request.receive())  # behind a body nothing comes but the loss of the connection
-    gone.add_done_callback(lambda _: came.set())
-    call.answer.add_done_callback(lambda _: loop.call_soon_threadsafe(came.set))
-    await came.wait()
+    gone.add_done_callback(lambda _: settled.set())
+    call.answer.add_done_callback(lambda _: loop.call_soon_threadsafe(settled.set))
+    await settled.wait()
     gone.cancel()
     with suppress(asyncio.CancelledError):
         await gone
@@ -313,9 +313,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def _failure(dialect: Dialect, status: int, reason: str) -> Response:
     """Only what did not come whole is worth a retry."""
-    found = _json(dialect.failure(status, reason), status)
-    found.headers["x-should-retry"] = "true" if status == 408 else "false"
-    return found
+    response = _json(dialect.failure(status, reason), status)
+    response.headers["x-should-retry"] = "true" if status == 408 else "false"
+    return response
 
 
 def _json(data: Mapping[str, Any], status: int = 200) -> Response:

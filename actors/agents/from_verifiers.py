@@ -24,15 +24,15 @@ from async_rlhf.buffers.errors import ConfigError, EpisodeError
 from async_rlhf.buffers.score import Score
 
 # What rewards look for in a content stays there: reasoning too.
-_TEMPLATE = {**TEMPLATE, "fields": {name: each for name, each in TEMPLATE["fields"].items() if name != "reasoning_content"}}
+_TEMPLATE = {**TEMPLATE, "fields": {name: field for name, field in TEMPLATE["fields"].items() if name != "reasoning_content"}}
 
 
 def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
     """options: verifiers' `[env]` block, but for its taskset's id. Raises EpisodeError for what is not there, ConfigError."""
-    place, name, found = located(named)
-    if not (isinstance(found, type) and issubclass(found, vf.Taskset)):
-        raise ConfigError(f"environment {named!r} is no Taskset of verifiers 0.4 (`verifiers.v1.Taskset`), but {found!r}")
-    taskset = module_id(found) if place.endswith(".py") else place
+    place, name, target = located(named)
+    if not (isinstance(target, type) and issubclass(target, vf.Taskset)):
+        raise ConfigError(f"environment {named!r} is no Taskset of verifiers 0.4 (`verifiers.v1.Taskset`), but {target!r}")
+    taskset = module_id(target) if place.endswith(".py") else place
     block = {**options, "taskset": {**options.get("taskset", {}), "id": taskset}}
     try:
         env = _environment(block)
@@ -41,7 +41,7 @@ def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
     most = getattr(getattr(env.config, "agent", None), "max_turns", None) or MAX_TURNS
 
     async def solve(llm: Llm, prompt: str | list[Message], seed: int, **columns: Any) -> Score:
-        row = {name: each for name, each in columns.items() if each is not None}
+        row = {name: value for name, value in columns.items() if value is not None}
         return _score(await _episode(block, {**row, "prompt": prompt or None}, llm))
 
     return agent_of(solve, Declaration(name=name, max_turns=most, timeout_s=STEP_S), _TEMPLATE)

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.agents.asked import RequestError
 from async_rlhf.actors.agents.endpoint import Endpoint
-from async_rlhf.actors.agents.sessions import Arrived, Session
+from async_rlhf.actors.agents.request import RequestError
+from async_rlhf.actors.agents.sessions import IncomingCall, Session
 from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import MAX_TURNS, EnvironmentSpec
@@ -37,7 +37,7 @@ from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.server import ANY_TURNS, EnvironmentServer
 from async_rlhf.actors.environments.settings import Reply, Scores
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
-from async_rlhf.actors.environments.yields import End, fails, read_yield
+from async_rlhf.actors.environments.yields import End, Read, fails, read_yield
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 
@@ -57,8 +57,8 @@ class _Running:
     turns: Turns
     since: float
     began: float
-    calls: deque[Arrived] = field(default_factory=deque)
-    answering: Arrived | None = None
+    calls: deque[IncomingCall] = field(default_factory=deque)
+    answering: IncomingCall | None = None
     reward: Any = None
 
 
@@ -100,16 +100,16 @@ class Harnesses:
             if running is None or running.answering is None:
                 return  # it ended meanwhile
             assert isinstance(sent, Reply)
-            (_, call), running.answering = running.answering, None
+            call, running.answering = running.answering, None
             running.since = self._clock()
-            call.answer.set_result(running.turns.wrote(sent))
+            call.pending.answer.set_result(running.turns.wrote(sent))
             while running.calls and running.answering is None:
                 self._ask(running, running.calls.popleft())
 
     def poll(self) -> list[Event[int]]:
         """What came of episodes, and of those that a harness has lost."""
         with self._lock:
-            late = [each for each in self._running.values() if self._is_late(each)]
+            late = [running for running in self._running.values() if self._is_late(running)]
             for running in late:
                 self.counters["timed_out"] += 1
                 self._over(running, fails("timed out", f"its harness sent nothing for {self._timeout_s:g} s (timeout_s)"))
@@ -135,7 +135,7 @@ class Harnesses:
                 return {"wait_s": WAIT_S}
             key = next(iter(self._waiting))
             row = self._waiting.pop(key)
-            session, llm = self.endpoint.open(lambda call: self._arrived(session.secret, call))
+            session, llm = self.endpoint.open(lambda call: self._on_call(session.secret, call))
             llm = replace(llm, origin=origin)
             now = self._clock()
             self._running[session.secret] = _Running(key, session, Turns(self._template, session), now, time.time())
@@ -167,7 +167,7 @@ class Harnesses:
             self._over(running, end)
         return {"score": end.score and end.score.value, "failure": end.failure or None}
 
-    def _arrived(self, name: str, call: Arrived) -> None:
+    def _on_call(self, name: str, call: IncomingCall) -> None:
         with self._lock:
             if (running := self._running.get(name)) is None:
                 return  # its session has just ended, and answers it
@@ -178,13 +178,12 @@ class Harnesses:
 
     # -- both, under the lock ----------------------------------------------------------------------------------------
 
-    def _ask(self, running: _Running, call: Arrived) -> None:
+    def _ask(self, running: _Running, call: IncomingCall) -> None:
         """A call whose turn comes, unless its client has gone."""
-        if not running.session.begins(call[1]):
+        if not running.session.begins(call.pending):
             return
         running.answering, running.since = call, self._clock()
-        asked = running.turns.call(call[0])
-        read = read_yield(asked, running.turns.num_calls - 1, ANY_TURNS, calls=True)
+        read = read_yield(running.turns.call(call.request), running.turns.num_calls - 1, ANY_TURNS, calls=True)
         if isinstance(read, End):
             self._over(running, read)
         else:
@@ -198,8 +197,8 @@ class Harnesses:
         del self._running[running.session.secret]
         self.endpoint.end(running.session)
 
-    def _happened(self, running: _Running, came: Any) -> None:
-        self._events.put(Event(running.key, came, running.began, time.time()))
+    def _happened(self, running: _Running, result: Read | End) -> None:
+        self._events.put(Event(running.key, result, running.began, time.time()))
         running.began = time.time()
         self.wake()
 
@@ -207,12 +206,12 @@ class Harnesses:
         return running.answering is None and self._clock() - running.since > self._timeout_s
 
     def _of(self, key: int) -> _Running | None:
-        return next((each for each in self._running.values() if each.key == key), None)
+        return next((running for running in self._running.values() if running.key == key), None)
 
     def _named(self, body: Mapping[str, Any]) -> _Running:
         running = self._running.get(str(body.get("session_id")))
         if running is None:
-            raise RequestError("no session by this name is open: it has ended, or its run has given it up", 410)
+            raise RequestError("unknown or closed session; its run may have given it up", 410)
         return running
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from async_rlhf.actors.agents.asked import (
-    Asked,
+from async_rlhf.actors.agents.request import (
+    ChatRequest,
     RequestError,
     conversation,
     function_tool,
@@ -17,7 +17,7 @@ from async_rlhf.actors.agents.asked import (
     refuse,
     stops,
 )
-from async_rlhf.actors.agents.written import MODEL, Written, event
+from async_rlhf.actors.agents.response import MODEL, ChatResponse, event
 from async_rlhf.actors.environments.settings import Message
 from async_rlhf.actors.environments.tool_calls import Tool
 
@@ -26,11 +26,11 @@ _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> ChatRequest:
     refuse(body, _PROMISES)
     system: list[Message] = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-    said = [message for each in listed(body, "messages") for message in _messages(each)]
-    return Asked(
+    said = [message for turn in listed(body, "messages") for message in _messages(turn)]
+    return ChatRequest(
         conversation([*system, *said]),
         _tools(body),
         most_tokens(body, "max_tokens"),
@@ -39,29 +39,29 @@ def read(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def whole(written: Written) -> dict[str, Any]:
+def whole(response: ChatResponse) -> dict[str, Any]:
     return {
-        "id": f"msg_{written.id}",
+        "id": f"msg_{response.id}",
         "type": "message",
         "role": "assistant",
         "model": MODEL,
-        "content": _blocks(written),
-        **_end(written),
-        "usage": {"input_tokens": written.num_prompt, "output_tokens": written.num_tokens},
+        "content": _blocks(response),
+        **_end(response),
+        "usage": {"input_tokens": response.num_prompt, "output_tokens": response.num_tokens},
     }
 
 
-def events(asked: Asked, written: Written) -> bytes:
-    found = whole(written)
-    usage = {"input_tokens": written.num_prompt, "output_tokens": 0}
-    begun = {**found, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+def events(request: ChatRequest, response: ChatResponse) -> bytes:
+    message = whole(response)
+    usage = {"input_tokens": response.num_prompt, "output_tokens": 0}
+    begun = {**message, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     parts: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
-    for index, block in enumerate(found["content"]):
+    for index, block in enumerate(message["content"]):
         empty, delta = _grown(block)
         parts.append({"type": "content_block_start", "index": index, "content_block": empty})
         parts.append({"type": "content_block_delta", "index": index, "delta": delta})
         parts.append({"type": "content_block_stop", "index": index})
-    parts.append({"type": "message_delta", "delta": _end(written), "usage": {"output_tokens": written.num_tokens}})
+    parts.append({"type": "message_delta", "delta": _end(response), "usage": {"output_tokens": response.num_tokens}})
     parts.append({"type": "message_stop"})
     return b"".join(event(part, part["type"]) for part in parts)
 
@@ -100,21 +100,21 @@ def _messages(given: Mapping[str, Any]) -> Iterable[Message]:
 def _tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
     """Those that the model is shown: with `tool_choice` "none" it is shown none. Raises RequestError for one that is forced."""
     given = listed(body, "tools")
-    if others := [each.get("type") for each in given if each.get("type", "custom") != "custom"]:
+    if others := [tool.get("type") for tool in given if tool.get("type", "custom") != "custom"]:
         raise RequestError(f"tools: {others[0]!r:.60} is run by Anthropic; only tools that the client runs can be given")
     if part(body, "tool_choice").get("type") == "none":
         return ()
     refuse(body, {"tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False})})
-    return tuple(function_tool(each.get("name"), each.get("description"), each.get("input_schema")) for each in given)
+    return tuple(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema")) for tool in given)
 
 
-def _blocks(written: Written) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    if written.reasoning:
-        found.append({"type": "thinking", "thinking": written.reasoning, "signature": ""})
-    if written.text or not written.calls:
-        found.append({"type": "text", "text": written.text})
-    return found + [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in written.calls]
+def _blocks(response: ChatResponse) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if response.reasoning:
+        blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": ""})
+    if response.text or not response.calls:
+        blocks.append({"type": "text", "text": response.text})
+    return blocks + [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in response.calls]
 
 
 def _grown(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -125,6 +125,6 @@ def _grown(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**block, key: ""}, {"type": f"{key}_delta", key: block[key]}
 
 
-def _end(written: Written) -> dict[str, Any]:
-    reason = "stop_sequence" if written.stopped_by and written.finish_reason == "stop" else _ENDS[written.finish_reason]
-    return {"stop_reason": reason, "stop_sequence": written.stopped_by}
+def _end(response: ChatResponse) -> dict[str, Any]:
+    reason = "stop_sequence" if response.stopped_by and response.finish_reason == "stop" else _ENDS[response.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": response.stopped_by}

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from async_rlhf.actors.agents import chat
-from async_rlhf.actors.agents.asked import Asked, RequestError, conversation, listed, most_tokens, part, refuse
-from async_rlhf.actors.agents.written import MODEL, Written, event
+from async_rlhf.actors.agents.request import ChatRequest, RequestError, conversation, listed, most_tokens, part, refuse
+from async_rlhf.actors.agents.response import MODEL, ChatResponse, event
 from async_rlhf.actors.environments.settings import Message
 
 _KEPT: Mapping[str, Any] = {"previous_response_id": (), "conversation": (), "prompt": (), "background": (False,)}
 _PROMISES: Mapping[str, Any] = {"top_logprobs": (0,), "parallel_tool_calls": (True,)}
 
 
-def read(body: Mapping[str, Any]) -> Asked:
+def read(body: Mapping[str, Any]) -> ChatRequest:
     for name, nothing in _KEPT.items():
         if (value := body.get(name)) is not None and value not in nothing:
             raise RequestError(f"{name}: nothing is kept between requests here; send the whole input")
@@ -28,7 +28,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     given = body.get("input")
     items = listed({"input": [{"role": "user", "content": given}]} if isinstance(given, str) else body, "input")
     system: list[Message] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    return Asked(
+    return ChatRequest(
         conversation([*system, *_messages(items)]),
         chat.tools_of(body, listed(body, "tools")),
         most_tokens(body, "max_output_tokens"),
@@ -36,30 +36,30 @@ def read(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def whole(written: Written) -> dict[str, Any]:
-    is_cut = written.finish_reason == "length"
+def whole(response: ChatResponse) -> dict[str, Any]:
+    is_cut = response.finish_reason == "length"
     return {
-        **_begun(written),
+        **_begun(response),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": _items(written),
+        "output": _items(response),
         "usage": {
-            "input_tokens": written.num_prompt,
+            "input_tokens": response.num_prompt,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": written.num_tokens,
+            "output_tokens": response.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": written.num_prompt + written.num_tokens,
+            "total_tokens": response.num_prompt + response.num_tokens,
         },
     }
 
 
-def events(asked: Asked, written: Written) -> bytes:
-    begun, found = _begun(written), whole(written)
+def events(request: ChatRequest, response: ChatResponse) -> bytes:
+    begun, whole_response = _begun(response), whole(response)
     parts: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
     parts.append({"type": "response.in_progress", "response": begun})
-    for index, item in enumerate(found["output"]):
+    for index, item in enumerate(whole_response["output"]):
         parts += ({**part, "output_index": index} for part in _growth(item))
-    parts.append({"type": f"response.{found['status']}", "response": found})
+    parts.append({"type": f"response.{whole_response['status']}", "response": whole_response})
     return b"".join(event({**part, "sequence_number": at}, part["type"]) for at, part in enumerate(parts))
 
 
@@ -81,7 +81,7 @@ def _messages(items: list[Mapping[str, Any]]) -> Iterator[Message]:
             yield turn
             turn = {}
         if kind == "reasoning":
-            texts = (each.get("text") or "" for each in [*listed(item, "content"), *listed(item, "summary")])
+            texts = (part.get("text") or "" for part in [*listed(item, "content"), *listed(item, "summary")])
             turn = {"reasoning_content": "".join(map(str, texts))}
         elif kind == "message" and item.get("role") == "assistant":
             turn = {"role": "assistant", **turn, "content": item.get("content")}
@@ -100,9 +100,9 @@ def _other(kind: str, item: Mapping[str, Any]) -> Message:
     raise RequestError(f"input: items of type {kind!r:.60} are not read; messages, reasoning and function calls are")
 
 
-def _begun(written: Written) -> dict[str, Any]:
+def _begun(response: ChatResponse) -> dict[str, Any]:
     return {
-        "id": f"resp_{written.id}",
+        "id": f"resp_{response.id}",
         "object": "response",
         "created_at": int(time.time()),
         "model": MODEL,
@@ -120,19 +120,19 @@ def _begun(written: Written) -> dict[str, Any]:
     }
 
 
-def _items(written: Written) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    if written.reasoning:
-        content = [{"type": "reasoning_text", "text": written.reasoning}]
-        found.append({"type": "reasoning", "id": f"rs_{written.id}", "summary": [], "content": content})
-    if written.text or not written.calls:
-        text = {"type": "output_text", "text": written.text, "annotations": [], "logprobs": []}
-        message = {"type": "message", "id": f"msg_{written.id}", "role": "assistant", "status": "completed"}
-        found.append({**message, "content": [text]})
-    for call in written.calls:
+def _items(response: ChatResponse) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if response.reasoning:
+        content = [{"type": "reasoning_text", "text": response.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{response.id}", "summary": [], "content": content})
+    if response.text or not response.calls:
+        text = {"type": "output_text", "text": response.text, "annotations": [], "logprobs": []}
+        message = {"type": "message", "id": f"msg_{response.id}", "role": "assistant", "status": "completed"}
+        items.append({**message, "content": [text]})
+    for call in response.calls:
         named = {"call_id": call.id, "name": call.name, "arguments": call.arguments_text, "status": "completed"}
-        found.append({"type": "function_call", "id": f"fc_{call.id}", **named})
-    return found
+        items.append({"type": "function_call", "id": f"fc_{call.id}", **named})
+    return items
 
 
 def _growth(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

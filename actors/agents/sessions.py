@@ -1,7 +1,7 @@
 """The calls of one episode, between the server's thread, which takes requests, and the episode's own, which answers them.
 
 owns        the calls so far, by what they ask; the answers, for requests that come again
-waits for   nothing: a request waits for its call's `answer`, an episode for what `arrived` is given
+waits for   nothing: a request waits for its call's `answer`, an episode for what `on_call` is given
 on close    `end`: every call without an answer fails with 503; so does each that comes later
 
 A retry is no second call. A request is one by its header (`x-stainless-retry-count`), or when a request like it lost its
@@ -20,9 +20,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from async_rlhf.actors.agents.asked import Asked, RequestError
-from async_rlhf.actors.agents.written import Written
+from async_rlhf.actors.agents.request import ChatRequest, RequestError
+from async_rlhf.actors.agents.response import ChatResponse
 
 
 @dataclass(eq=False)
@@ -31,29 +32,32 @@ class Pending:
     on which the answer is waited for; is_given: one had it."""
 
     key: bytes
-    answer: Future[Written] = field(default_factory=Future)
+    answer: Future[ChatResponse] = field(default_factory=Future)
     num_waiting: int = 0
     is_given: bool = False
 
 
-Arrived = tuple[Asked, Pending]
-"""A call, and what takes the model's turn in answer to it."""
+class IncomingCall(NamedTuple):
+    """A call, and what takes the model's turn in answer to it."""
+
+    request: ChatRequest
+    pending: Pending
 
 
 class Session:
     """See the module docstring. secret: names it in a URL or as a key. name: in the ids of its answers, and in no others.
     num_joined: requests that were no call of their own. num_left: calls without a connection when their turn came."""
 
-    def __init__(self, arrived: Callable[[Arrived], object]) -> None:
-        """arrived: takes each call once, in the server's thread."""
+    def __init__(self, on_call: Callable[[IncomingCall], object]) -> None:
+        """on_call: takes each call once, in the server's thread."""
         self.secret, self.name = secrets.token_urlsafe(24), secrets.token_hex(4)
         self.num_joined = self.num_left = 0
-        self._arrived = arrived
+        self._on_call = on_call
         self._lock = threading.Lock()
         self._calls: dict[bytes, list[Pending]] = {}
         self._is_over = False
 
-    def ask(self, key: bytes, asked: Asked, is_retry: bool) -> Pending:
+    def ask(self, key: bytes, request: ChatRequest, is_retry: bool) -> Pending:
         """The call whose answer a request waits for, until `left` or `gave`: its own, or one that it is a retry of.
 
         key: equal for a request and its retries. Raises RequestError when the episode has ended.
@@ -62,14 +66,14 @@ class Session:
             if self._is_over:
                 raise _over()
             known = self._calls.setdefault(key, [])
-            alone = [each for each in known if not each.num_waiting and not each.is_given]
+            alone = [pending for pending in known if not pending.num_waiting and not pending.is_given]
             call = alone[0] if alone else known[-1] if known and is_retry else None
             if call is not None:
                 self.num_joined += 1
                 call.num_waiting += 1
                 return call
             known.append(call := Pending(key, num_waiting=1))
-        self._arrived((asked, call))
+        self._on_call(IncomingCall(request, call))
         return call
 
     def begins(self, call: Pending) -> bool:

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from async_rlhf.actors.agents.asked import Asked, RequestError
 from async_rlhf.actors.agents.conversations import Conversations
+from async_rlhf.actors.agents.request import ChatRequest, RequestError
+from async_rlhf.actors.agents.response import ChatResponse, read_reply
 from async_rlhf.actors.agents.sessions import Session
-from async_rlhf.actors.agents.written import Written, read_reply
 from async_rlhf.actors.environments.settings import Call, Reply, Scores, counted
 from async_rlhf.actors.rewards.answer import read
 from async_rlhf.buffers.score import Score
@@ -25,12 +25,12 @@ _PREFIX = re.compile("^(chatcmpl-|msg_|resp_)")
 
 
 class Turns:
-    """Of one episode, of each of its chains one at a time: `call`, then `wrote`. template: how the model writes reasoning and
-    calls of tools."""
+    """Of one episode, one at a time in each conversation: `call`, then `wrote`. template: how the model writes reasoning
+    and calls of tools."""
 
     def __init__(self, template: Mapping[str, Any], session: Session) -> None:
         self._template, self._session, self._conversations = template, session, Conversations()
-        self._asked: dict[int, tuple[Asked, int]] = {}
+        self._requests: dict[int, tuple[ChatRequest, int]] = {}
         self._counts = Counter({"calls": 0, "unparsed_turns": 0})
         # Of the calls that were answered: their numbers and whether they are trained on, by the answer's id.
         self._trained: dict[str, tuple[int, bool]] = {}
@@ -41,20 +41,20 @@ class Turns:
     def num_calls(self) -> int:
         return self._counts["calls"]
 
-    def call(self, asked: Asked) -> Call:
+    def call(self, request: ChatRequest) -> Call:
         self._counts["calls"] += 1
-        chain, known = self._conversations.place(asked.prefixes)
-        self._asked[chain] = asked, self.num_calls
-        tools = () if known else asked.tools
-        return Call(chain, asked.messages[known:], tools, asked.max_tokens, asked.stop, asked.trained)
+        conversation, known = self._conversations.place(request.prefixes)
+        self._requests[conversation] = request, self.num_calls
+        tools = () if known else request.tools
+        return Call(conversation, request.messages[known:], tools, request.max_tokens, request.stop, request.trained)
 
-    def wrote(self, reply: Reply) -> Written:
-        asked, number = self._asked.pop(reply.chain)
-        written = read_reply(reply, asked, self._template, number, self._session.name)
-        self._trained[written.id] = number, asked.trained
-        self._counts["unparsed_turns"] += written.is_unparsed
-        self._conversations.wrote(reply.chain, asked.prefixes, written.message)
-        return written
+    def wrote(self, reply: Reply) -> ChatResponse:
+        request, number = self._requests.pop(reply.conversation)
+        response = read_reply(reply, request, self._template, number, self._session.name)
+        self._trained[response.id] = number, request.trained
+        self._counts["unparsed_turns"] += response.is_unparsed
+        self._conversations.wrote(reply.conversation, request.prefixes, response.message)
+        return response
 
     def reward(self, id: str, value: Any) -> None:
         """A score of one call, once. id: of its answer, as the client has it. Raises RequestError."""
@@ -66,7 +66,7 @@ class Turns:
             raise RequestError(f"{id!r:.80} is no call of this episode; {answered}", 404)
         number, is_trained = self._trained[named]
         if not is_trained:
-            raise RequestError(f"call {named!r} is not trained on, as its request asked: a reward for it would be lost")
+            raise RequestError(f"call {named!r} is not trained on, as its request wanted: a reward for it would be lost")
         if number in self._rewards:
             raise RequestError(f"call {named!r} has the reward {self._rewards[number]:g} already; it is set once", 409)
         answer = read(value)
@@ -81,13 +81,13 @@ class Turns:
         return Scores(self._score(result), tuple(map(self._rewards.get, range(1, self.num_calls + 1))))
 
     def _score(self, result: Any) -> Score:
-        counts = {**self._counts, "chains": self._conversations.num_chains}
+        counts = {**self._counts, "conversations": self._conversations.num_conversations}
         counts |= {"retries_joined": self._session.num_joined, "calls_left": self._session.num_left}
         if not isinstance(result, Mapping):
             answer = read(result)
             return counted(answer.score(), counts)
         answers = {str(name): read(value) for name, value in result.items()}
-        if failed := [f"reward {name!r}: {each.failure}" for name, each in answers.items() if each.failure is not None]:
+        if failed := [f"reward {name!r}: {answer.failure}" for name, answer in answers.items() if answer.failure is not None]:
             return Score(failure=failed[0], metrics=counts)
         values = {name: answer.value for name, answer in answers.items() if answer.value is not None}
         total = read(sum(values.values()) if values else None)

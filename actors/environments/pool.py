@@ -24,7 +24,7 @@ from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import End, Read, fails
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.pool import WorkerPool
-from async_rlhf.actors.workers.sessions import Came, Closed
+from async_rlhf.actors.workers.sessions import Closed, StepResult
 from async_rlhf.buffers.errors import EpisodeError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Event(Generic[Key]):
-    """What came of an episode: what the model is to read next (the first is the prompt), its end, or None where it is lost.
+    """The result of a step: what the model is to read next (the first is the prompt), its end, or None where it is lost.
 
     Then its process ended for another episode's reason or one that is not known, and the caller begins it again.
 
@@ -42,7 +42,7 @@ class Event(Generic[Key]):
     """
 
     key: Key
-    came: Read | End | None
+    result: Read | End | None
     began: float = 0.0
     ended: float = 0.0
 
@@ -80,7 +80,7 @@ class EpisodePool(Generic[Key]):
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _Pending[Key]] = {}
-        self._inbox: queue.SimpleQueue[tuple[int, Came | Closed | Failed | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, StepResult | Closed | Failed | None]] = queue.SimpleQueue()
         self.counters = EpisodeCounters()
         form, address = form_of(spec.target)
         self._sessions: RemoteEpisodes | WorkerPool
@@ -136,8 +136,8 @@ class EpisodePool(Generic[Key]):
                 self._count_cleanup(message)
             elif id in self._pending:  # Else it was discarded.
                 events.append(self._event(id, message))
-        lost = {event.key for event in events if event.came is None}
-        return [event for event in events if not isinstance(event.came, Read) or event.key not in lost]
+        lost = {event.key for event in events if event.result is None}
+        return [event for event in events if not isinstance(event.result, Read) or event.key not in lost]
 
     def discard(self, keys: Iterable[Key]) -> None:
         """Close these episodes; unknown keys are ignored. Their generators are closed as soon as their steps end."""
@@ -151,7 +151,7 @@ class EpisodePool(Generic[Key]):
         """End all processes, after half of the deadline for cleanup. Raises DeadlineError if one is left after all of it."""
         self._sessions.close(deadline_s)
 
-    def _happened(self, id: int, message: Came | Closed | Failed | None) -> None:
+    def _happened(self, id: int, message: StepResult | Closed | Failed | None) -> None:
         """Called from the thread of the processes."""
         if isinstance(message, Closed) and not message.failure:
             return
@@ -160,9 +160,9 @@ class EpisodePool(Generic[Key]):
             self._is_awake = True
             self.wake()
 
-    def _event(self, id: int, message: Came | Failed | None) -> Event[Key]:
+    def _event(self, id: int, message: StepResult | Failed | None) -> Event[Key]:
         pending = self._pending[id]
-        if isinstance(message, Came) and isinstance(message.result, Read):
+        if isinstance(message, StepResult) and isinstance(message.result, Read):
             pending.writes += 1
             pending.turns += 1
             return Event(pending.key, message.result, message.began, message.ended)
@@ -172,7 +172,7 @@ class EpisodePool(Generic[Key]):
             return Event(pending.key, None)
         if isinstance(message, Failed):
             now, end = time.time(), fails(*message)
-            message = Came(id, end, now, now)
+            message = StepResult(id, end, now, now)
         self._count(message.result)
         return Event(pending.key, message.result, message.began, message.ended)
 

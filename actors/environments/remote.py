@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, cast
 
 from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
-from async_rlhf.actors.environments.settings import Call, Content, Declaration, Message, Reply
+from async_rlhf.actors.environments.settings import Call, Declaration, Message, Reply
 from async_rlhf.actors.environments.yields import End, Read, fails, read_yield
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import Failure, SessionClient, describe
 from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, ReplyFields, Step, Stepped, to_answers
-from async_rlhf.actors.workers.sessions import Came, Happened
+from async_rlhf.actors.workers.sessions import Happened, StepResult
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, EpisodeError, WireError
 from async_rlhf.buffers.score import Score
 
@@ -39,10 +39,10 @@ def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
         return Adapted(_remote, Declaration())
     if unknown := options.keys() - {"keys"}:
         raise ConfigError(f"environment.options.{min(unknown)}: a remote environment takes keys; others are its server's")
-    found = _described(address, str(options.get("keys", "")))
-    settings = Declaration(**found.model_dump(exclude={"required", "fields", "tools", "judges"}))
-    fields = None if found.fields is None else tuple(found.fields)
-    return Adapted(_remote, settings, tuple(found.required), tuple(found.tools), found.judges, fields)
+    served = _described(address, str(options.get("keys", "")))
+    settings = Declaration(**served.model_dump(exclude={"required", "fields", "tools", "judges"}))
+    fields = None if served.fields is None else tuple(served.fields)
+    return Adapted(_remote, settings, tuple(served.required), tuple(served.tools), served.judges, fields)
 
 
 async def _remote(**fields: Any) -> Any:
@@ -52,7 +52,7 @@ async def _remote(**fields: Any) -> Any:
 
 def _described(address: str, keys: str) -> EnvironmentFields:
     try:
-        found = describe(address, _DESCRIBE_S, keys, SERVED).environment
+        served = describe(address, _DESCRIBE_S, keys, SERVED).environment
     except DeadlineError as error:
         keyed = "" if keys else ", without keys (environment.options.keys)"
         raise EpisodeError(
@@ -61,9 +61,9 @@ def _described(address: str, keys: str) -> EnvironmentFields:
         ) from error
     except WireError as error:
         raise EpisodeError(str(error)) from error
-    if found is None:
+    if served is None:
         raise EpisodeError(f"{address} serves no environment")
-    return found
+    return served
 
 
 @dataclass
@@ -84,7 +84,7 @@ class RemoteEpisodes:
         self._episodes: dict[int, _Episode] = {}
         self._lost: set[Hashable] = set()
         keys = "" if address.startswith(CALLER) else str(spec.options.get("keys", ""))
-        self._client = SessionClient(address, keys, SERVED, self._came)
+        self._client = SessionClient(address, keys, SERVED, self._answered)
 
     def begin(self, id: int, key: Hashable, what: Mapping[str, Any], timeout_s: float) -> None:
         limit_s = self._spec.episode_timeout_s
@@ -124,53 +124,48 @@ class RemoteEpisodes:
         if known := [id for id in ids if self._episodes.pop(id, None) is not None]:
             self._client.leave(known)
 
-    def _came(self, id: int, came: Stepped | Failure) -> None:
+    def _answered(self, id: int, answer: Stepped | Failure) -> None:
         episode, now = self._episodes.pop(id), time.time()
-        if isinstance(came, Failure):
-            if came.kind == "lost" and episode.key not in self._lost:
-                self._lost.add(episode.key)
-                self._happened(id, None)
-                return
-            end: Read | End = self._failed(episode, came)
-        elif came.content is None:
-            end = _ended(came)
-        elif episode.turn >= self._spec.max_turns:
-            self._client.leave([id])
-            end = End("max_turns", None if came.score is None else Score(came.score))
-        else:
-            end = self._read(episode, came.content, came)
-            if isinstance(end, Read):
-                self._episodes[id] = episode
-            else:
-                self._client.leave([id])
-        self._happened(id, Came(id, end, episode.began, now, ends=isinstance(end, End)))
+        is_lost = isinstance(answer, Failure) and answer.kind == "lost"
+        if is_lost and episode.key not in self._lost:
+            self._lost.add(episode.key)
+            self._happened(id, None)
+            return
+        result = self._failed(episode, answer) if isinstance(answer, Failure) else self._result(episode, answer)
+        if isinstance(result, Read):
+            self._episodes[id] = episode
+        elif isinstance(answer, Stepped) and answer.content is not None:
+            self._client.leave([id])  # the server would go on
+        self._happened(id, StepResult(id, result, episode.began, now, ends=isinstance(result, End)))
 
-    def _read(self, episode: _Episode, content: Content, came: Stepped) -> Read | End:
-        if self._spec.calls != (came.call is not None):
-            return fails(
-                "not readable", "it yields Calls and the run expects none, or the other way round: is another one served?"
-            )
-        if came.call is None:
-            return Read(content, came.score)
-        call = Call(messages=cast("list[Message]", content), **dict(came.call))
+    def _result(self, episode: _Episode, step: Stepped) -> Read | End:
+        if step.content is None:
+            return _ended(step)
+        if episode.turn >= self._spec.max_turns:
+            return End("max_turns", None if step.score is None else Score(step.score))
+        if self._spec.calls != (step.call is not None):
+            return fails("not readable", "the server's environment is not the one this run was checked with")
+        if step.call is None:
+            return Read(step.content, step.score)
+        call = Call(messages=cast("list[Message]", step.content), **dict(step.call))
         return read_yield(call, episode.turn, self._spec.max_turns, calls=True)
 
-    def _failed(self, episode: _Episode, came: Failure) -> End:
-        if came.kind == "late" and episode.ends_at <= time.monotonic():
+    def _failed(self, episode: _Episode, failure: Failure) -> End:
+        if failure.kind == "late" and episode.ends_at <= time.monotonic():
             return fails("timed out", f"the episode took longer than {self._spec.episode_timeout_s:g} s (episode_timeout_s)")
-        if came.kind == "late":
-            return fails("timed out", f"{came.reason}: {self._spec.timeout_s:g} s (timeout_s)")
-        return fails("lost" if came.kind == "lost" else "died", came.reason)
+        if failure.kind == "late":
+            return fails("timed out", f"{failure.reason}: {self._spec.timeout_s:g} s (timeout_s)")
+        return fails("lost" if failure.kind == "lost" else "died", failure.reason)
 
 
 def _fields(reply: Reply) -> ReplyFields:
     return ReplyFields(finish_reason=reply.finish_reason, num_prompt=reply.num_prompt, num_tokens=reply.num_tokens)
 
 
-def _ended(came: Stepped) -> End:
-    if not came.answers:
-        return End("returned") if came.turn else fails("no turn", "it ended before the model wrote anything")
-    (answer,) = to_answers(came.answers)
+def _ended(step: Stepped) -> End:
+    if not step.answers:
+        return End("returned") if step.turn else fails("no turn", "it ended before the model wrote anything")
+    (answer,) = to_answers(step.answers)
     if answer.failure is not None:
         return End("failed", answer.score(), "reported")
-    return End("scored", answer.score(), turn_scores=tuple(came.turn_scores))
+    return End("scored", answer.score(), turn_scores=tuple(step.turn_scores))

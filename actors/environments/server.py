@@ -90,23 +90,23 @@ class EnvironmentServer(Service):
         if self._spec.calls != (step.reply is not None):
             raise WireError(f"a turn of an episode {'without' if self._spec.calls else 'with'} what a call is answered by")
         before = client.sessions[step.id].answer
-        chain = 0 if before is None or before.call is None else before.call.chain
-        sent = step.text if step.reply is None else Reply(step.text, **dict(step.reply), chain=chain)
+        conversation = 0 if before is None or before.call is None else before.call.conversation
+        sent = step.text if step.reply is None else Reply(step.text, **dict(step.reply), conversation=conversation)
         self._pool.reply(client.key(step.id), sent)
 
     def _end(self, keys: Collection[int], streams: Collection[int]) -> None:
         self._pool.discard(keys)
 
     def _stepped(self, event: Event[int], client: Client, id: int, session: Session) -> Stepped | None:
-        if event.came is None:
+        if event.result is None:
             return None
-        if isinstance(event.came, Read):
-            read, call = event.came, event.came.call
+        if isinstance(event.result, Read):
+            read, call = event.result, event.result.call
             fields = None if call is None else CallFields(**{name: getattr(call, name) for name in CallFields.model_fields})
             return Stepped(id=id, turn=session.turn, content=read.content, score=read.score, call=fields)
-        score = event.came.score
+        score = event.result.score
         answers = [] if score is None else [to_fields(Answer(score.value, score.failure, metrics=score.metrics))]
-        return Stepped(id=id, turn=session.turn, answers=answers, turn_scores=[*event.came.turn_scores])
+        return Stepped(id=id, turn=session.turn, answers=answers, turn_scores=[*event.result.turn_scores])
 
     def _environment(self) -> EnvironmentFields:
         return EnvironmentFields(**{name: getattr(self._spec, name) for name in EnvironmentFields.model_fields})

@@ -25,8 +25,8 @@ Content = str | list[Message]
 
 def counted(score: Score, counts: Mapping[str, float]) -> Score:
     """With what was counted of the episode beside what its maker reports, which is `own/NAME` where a count is called so."""
-    own = {f"own/{name}" if name in counts else name: value for name, value in score.metrics.items()}
-    return replace(score, metrics={**own, **counts})
+    reported = {f"own/{name}" if name in counts else name: value for name, value in score.metrics.items()}
+    return replace(score, metrics={**reported, **counts})
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Feedback:
 class Call:
     """A request for the model's turn as an agent makes it; yielded in place of text or messages where `calls` is set.
 
-    chain: which of the episode's conversations; a number that was not used before begins one (the first is 0, then 1, ...).
-    messages: of a new chain all of it; else what follows the model's last turn in that chain.
-    tools: JSON schemas that the chat template is given; of a new chain, which keeps them.
+    conversation: its number; one that was not used before begins a conversation (the first is 0, then 1, ...).
+    messages: of a new conversation all of it; else what follows the model's last turn there.
+    tools: JSON schemas that the chat template is given; of a new conversation, which keeps them.
     max_tokens: of the turn; None, or more than `generation.max_completion_length`: that.
     stop: further texts that end the turn, beside `generation.stop`.
     trained: whether the turn's tokens are trained on; else they are read, as an observation is.
     """
 
-    chain: int
+    conversation: int
     messages: list[Message]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
@@ -74,14 +74,14 @@ class Reply(NamedTuple):
     """What the model wrote after a Call; the generator gets it from its yield (after text or messages it gets `text` alone).
 
     text: without special tokens. finish_reason: length where the turn's budget of tokens cut it. num_prompt: tokens that stood
-    before the turn in its chain. num_tokens: sampled ones of the turn. chain: that of the Call.
+    before the turn in its conversation. num_tokens: sampled ones of the turn. conversation: that of the Call.
     """
 
     text: str
     finish_reason: Literal["stop", "length"]
     num_prompt: int
     num_tokens: int
-    chain: int = 0
+    conversation: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,4 +156,4 @@ def environment(function: EnvironmentFunction | None = None, /, **settings: Any)
 def settings_of(function: EnvironmentFunction, **defaults: Any) -> Declaration:
     """What `@environment` left on the function, else the defaults. defaults: of a kind of functions, in place of the usual."""
     given = getattr(function, GIVEN, {})
-    return replace(declared(function, Declaration), **{name: each for name, each in defaults.items() if name not in given})
+    return replace(declared(function, Declaration), **{name: value for name, value in defaults.items() if name not in given})

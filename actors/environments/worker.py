@@ -1,6 +1,6 @@
 """Episodes in the processes that run them: a generator that is driven one step at a time, synchronous or asynchronous.
 
-A step returns what it came to and never raises for what the user's code does, but for memory that ran out. An asynchronous step
+A step returns its result and never raises for what the user's code does, but for memory that ran out. An asynchronous step
 runs on the event loop and is cancelled when it must end; a synchronous one runs in a thread, which ends only with its process.
 """
 
@@ -117,7 +117,7 @@ class Episode:
             return self._end_of(error)
 
     def _end_of(self, error: BaseException) -> End:
-        """What a step that gave nothing came to."""
+        """The end after a step that gave nothing."""
         if isinstance(error, StopIteration | StopAsyncIteration):
             return read_return(self._turn, getattr(error, "value", None))
         if isinstance(error, MemoryError):

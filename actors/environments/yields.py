@@ -68,7 +68,7 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
     if isinstance(value, Score):
         return _end(value, turn)
     if calls and isinstance(value, Scores):
-        answers = [read(each) for each in value.turns]
+        answers = [read(score) for score in value.turns]
         if failed_ones := [answer.failure for answer in answers if answer.failure is not None]:
             return fails("not readable", f"Scores with a score of a turn: {failed_ones[0]}")
         if len(answers) > turn:
@@ -125,8 +125,8 @@ def _call(call: Any, turn: int) -> Call | End:
 
 def _problem_of(call: Call, turn: int) -> str | None:
     """Why this is no call that can be answered."""
-    if type(call.chain) is not int or not 0 <= call.chain <= turn:
-        return f"whose chain is {shown(call.chain)}; they are numbered as they begin, and none is above {turn} here"
+    if type(call.conversation) is not int or not 0 <= call.conversation <= turn:
+        return f"whose conversation is {shown(call.conversation)}; they are numbered as they begin, none is above {turn} here"
     if not isinstance(call.messages, list | tuple):
         return f"whose messages are {shown(call.messages)}; a list of chat messages was expected"
     if not isinstance(call.tools, list | tuple) or not all(map(_is_tool, call.tools)):
@@ -134,7 +134,7 @@ def _problem_of(call: Call, turn: int) -> str | None:
     if call.max_tokens is not None and not (type(call.max_tokens) is int and call.max_tokens >= 1):
         return f"whose max_tokens is {shown(call.max_tokens)}; a whole number of 1 or more was expected, or None"
     is_list = isinstance(call.stop, list | tuple) and len(call.stop) <= MAX_STOPS
-    if not is_list or not all(isinstance(each, str) and 0 < len(each) <= MAX_STOP_CHARS for each in call.stop):
+    if not is_list or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in call.stop):
         return f"whose stop is {shown(call.stop)}; at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters were expected"
     return None if isinstance(call.trained, bool) else f"whose trained is {shown(call.trained)}; True or False was expected"
 
@@ -146,10 +146,10 @@ def _is_tool(tool: Any) -> bool:
 
 def _content(content: Any) -> Content | End:
     if isinstance(content, list | tuple) and content:
-        if (problem := next((problem for each in content if (problem := _problem(each))), None)) is not None:
+        if (problem := next((problem for message in content if (problem := _problem(message))), None)) is not None:
             return fails("not readable", f"yielded a chat message {problem}")
-        found: Content | End = _json([dict(message) for message in content], "chat messages", chat_of)
-        return found
+        messages: Content | End = _json([dict(message) for message in content], "chat messages", chat_of)
+        return messages
     if not isinstance(content, str):
         hint = "; a score is yielded as Score(...)" if isinstance(content, int | float) else ""
         hint = "; only @environment(calls=True) yields Calls" if isinstance(content, Call) else hint
@@ -165,13 +165,13 @@ def _json(value: list[Any], what: str, read: Callable[[list[Any]], Any] = list) 
     """What is read of JSON data of bounded size, or how the episode ends. what: for messages."""
     try:
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        found, size = read(json.loads(written)), len(written.encode())
-        msgpack.packb(found)  # whole numbers beyond 64 bits do not travel
+        plain, size = read(json.loads(written)), len(written.encode())
+        msgpack.packb(plain)  # whole numbers beyond 64 bits do not travel
     except UnicodeEncodeError as error:
         return fails("not readable", f"yielded text that has no UTF-8 form: {error}")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         return fails("not readable", f"yielded {what} that are no JSON data for text: {error}")
-    return found if size <= MAX_BYTES else _too_large(size)
+    return plain if size <= MAX_BYTES else _too_large(size)
 
 
 def _too_large(size: int) -> End:

@@ -4,18 +4,19 @@
     waits for   nothing; `step` decodes one token of what runs, and takes in what the environment has answered by then
     on close    nothing; engine and environment belong to the caller
 
-Without an environment the prompt is the row's own and a rollout is one turn. With one, its first observation is the prompt:
-the members of a group begin together when all have theirs, which must be equal, for a baseline compares them. Those of an
-agent's group begin each by itself, and their first prompts may differ behind a first token that all share. An agent's calls are
-turns of one rollout, whichever conversation they are of. Those of several conversations are written at the same time as long as
-there is room for all that they may have; one for which there is not waits until another has ended.
+It moves data: what follows on which event is decided in `lifecycle`, what a turn reads and whether it has room in `reading`.
 
-An episode is ended by its environment, or by a limit: there is no room (`context`: in all chains together, or for the prompt of
+Without an environment the prompt is the row's own and a rollout is one turn. With one, its first observation is the prompt,
+equal for the members of a group, for a baseline compares them. Those of an agent's group begin each by itself, and their first
+prompts may differ behind a first token that all share. An agent's calls are turns of one rollout, whichever conversation they
+are of. Those of several conversations are written at the same time as long as there is room for all that they may have; one for
+which there is not waits until another has ended.
+
+An episode is ended by its environment, or by a limit: there is no room (`context`: in all rows together, or for the prompt of
 one), it has had its turns (`max_turns`); it then has the score that the environment's settings name for that. Turns that are
-being written then go on to their ends, so what is in a record depends on no moment; those that wait do not begin. An episode
-without a turn that is trained on, because its environment failed before that or made no such call, leaves a member without a
-prompt: the member is sampled for one token, behind that of its group, or of the row where no other has one, and its score is a
-failed one. So a group is always whole.
+being written then go on to their ends, so what is in a record depends on no moment; those that wait do not begin. A member of
+which no turn is trained on, because its environment failed before that or made no such call, is sampled for one token, behind
+the prompt of its group, or of the row where no other has one; its score is a failed one.
 """
 
 from __future__ import annotations
@@ -23,354 +24,328 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
 from async_rlhf.actors.environments import Content, Reply
+from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.yields import End, Read
-from async_rlhf.actors.loop.reading import check_prompt, next_turn, room_for
+from async_rlhf.actors.loop.context import NO_ENVIRONMENTS, Environment, Environments
+from async_rlhf.actors.loop.lifecycle import PLAYED, WAITING, Members, State
+from async_rlhf.actors.loop.lifecycle import Event as LifeEvent
+from async_rlhf.actors.loop.reading import NoRoomError, first_prompt, next_turn
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.loop.transcript import Transcript, Turn
-from async_rlhf.actors.loop.work import NO_PLAYS, Play, Played, Plays
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
 from async_rlhf.buffers.record import FinishReason, Score
 
-_NO_TURN = "it ended before the model wrote anything"
-_UNTRAINED = "no call of it is trained"
-
 
 @dataclass(eq=False)
 class _Group:
-    """play: its environment.
-
-    said, prompt, text, failure: of members that begin together: their first observations, the one of the group (None until all
-    members have theirs), as the model reads it, and why it cannot. prompt_ids: of the first member that has a prompt, empty
-    until then. without: members that have none and wait for one of their group.
-    """
+    """prompt, text, ids: the first observation of members that begin together, and as the model reads it."""
 
     row: Row
     seed: int
-    play: Play | None
-    requests: Mapping[RolloutKey, Request]
-    said: dict[RolloutKey, Content | Score] = field(default_factory=dict)
+    environment: Environment | None
+    members: Members[RolloutKey]
     prompt: Content | None = None
     text: str = ""
-    failure: str = ""
-    prompt_ids: tuple[int, ...] = ()
-    without: list[RolloutKey] = field(default_factory=list)
+    ids: tuple[int, ...] = ()
 
-
-class _End(NamedTuple):
-    """reason: None for that of the last turn."""
-
-    reason: FinishReason | None
-    score: Score | None
+    @property
+    def played_by(self) -> Environment:
+        assert self.environment is not None
+        return self.environment
 
 
 @dataclass(eq=False)
 class _Episode:
+    """observed: its first observation. waiting: what is to be read, until there is room. reason, score: of its end; None: that
+    of the last turn, and none. steps: of its environment."""
+
     request: Request
     group: _Group
     transcript: Transcript = field(default_factory=Transcript)
-    failed: Score | None = None
-    """Why there is no environment any more."""
+    observed: Content = ""
     waiting: deque[Read] = field(default_factory=deque)
-    """Calls that wait for room."""
-    end: _End | None = None
-    """It has ended, but for turns that are still being written."""
+    reason: FinishReason | None = None
+    score: Score | None = None
     steps: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def key(self) -> RolloutKey:
+        return self.request.key
+
+    @property
+    def state(self) -> State:
+        return self.group.members.state(self.key)
+
+    @property
+    def engine_keys(self) -> set[RolloutKey]:
+        """Those by which the engine may hold something of it."""
+        return {self.key, *(self.key._replace(row=turn.row) for turn in self.transcript.turns)}
 
 
 class Episodes:
     """See the module docstring. Raises what engine and environment raise."""
 
-    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], plays: Plays = NO_PLAYS) -> None:
-        """decode: token ids to what the environment is given as the model's turn. plays: the environments of the rows."""
-        self._engine, self._decode, self._plays = engine, decode, plays
+    def __init__(
+        self, engine: Engine, decode: Callable[[Sequence[int]], str], environments: Environments = NO_ENVIRONMENTS
+    ) -> None:
+        """decode: token ids to what the environment is given as the model's turn. environments: of the rows."""
+        self._engine, self._decode, self._environments = engine, decode, environments
         self._episodes: dict[RolloutKey, _Episode] = {}
-        self._opening: set[RolloutKey] = set()
-        # What goes to the engine at the end of `poll`, all at once: turns that may begin, and keys that it may still hold.
+        self._waiting: set[RolloutKey] = set()
+        # What goes to the engine all at once: keys of which it is to hold nothing, and behind them turns that begin.
+        self._released: list[RolloutKey] = []
         self._beginning: list[Request] = []
-        self._over: list[RolloutKey] = []
+        self._finished: list[FinishedRollout] = []
 
     @property
     def num_opening(self) -> int:
         """Rollouts that wait for first observations, their own or others of their group."""
-        return len(self._opening)
+        return len(self._waiting)
 
     def begin(self, groups: Iterable[tuple[Row, int, Sequence[Request]]]) -> None:
         """Begin the members of groups: of each its row, its environments' seed, and requests with the prompt of the row."""
-        of = self._plays.of
-        begun = [_Group(row, seed, of(row.columns), {each.key: each for each in requests}) for row, seed, requests in groups]
-        for group in begun:
-            self._episodes |= {key: _Episode(request, group) for key, request in group.requests.items()}
-        alone = [self._episodes[key] for group in begun if group.play is None for key in group.requests]
-        for episode in alone:
-            episode.transcript.begin(Turn(0, 0, "", episode.request.prompt_ids))
-        self._submit([episode.request for episode in alone])
-        for group in begun:
-            if group.play is not None:
-                self._open(group, group.play, group.requests)
+        for row, seed, requests in groups:
+            environment = self._environments.of(row.columns)
+            members = Members([request.key for request in requests], is_played=environment is not None)
+            group = _Group(row, seed, environment, members)
+            episodes = {request.key: _Episode(request, group) for request in requests}
+            self._episodes |= episodes
+            if environment is not None:
+                for episode in episodes.values():
+                    self._open(episode)
+            self._begin_due(group)
+        self._flush()
 
-    def step(self) -> list[Played]:
+    def step(self) -> list[FinishedRollout]:
         """Decode a token of what runs; what has ended by then, and what the environment has ended."""
-        played = [each for completion in self._engine.step() if (each := self._took(completion)) is not None]
-        return played + self.poll()
+        for completion in self._engine.step():
+            episode = self._episodes[completion.key.rollout]
+            self._wrote(episode, completion)
+            self._begin_due(episode.group)
+        return self.poll()
 
-    def poll(self) -> list[Played]:
+    def poll(self) -> list[FinishedRollout]:
         """What the environment has answered; nothing without one."""
-        played: list[Played | None] = []
-        for play, event in [(each, event) for each in self._plays.all for event in each.pool.poll()]:
-            if (episode := self._episodes.get(event.key)) is None or episode.end is not None:
-                continue  # it was discarded
-            if event.came is None:
-                self._again(event.key, play, episode)
-                continue
-            episode.steps.append((event.began, event.ended))
-            if isinstance(event.came, Read):
-                played.append(self._observed(event.key, event.came, play, episode))
-            else:
-                played.append(self._ended(event.key, event.came, play, episode))
-        self._submit(self._beginning)
-        if self._over:
-            self._engine.abort(self._over)
-        self._beginning, self._over = [], []
-        return [each for each in played if each is not None]
+        for event in [event for environment in self._environments.all for event in environment.pool.poll()]:
+            episode = self._episodes.get(event.key)
+            if episode is not None and episode.state in PLAYED:  # else it was discarded
+                self._heard(episode, event)
+                self._begin_due(episode.group)
+        self._flush()
+        finished, self._finished = self._finished, []
+        return finished
 
     def discard(self, keys: Sequence[RolloutKey]) -> list[int]:
-        """Forget these; of each the tokens thrown away."""
-        for play in self._plays.all:
-            play.pool.discard(keys)
-        self._opening.difference_update(keys)
-        known = [(key, self._episodes.pop(key)) for key in keys if key in self._episodes]
-        thrown_away = {key: each.transcript.num_sampled + self._engine.abort(_keys(key, each)) for key, each in known}
+        """Forget these, whole groups; of each the tokens thrown away."""
+        for environment in self._environments.all:
+            environment.pool.discard(keys)
+        self._waiting.difference_update(keys)
+        known = [self._episodes.pop(key) for key in keys if key in self._episodes]
+        thrown_away = {
+            episode.key: episode.transcript.num_sampled + self._engine.abort(episode.engine_keys) for episode in known
+        }
         return [thrown_away.get(key, 0) for key in keys]
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[tuple[Partial, tuple[int, ...]]]:
-        """As `Engine.partials`, of all behind the prompt, and the prompt; of the chain that is first in the record, while a
-        turn of it is written that is trained on."""
+        """As `Engine.partials`, of all behind the prompt, and the prompt; of the row that is first in the record, while a turn
+        of it is written that is trained on."""
         of_turn = {}
         for key, count in known.items():
             if (first := self._episodes[key].transcript.first) is not None:
-                newest = self._episodes[key].transcript.chain(first.chain)[-1]
-                of_turn[key._replace(chain=first.chain)] = max(0, count - newest.behind)
-        found = []
-        for shown in self._engine.partials(of_turn):
-            prompt_ids, behind = self._episodes[shown.key.rollout].transcript.row(shown.key.chain)
-            token_ids = np.concatenate([np.array(behind, np.int32), shown.token_ids])
-            found.append((Partial(shown.key.rollout, token_ids), prompt_ids))
-        return found
+                newest = self._episodes[key].transcript.turns_of(first.row)[-1]
+                of_turn[key._replace(row=first.row)] = max(0, count - newest.behind)
+        shown = []
+        for partial in self._engine.partials(of_turn):
+            prompt_ids, behind = self._episodes[partial.key.rollout].transcript.tokens(partial.key.row)
+            token_ids = np.concatenate([np.array(behind, np.int32), partial.token_ids])
+            shown.append((Partial(partial.key.rollout, token_ids), prompt_ids))
+        return shown
 
-    # -- turns -----------------------------------------------------------------------------------------------------------
+    # -- what has happened -----------------------------------------------------------------------------------------------
 
-    def _submit(self, requests: Sequence[Request]) -> None:
-        if requests:
-            self._engine.submit(requests)
-
-    def _took(self, completion: Completion) -> Played | None:
+    def _wrote(self, episode: _Episode, completion: Completion) -> None:
         """The model's turn ended."""
-        key, ids = completion.key.rollout, completion.token_ids.tolist()
-        episode, text = self._episodes[key], self._decode(ids)
-        turn, play = episode.transcript.end(completion.key.chain, completion, text), episode.group.play
-        if episode.end is not None:
-            return self._close(key, episode, episode.end)
-        if play is None or episode.failed is not None:
-            return self._end(key, episode, completion.finish_reason, episode.failed)
-        if not play.spec.calls:
-            play.pool.reply(key, text)
-            return None
-        num_prompt = len(episode.transcript.chain(turn.chain)[0].ids) + turn.behind
-        reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
-        play.pool.reply(key, Reply(text, reason, num_prompt, len(ids), turn.conversation))
-        return self._go_on(key, play, episode)
+        key, ids, environment = episode.key, completion.token_ids.tolist(), episode.group.environment
+        text = self._decode(ids)
+        turn = episode.transcript.end(completion.key.row, completion, text)
+        state = self._happened(episode, "wrote")
+        if state != "playing" or environment is None:
+            self._settle(episode, state)
+        elif not environment.spec.calls:
+            environment.pool.reply(key, text)
+        else:
+            num_prompt = len(episode.transcript.turns_of(turn.row)[0].ids) + turn.behind
+            reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
+            environment.pool.reply(key, Reply(text, reason, num_prompt, len(ids), turn.conversation))
+            self._go_on(episode)
 
-    def _observed(self, key: RolloutKey, read: Read, play: Play, episode: _Episode) -> Played | None:
-        if read.call is None and not episode.transcript.turns:
-            self._opened(key, play, episode, read.content)
-            return None
-        episode.waiting.append(read)
-        return self._go_on(key, play, episode)
+    def _heard(self, episode: _Episode, event: Event[RolloutKey]) -> None:
+        """Of its environment."""
+        if event.result is None:
+            self._begin_again(episode)
+            return
+        episode.steps.append((event.began, event.ended))
+        if isinstance(event.result, End):
+            self._ended(episode, event.result)
+        elif episode.state == "opening" and event.result.call is None:
+            episode.observed = event.result.content
+            self._happened(episode, "observed")
+        else:
+            episode.waiting.append(event.result)
+            self._go_on(episode)
 
-    def _go_on(self, key: RolloutKey, play: Play, episode: _Episode) -> Played | None:
-        """Begin the turns that there is room for, in the order in which they were asked for."""
-        while episode.waiting:
-            if (end := self._begins(key, episode.waiting[0], play, episode)) == "waits":
-                return None
-            if end is not None:
-                play.pool.discard([key])
-                return self._close(key, episode, end)
-            episode.waiting.popleft()
-        return None
+    def _ended(self, episode: _Episode, end: End) -> None:
+        for turn, score in zip(episode.transcript.turns, end.turn_scores, strict=False):
+            turn.score = score
+        if end.reason == "max_turns":
+            self._end(episode, "max_turns", end.score or episode.group.played_by.at_limit)
+        else:
+            self._end(episode, None, end.score)
 
-    def _begins(self, key: RolloutKey, read: Read, play: Play, episode: _Episode) -> _End | Literal["waits"] | None:
-        """A turn; or why the episode ends before it."""
-        transcript, call = episode.transcript, read.call
+    def _begin_again(self, episode: _Episode) -> None:
+        """Its process ended, and the environment with it: the same from the beginning."""
+        self._beginning = [request for request in self._beginning if request.key.rollout != episode.key]
+        self._released += episode.engine_keys
+        episode.waiting.clear()
+        episode.transcript, episode.steps = Transcript(), []
+        self._happened(episode, "lost")
+        self._open(episode)
+
+    # -- what follows ----------------------------------------------------------------------------------------------------
+
+    def _happened(self, episode: _Episode, event: LifeEvent, prompt_ids: tuple[int, ...] = ()) -> State:
+        """As `Members.happened`."""
+        state = episode.group.members.happened(episode.key, event, prompt_ids)
+        (self._waiting.add if state in WAITING else self._waiting.discard)(episode.key)
+        return state
+
+    def _open(self, episode: _Episode) -> None:
+        group = episode.group
+        self._waiting.add(episode.key)
+        fields = {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed}
+        group.played_by.pool.begin(episode.key, fields)
+
+    def _begin_due(self, group: _Group) -> None:
+        while due := group.members.due():
+            for key in due:
+                self._begin_first(self._episodes[key], group)
+
+    def _begin_first(self, episode: _Episode, group: _Group) -> None:
+        """With the prompt of its group; without one of its own it has one turn, and with an environment that of one token."""
+        if episode.state == "unprompted":
+            most = episode.request.max_new_tokens if group.environment is None else 1
+            prompt_ids = group.members.prompt_ids or episode.request.prompt_ids
+            self._begin_turn(episode, Turn(0, 0, group.prompt or "", prompt_ids, most=most))
+            return
+        group.prompt = episode.observed if group.prompt is None else group.prompt
         try:
-            turn = next_turn(transcript, read, play)
-            if (room := room_for(transcript, turn, play)) <= 0:
-                return _End("context", play.at_limit)
-            turn.most = min(room, episode.request.max_new_tokens, (call and call.max_tokens) or room)
-            if turn.most > room - sum(each.most for each in transcript.unfinished):
-                return "waits"
-            if turn.trained and transcript.first is None:
-                is_new = turn.chain == transcript.num_chains
-                self._joins(episode.group, play, turn.ids if is_new else transcript.row(turn.chain)[0])
-        except (EpisodeError, ConfigError) as error:  # the latter of a template that does not take the tools of a call
-            return _End("stop", Score(failure=str(error)))
-        if transcript.turns:
-            transcript.turns[-1].score = read.score
-        self._begin_turn(key, play, episode, turn, () if call is None else call.stop)
-        return None
+            if episode.observed != group.prompt:
+                raise EpisodeError("all members must see the same first observation: derive it from the row and `seed`")
+            if not group.ids:
+                group.text, group.ids = first_prompt(group.prompt, group.played_by)
+        except EpisodeError as error:
+            self._stop(episode, "stop", Score(failure=str(error)))
+        else:
+            self._begin_turn(episode, Turn(0, 0, group.prompt, group.ids, most=episode.request.max_new_tokens))
 
-    def _begin_turn(self, key: RolloutKey, play: Play, episode: _Episode, turn: Turn, stop: Sequence[str] = ()) -> None:
-        first, transcript = episode.request, episode.transcript
-        turn.most = turn.most or first.max_new_tokens
+    def _go_on(self, episode: _Episode) -> None:
+        """Begin the turns that there is room for, in the order in which they were asked for."""
+        environment, transcript = episode.group.played_by, episode.transcript
+        most, group_prompt = episode.request.max_new_tokens, episode.group.members.prompt_ids
+        while episode.waiting:
+            read = episode.waiting[0]
+            try:
+                turn = next_turn(transcript, read, environment, most, group_prompt)
+            except NoRoomError:
+                self._stop(episode, "context", environment.at_limit)
+            except (EpisodeError, ConfigError) as error:  # the latter of a template that does not take the tools of a call
+                self._stop(episode, "stop", Score(failure=str(error)))
+            else:
+                if turn is None:
+                    return
+                episode.waiting.popleft()
+                if transcript.turns:
+                    transcript.turns[-1].score = read.score
+                self._begin_turn(episode, turn, () if read.call is None else read.call.stop)
+
+    def _begin_turn(self, episode: _Episode, turn: Turn, stop: Sequence[str] = ()) -> None:
+        first, transcript, environment = episode.request, episode.transcript, episode.group.environment
         prompt_ids, context = transcript.begin(turn)
-        self._opening.discard(key)
-        # Of the chain that is first in the record, what is trained on.
-        is_shown = turn.trained and transcript.first is not None and transcript.first.chain == turn.chain
+        state = self._happened(episode, "begins", prompt_ids if turn.trained else ())
+        # Of the row that is first in the record, what is trained on.
+        is_shown = turn.trained and transcript.first is not None and transcript.first.row == turn.row
         following = replace(
             first,
-            key=key._replace(chain=turn.chain),
+            key=first.key._replace(row=turn.row),
             prompt_ids=prompt_ids,
             context=context,
             max_new_tokens=turn.most,
             seed=turn_seed(first.seed, turn.number),
             stop=tuple(dict.fromkeys((*first.stop, *stop))),
-            hold=episode.failed is None and play.goes_on(len(transcript.turns) - 1),
+            hold=state == "playing" and environment is not None and environment.goes_on(len(transcript.turns) - 1),
             partial_every=first.partial_every if is_shown else 0,
         )
         self._beginning.append(following)
 
-    def _ended(self, key: RolloutKey, end: End, play: Play, episode: _Episode) -> Played | None:
-        turns = episode.transcript.turns
-        for turn, score in zip(turns, end.turn_scores, strict=False):
-            turn.score = score
-        if not turns and not play.spec.calls:
-            self._opened(key, play, episode, end.score or Score(failure=_NO_TURN))
-            return None
-        is_limit = end.reason == "max_turns"
-        return self._close(key, episode, _End("max_turns", end.score or play.at_limit) if is_limit else _End(None, end.score))
+    def _stop(self, episode: _Episode, reason: FinishReason, score: Score) -> None:
+        """It ends, and not because its environment does."""
+        episode.group.played_by.pool.discard([episode.key])
+        self._end(episode, reason, score)
 
-    def _close(self, key: RolloutKey, episode: _Episode, end: _End) -> Played | None:
+    def _end(self, episode: _Episode, reason: FinishReason | None, score: Score | None) -> None:
         """No turn of it begins any more."""
-        episode.end, turns = end, episode.transcript.turns
+        episode.reason, episode.score = reason, score
         episode.waiting.clear()
-        if episode.transcript.unfinished:
-            return None
-        last = "stop" if not turns or turns[-1].wrote is None else turns[-1].wrote.finish_reason
-        return self._end(key, episode, end.reason or last, end.score)
+        self._settle(episode, self._happened(episode, "ends"))
 
-    def _again(self, key: RolloutKey, play: Play, episode: _Episode) -> None:
-        """Its process ended, and the environment with it: the same from the beginning."""
-        self._beginning = [request for request in self._beginning if request.key.rollout != key]
-        self._engine.abort(_keys(key, episode))
-        episode.group.said.pop(key, None)
-        episode.waiting.clear()
-        episode.transcript, episode.steps = Transcript(), []
-        self._open(episode.group, play, [key])
+    def _settle(self, episode: _Episode, state: State) -> None:
+        if state == "over":
+            del self._episodes[episode.key]
+            if episode.group.environment is not None:
+                self._released += episode.engine_keys  # what is held for a turn that will not come
+            self._finished.append(self._rollout(episode))
+        elif state == "unprompted":
+            self._released += episode.engine_keys
+            if episode.score is None or episode.score.failure is None:
+                has_turns = bool(episode.transcript.turns)
+                failure = "no call of it is trained" if has_turns else "it ended before the model wrote anything"
+                episode.score = Score(failure=failure)
+            episode.reason, episode.transcript = None, Transcript()
 
-    def _end(self, key: RolloutKey, episode: _Episode, reason: FinishReason, score: Score | None) -> Played | None:
-        transcript, play = episode.transcript, episode.group.play
-        if transcript.first is None:
-            is_failed = score is not None and score.failure is not None
-            failure = _UNTRAINED if transcript.turns else _NO_TURN
-            assert play is not None
-            self._without_prompt(key, play, episode, score if is_failed and score is not None else Score(failure=failure))
-            return None
-        del self._episodes[key]
-        if play is not None:
-            self._over += _keys(key, episode)  # what is held for a turn that will not come
-        completion, rows = transcript.completion(key, reason), transcript.recorded()
-        said, prompt = ((), "") if play is None else transcript.messages()
-        turn_scores = tuple(turn.score for row in rows for turn in row if turn.trained)
-        is_agent = play is not None and play.spec.calls
-        return Played(
-            completion,
+    def _flush(self) -> None:
+        if self._released:
+            self._engine.abort(self._released)
+        if self._beginning:
+            self._engine.submit(self._beginning)
+        self._released, self._beginning = [], []
+
+    def _rollout(self, episode: _Episode) -> FinishedRollout:
+        transcript, environment = episode.transcript, episode.group.environment
+        last = transcript.turns[-1].wrote
+        assert last is not None
+        is_agent = environment is not None and environment.spec.calls
+        rows = transcript.recorded()
+        messages, prompt = ((), "") if environment is None else transcript.messages()
+        return FinishedRollout(
+            episode.key,
+            transcript.rollout(episode.reason or last.finish_reason, self._decode, is_agent),
             rows[0][0].ids,
-            transcript.text(completion, self._decode),
             tuple(turn.text for turn in transcript.turns),
             prompt=episode.group.text,
             anew=tuple(row[0].content for row in rows[1:]),
-            messages=said,
+            messages=messages,
             num_prompt=len(as_messages(prompt)),
-            is_chat=play is not None and play.rendering.is_chat(prompt),
-            score=score,
-            turn_scores=turn_scores if is_agent else turn_scores[:-1],
+            is_chat=environment is not None and environment.rendering.is_chat(prompt),
+            score=episode.score,
             steps=tuple(episode.steps),
             last=max(number for number, turn in enumerate(transcript.turns) if turn.trained),
             num_sampled=transcript.num_sampled,
         )
-
-    # -- the prompt ------------------------------------------------------------------------------------------------------
-
-    def _open(self, group: _Group, play: Play, keys: Iterable[RolloutKey]) -> None:
-        for key in keys:
-            self._opening.add(key)
-            play.pool.begin(key, {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed})
-
-    def _joins(self, group: _Group, play: Play, prompt_ids: tuple[int, ...]) -> None:
-        """What stands before the first trained turn of a member that begins by itself. Raises EpisodeError."""
-        if group.prompt_ids and prompt_ids[0] != group.prompt_ids[0]:
-            raise EpisodeError("its first prompt shares no token with that of its group: let the row decide how it begins")
-        if not group.prompt_ids:
-            group.prompt_ids = prompt_ids
-            self._begin_without(group, play)
-
-    def _opened(self, key: RolloutKey, play: Play, episode: _Episode, said: Content | Score) -> None:
-        """A member has its first observation; with the last of its group all of them begin."""
-        group = episode.group
-        group.said[key] = said
-        if group.prompt is not None:  # it was begun again, the others are on their way
-            self._begin_turns(group, play, [key])
-        elif len(group.said) == len(group.requests):
-            group.prompt = next((said for said in group.said.values() if not isinstance(said, Score)), "")
-            _render_prompt(group, play, group.prompt)
-            self._begin_turns(group, play, list(group.requests))
-
-    def _begin_turns(self, group: _Group, play: Play, keys: Sequence[RolloutKey]) -> None:
-        for key in keys:
-            episode, said = self._episodes[key], group.said[key]
-            if said == group.prompt and not group.failure:
-                self._begin_turn(key, play, episode, Turn(0, 0, group.prompt, group.prompt_ids))
-                continue
-            differs = "its first observation differs from that of its group: let the row decide it"
-            failure = Score(failure=group.failure if said == group.prompt else differs)
-            self._without_prompt(key, play, episode, said if isinstance(said, Score) else failure)
-
-    def _without_prompt(self, key: RolloutKey, play: Play, episode: _Episode, score: Score) -> None:
-        """Nothing of this member is trained on: it is sampled behind a prompt of its group, once one has it or none will."""
-        play.pool.discard([key])
-        self._engine.abort(_keys(key, episode))
-        self._opening.add(key)
-        episode.failed, episode.transcript, episode.end = score, Transcript(), None
-        group = episode.group
-        group.without.append(key)
-        if group.prompt_ids or len(group.without) == len(group.requests):
-            self._begin_without(group, play)
-
-    def _begin_without(self, group: _Group, play: Play) -> None:
-        for key in group.without:
-            episode = self._episodes[key]
-            prompt_ids = group.prompt_ids or episode.request.prompt_ids
-            self._begin_turn(key, play, episode, Turn(0, 0, group.prompt or "", prompt_ids, most=1))
-        group.without = []
-
-
-def _keys(key: RolloutKey, episode: _Episode) -> set[RolloutKey]:
-    """Those by which the engine may hold something of it."""
-    return {key, *(key._replace(chain=turn.chain) for turn in episode.transcript.turns)}
-
-
-def _render_prompt(group: _Group, play: Play, content: Content) -> None:
-    """The tokens of the group's prompt, or none and the reason."""
-    try:
-        group.text, ids, _ = play.rendering.prompt(content)
-        check_prompt(len(ids), play, "observation")
-    except EpisodeError as error:
-        group.text, group.failure = "", str(error)
-    else:
-        group.prompt_ids = tuple(ids)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
+from async_rlhf.actors.loop.context import RunContext
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.work import Played, Work
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row, environment_seed
-from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
+from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.record import Score, source_of
@@ -53,61 +54,58 @@ class Judging:
         return None if score is None or score.value is None else score.value >= self.solved_at
 
 
-Judged = Mapping[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]]
-"""Of each completion: what it became, all its scores, those of its environment too, and what its judges answered."""
-
-
 def judge(
     engine: Engine,
     scoring: ScoringPool[RolloutKey],
-    work: Work,
+    context: RunContext,
     begun: Mapping[int, tuple[Row, str, Sequence[Request]]],
     place: Callable[[RolloutKey], Place],
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Judged:
-    """Generate and score these groups, by their numbers. place: of a completion in what rewards receive. progress: called when
-    completions have been scored: how many, and of how many.
+) -> dict[RolloutKey, FinishedRollout]:
+    """Generate and score these groups, by their numbers: all completions, with their scores.
+
+    place: of a completion in what rewards receive. progress: called when completions have been scored: how many, and of how
+    many.
 
     Raises DeadlineError when neither a score nor an environment's answer arrives for `_PATIENCE_S`, and as long as one step may
     take, after generation has ended.
     """
-    count, plays = sum(len(requests) for _, _, requests in begun.values()), work.plays
-    patience_s = _PATIENCE_S + max((play.spec.timeout_s for play in plays.all), default=0.0)
-    episodes = Episodes(engine, work.decode, plays)
-    episodes.begin((row, environment_seed(work.seed, number), requests) for number, (row, _, requests) in begun.items())
-    ended: dict[RolloutKey, Played] = {}
-    found: dict[RolloutKey, tuple[Played, Mapping[str, Score], Scored[RolloutKey]]] = {}
+    count, environments = sum(len(requests) for _, _, requests in begun.values()), context.environments
+    patience_s = _PATIENCE_S + max((environment.spec.timeout_s for environment in environments.all), default=0.0)
+    episodes = Episodes(engine, context.decode, environments)
+    episodes.begin((row, environment_seed(context.seed, number), requests) for number, (row, _, requests) in begun.items())
+    ended: dict[RolloutKey, FinishedRollout] = {}
+    judged: dict[RolloutKey, FinishedRollout] = {}
     last_event = time.monotonic()
-    while len(found) < count:
+    while len(judged) < count:
         now_ended = episodes.step()
-        for played in now_ended:
-            completion, key = played.completion, played.completion.key
-            ended[key] = played
-            fields = fields_of(begun[key.group][0], played.prompt_ids, completion, played.answer, work.template)
-            scoring.submit(key, fields | played.fields, place(key))
-        if scored := scoring.poll():
-            for each in scored:
-                played = ended.pop(each.key)
-                own = plays.scores(plays.of(begun[each.key.group][0].columns), played.score)
-                found[each.key] = played, {**each.scores, **own}, each
-            progress(len(found), count)
-        if scored or now_ended or engine.num_unfinished:
+        for finished in now_ended:
+            key, row = finished.key, begun[finished.key.group][0]
+            ended[key] = finished
+            scoring.submit(key, finished.fields(row, context.template), place(key))
+        if answers := scoring.poll():
+            for scored in answers:
+                finished, row = ended.pop(scored.key), begun[scored.key.group][0]
+                by_environment = environments.scores(environments.of(row.columns), finished.score)
+                judged[scored.key] = finished.judged(scored, by_environment, {})
+            progress(len(judged), count)
+        if answers or now_ended or engine.num_unfinished:
             last_event = time.monotonic()
         elif time.monotonic() - last_event > patience_s:
-            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {count - len(found)} completions")
+            raise DeadlineError(f"waited {patience_s:.0f} s for scores of {count - len(judged)} completions")
         else:
             time.sleep(0.001)  # a worker process is judging; nothing to do here meanwhile
-    return found
+    return judged
 
 
 def evaluate(
     engine: Engine,
     scoring: ScoringPool[RolloutKey],
-    work: Work,
+    context: RunContext,
     judging: Judging,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """Of the rows of `work`, whose seed is the same for every weight set, so that all are given the same random numbers.
+    """Of the rows of `context`, whose seed is the same for every weight set, so that all are given the same random numbers.
     progress, raises: as `judge`.
 
     `mean_reward`, `accuracy`, `rewards` (scores by name, before weights) and `mean_length` are means over the completions that
@@ -117,11 +115,11 @@ def evaluate(
     `num_prompts` of the rows with each `source`; after the first 64 `other`. sampled: what `summary_of_samples` makes of the
     sampled completions, where there are some. group_size: completions of each prompt, judged as a group; None: one, greedy.
     """
-    samplings, rows = [*judging.judged, *judging.sampled], work.rows
-    begun = {number: work.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
-    judged = judge(engine, scoring, work, begun, judging.place, progress)
-    scores = {key: own for key, (_, own, _) in judged.items()}
-    totals = {key: judging.composition.of(rows[key.group].columns).reward(own) for key, own in scores.items()}
+    samplings, rows = [*judging.judged, *judging.sampled], context.rows
+    begun = {number: context.requests(number, 0, row, samplings=samplings) for number, row in enumerate(rows)}
+    judged = judge(engine, scoring, context, begun, judging.place, progress)
+    scores = {key: finished.rollout.scores for key, finished in judged.items()}
+    totals = {key: judging.composition.of(rows[key.group].columns).reward(of_judges) for key, of_judges in scores.items()}
     num_judged = len(judging.judged)
     first = [key for key in judged if key.member < num_judged]
     rewards = [total for key in first if (total := totals[key]) is not None]
@@ -145,8 +143,8 @@ def evaluate(
         "rewards": {name: _mean([scores[key][name].value for key in first]) for name in (scores[first[0]] if first else ())},
         "num_prompts": len(rows),
         "failed": len(first) - len(rewards),
-        "mean_length": _mean([len(judged[key][0].completion.logprobs) for key in first]) or 0.0,
-        "samples": [{"prompt": text, "completion": judged[key][0].text, "reward": totals[key]} for text, key in shown],
+        "mean_length": _mean([judged[key].rollout.num_tokens for key in first]) or 0.0,
+        "samples": [{"prompt": text, "completion": judged[key].rollout.text, "reward": totals[key]} for text, key in shown],
         "sampled": summary_of_samples(results, solved, judging) if judging.sampled else None,
         "solved_by": judging.solved_by,
         "group_size": None if judging.judged == (GREEDY,) else num_judged,
@@ -154,11 +152,11 @@ def evaluate(
 
 
 def _by_source(keys: Sequence[RolloutKey], rows: Sequence[Row]) -> dict[str, list[RolloutKey]]:
-    found: dict[str, list[RolloutKey]] = {}
+    keys_of: dict[str, list[RolloutKey]] = {}
     for key in sorted(keys):  # in the order of the rows, whichever ended first
         if (source := source_of(rows[key.group].columns)) is not None:
-            found.setdefault(source if source in found or len(found) < _MOST_SOURCES else "other", []).append(key)
-    return found
+            keys_of.setdefault(source if source in keys_of or len(keys_of) < _MOST_SOURCES else "other", []).append(key)
+    return keys_of
 
 
 def summary_of_samples(
@@ -170,7 +168,7 @@ def summary_of_samples(
     `mean_reward` of those that were judged; `failed` counts the others. `pass_at`: for k = 1, 2, 4, ... and all of them, the
     mean of `pass_at` over the prompts of which k could be judged (None: there is no such prompt).
     """
-    known = [[each for each in of_prompt if each is not None] for of_prompt in solved]
+    known = [[is_solved for is_solved in of_prompt if is_solved is not None] for of_prompt in solved]
     num_samples = len(judging.sampled)
     ks = [*(1 << i for i in range((num_samples - 1).bit_length())), num_samples]
     return {
@@ -178,7 +176,7 @@ def summary_of_samples(
         "temperature": judging.sampled[0].temperature,
         "mean_reward": _mean(rewards),
         "failed": sum(reward is None for reward in rewards),
-        "pass_at": {str(k): _mean([pass_at(k, len(each), sum(each)) for each in known if len(each) >= k]) for k in ks},
+        "pass_at": {str(k): _mean([pass_at(k, len(judged), sum(judged)) for judged in known if len(judged) >= k]) for k in ks},
     }
 
 

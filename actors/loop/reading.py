@@ -2,50 +2,76 @@
 
 from __future__ import annotations
 
+from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.yields import Read
+from async_rlhf.actors.loop.context import Environment
 from async_rlhf.actors.loop.transcript import Transcript, Turn
-from async_rlhf.actors.loop.work import Play
 from async_rlhf.buffers.errors import EpisodeError
 
 
-def next_turn(transcript: Transcript, read: Read, play: Play) -> Turn:
-    """The turn that the model is to write. Raises EpisodeError, and ConfigError for tools that the template leaves out."""
-    rendering, call = play.rendering, read.call
-    number, trained = (0, True) if call is None else (call.chain, call.trained)
-    past, anew = transcript.conversation(number), transcript.num_chains
+class NoRoomError(EpisodeError):
+    """The episode is as long as it may be."""
+
+
+def first_prompt(content: Content, environment: Environment) -> tuple[str, tuple[int, ...]]:
+    """A first observation as the model reads it: text and tokens. Raises EpisodeError."""
+    text, ids, _ = environment.rendering.prompt(content)
+    _check_prompt(len(ids), environment, "observation")
+    return text, tuple(ids)
+
+
+def next_turn(
+    transcript: Transcript, read: Read, environment: Environment, most: int, group_prompt: tuple[int, ...]
+) -> Turn | None:
+    """The turn that the model is to write; None while turns that are being written may need the room.
+
+    most: tokens that a turn may have. group_prompt: as `Members.prompt_ids`. Raises NoRoomError, EpisodeError, and ConfigError
+    for tools that the template leaves out.
+    """
+    turn, call = _turn(transcript, read, environment), read.call
+    is_new = not transcript.conversation(turn.conversation)
+    room = environment.max_length - transcript.length - (len(turn.ids) if transcript.turns else 0)
+    if room <= 0 or (is_new and len(turn.ids) > environment.max_prompt_length):
+        raise NoRoomError("it is as long as it may be")
+    turn.most = min(room, most, (call and call.max_tokens) or room)
+    if turn.most > room - sum(unfinished.most for unfinished in transcript.unfinished):
+        return None
+    if turn.trained and transcript.first is None and group_prompt:
+        prompt_ids = turn.ids if turn.row == transcript.num_rows else transcript.tokens(turn.row)[0]
+        if prompt_ids[0] != group_prompt[0]:
+            raise EpisodeError("its first prompt shares no token with that of its group: derive it from the row and `seed`")
+    return turn
+
+
+def _turn(transcript: Transcript, read: Read, environment: Environment) -> Turn:
+    rendering, call = environment.rendering, read.call
+    number, trained = (0, True) if call is None else (call.conversation, call.trained)
+    past, anew = transcript.conversation(number), transcript.num_rows
     if not past:
         assert call is not None
         if number != (wanted := transcript.num_conversations):
-            raise EpisodeError(f"its call is of chain {number}, and the next one to begin is {wanted}")
+            raise EpisodeError(f"its call is of conversation {number}, and the next one to begin is {wanted}")
         ids = tuple(rendering.given(call.tools).prompt(read.content, is_foreign=True).ids)
         if transcript.first is None:
-            check_prompt(len(ids), play, "call")
+            _check_prompt(len(ids), environment, "call")
         return Turn(number, anew, read.content, ids, call.tools, trained)
     first, last = past[0], past[-1]
     if call is not None and call.tools and call.tools != first.tools:
-        raise EpisodeError(f"its call gives chain {number} other tools than those that it began with; begin another chain")
+        raise EpisodeError(f"its call gives conversation {number} other tools than those that it began with; begin another")
     rendering = rendering.given(first.tools)
     if rendering.splits(first.content):
         answers = [*(turn.content for turn in past[1:]), read.content]
-        prompt_ids, behind = transcript.row(last.chain)
+        prompt_ids, behind = transcript.tokens(last.row)
         said = list(zip((turn.text for turn in past), answers, strict=True))
-        _, found, restarts = rendering.whole(first.content, said, [*prompt_ids, *behind])
+        _, ids_read, restarts = rendering.whole(first.content, said, [*prompt_ids, *behind])
     else:
         assert last.wrote is not None
-        _, found, restarts = rendering.observation(first.content, read.content, last.wrote.token_ids.tolist())
-    if not found:
+        _, ids_read, restarts = rendering.observation(first.content, read.content, last.wrote.token_ids.tolist())
+    if not ids_read:
         raise EpisodeError("its observation is empty: the model has nothing to read")
-    return Turn(number, anew if restarts else last.chain, read.content, tuple(found), first.tools, trained)
+    return Turn(number, anew if restarts else last.row, read.content, tuple(ids_read), first.tools, trained)
 
 
-def room_for(transcript: Transcript, turn: Turn, play: Play) -> int:
-    """Tokens that this turn may have; 0 or fewer: none."""
-    if not transcript.conversation(turn.conversation) and len(turn.ids) > play.max_prompt_length:
-        return 0
-    return play.max_length - transcript.length - (len(turn.ids) if transcript.turns else 0)
-
-
-def check_prompt(length: int, play: Play, what: str) -> None:
-    """Raises EpisodeError for a first prompt that is too long."""
-    if length > play.max_prompt_length:
-        raise EpisodeError(f"its first {what} has {length} tokens, the limit is {play.max_prompt_length}")
+def _check_prompt(length: int, environment: Environment, what: str) -> None:
+    if length > environment.max_prompt_length:
+        raise EpisodeError(f"its first {what} has {length} tokens, the limit is {environment.max_prompt_length}")

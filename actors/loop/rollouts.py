@@ -1,39 +1,79 @@
-"""What goes into the record: a rollout that was played and judged, and those of a group behind one prompt. Pure."""
+"""A rollout from its end to the record: what judges are given, what they answer, and its group behind one prompt. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey
-from async_rlhf.actors.loop.work import Played
-from async_rlhf.actors.scoring.pool import Scored
-from async_rlhf.buffers.record import Int32Array, Rollout, Score, Span, sampled
+from async_rlhf.actors.environments import Content, Message
+from async_rlhf.actors.prompts import PLAIN, Row, Template
+from async_rlhf.actors.rewards.answer import as_text
+from async_rlhf.actors.scoring.pool import Scored, fields_of
+from async_rlhf.buffers.record import Int32Array, Rollout, Score, Span
 
 
-def rollout_of(
-    played: Played, scored: Scored[RolloutKey], by_environment: Mapping[str, Score], timings: Mapping[str, float]
-) -> Rollout:
-    """Of a rollout that has been judged, behind its own prompt. by_environment: as `Plays.scores`."""
-    completion, reference = played.completion, scored.reference
-    if reference is not None and len(reference) > len(completion.logprobs):
-        reference = reference[sampled(completion.spans)]
-    return Rollout(
-        completion_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        spans=completion.spans,
-        finish_reason=completion.finish_reason,
-        scores={**scored.scores, **by_environment},
-        text=played.text,
-        timings=timings,
-        sampling_mask=completion.sampling_mask,
-        reference=reference,
-        routing=completion.routing,
-        turn_scores=() if all(score is None for score in played.turn_scores) else played.turn_scores,
-    )
+@dataclass(frozen=True)
+class FinishedRollout:
+    """A rollout that has ended.
+
+    rollout: what goes into the record, behind its own prompt; scores, reference and most timings come with `judged`. prompt,
+    prompt_ids: the first observation, or the row's ids and no text; of an agent no text. turns: what the model wrote, in time;
+    last: the last of them that is trained on. num_sampled: tokens of all. anew: what was read where a row began anew. messages:
+    the conversation of the last turn, is_chat: as such; num_prompt: of them before the first turn. score: the environment's.
+    steps: when the environment worked on it, (began, ended) in seconds since the epoch.
+    """
+
+    key: RolloutKey
+    rollout: Rollout
+    prompt_ids: tuple[int, ...]
+    turns: tuple[str, ...]
+    prompt: str = ""
+    anew: tuple[Content, ...] = ()
+    messages: Sequence[Message] = ()
+    num_prompt: int = 0
+    is_chat: bool = True
+    score: Score | None = None
+    steps: tuple[tuple[float, float], ...] = ()
+    last: int = -1
+    num_sampled: int = 0
+
+    @property
+    def answer(self) -> str:
+        """What rewards are given as the completion."""
+        return self.turns[self.last]
+
+    def fields(self, row: Row, template: Template = PLAIN) -> dict[str, Any]:
+        """As `fields_of`, and what rewards may ask for besides where there is an environment."""
+        fields = fields_of(row, self.prompt_ids, self.rollout, self.answer, template)
+        if not self.messages:
+            return fields
+        return {
+            **fields,
+            "messages": [*self.messages],
+            "completion_messages": [*self.messages[self.num_prompt :]],
+            "model_prompt": self.messages[:-1] if self.is_chat else as_text(self.messages[:-1], ""),
+            "turns": [*self.turns],
+            "sampled": self.rollout.sampled.tolist(),
+        }
+
+    def timed(self, timings: Mapping[str, float]) -> FinishedRollout:
+        """With these timings."""
+        return replace(self, rollout=replace(self.rollout, timings=timings))
+
+    def judged(
+        self, scored: Scored[RolloutKey], by_environment: Mapping[str, Score], timings: Mapping[str, float]
+    ) -> FinishedRollout:
+        """With all its scores, and further timings. by_environment: as `Environments.scores`."""
+        rollout, reference = self.rollout, scored.reference
+        if reference is not None and len(reference) > len(rollout.logprobs):
+            reference = reference[rollout.sampled]
+        scores, timings = {**scored.scores, **by_environment}, {**rollout.timings, **timings}
+        return replace(self, rollout=replace(rollout, scores=scores, reference=reference, timings=timings))
 
 
 def behind_one_prompt(

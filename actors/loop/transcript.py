@@ -1,22 +1,22 @@
 """One rollout as it grows, and what of it goes into the record. Pure.
 
-Its turns stand in *chains*. A chain is a row as the engine reads it: a whole prompt, and behind it turns of the model with what
-was read between them. Most episodes have one. Each conversation of an agent has its own, and a conversation whose earlier turns
-the chat template rewrites (`render = "split"`) goes on in another. What is here is never tokenised again: a chain only gets
-longer, exactly as the engine saw it.
+Its turns stand in *rows*, as the engine reads them: a whole prompt, and behind it turns of the model with what was read
+between them. Most episodes have one. Each conversation of an agent has its own, and a conversation whose earlier turns the chat
+template rewrites (`render = "split"`) goes on in another. What is here is never tokenised again: a row only gets longer,
+exactly as the engine saw it.
 
-    in time            turn 0 in chain 0, turn 1 in chain 1, turn 2 in chain 0
-    in the record      chain 0: prompt, turn 0, answer, turn 2;  chain 1: prompt, turn 1
+    in time            turn 0 in row 0, turn 1 in row 1, turn 2 in row 0
+    in the record      row 0: prompt, turn 0, answer, turn 2;  row 1: prompt, turn 1
 
-In the record chains follow each other in the order of their first trained turns: the prompt of the first is the rollout's, and
-with those of the others its row begins anew. A turn that is not trained on stands there as what was read. A chain without a
-trained turn is left out, and of each chain what comes behind the last one.
+In the record rows follow each other in the order of their first trained turns: the prompt of the first is the rollout's, and
+with those of the others it begins anew (`Span.restarts`). A turn that is not trained on stands there as what was read. A row
+without a trained turn is left out, and of each row what comes behind the last one.
 
-Turns of several chains may be written at the same time, and which of them began first is then chance. So from the first turn
-on that begins beside another, neither order nor random numbers depend on it: chains whose first trained turns began since the
+Turns of several rows may be written at the same time, and which of them began first is then chance. So from the first turn on
+that begins beside another, neither order nor random numbers depend on it: rows whose first trained turns began since the
 moment before, when nothing was being written, are in the order of their prompts' tokens; and a turn's number, which its seed is
 made of, is a digest of all that it reads, and of how many turns had read the same. Chance decides this much: which turn began
-with nothing beside it, and which of two chains that begin the episode leads the record.
+with nothing beside it, and which of two rows that begin the episode leads the record.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from typing import Any
 
 import numpy as np
 
-from async_rlhf.actors.engine import Completion, RolloutKey
+from async_rlhf.actors.engine import Completion
 from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.environments.rendering import conversation
 from async_rlhf.actors.prompts import digest_of
 from async_rlhf.actors.rewards.answer import as_text
-from async_rlhf.buffers.record import FinishReason, SamplingMask, Span, pieces
+from async_rlhf.buffers.record import FinishReason, Rollout, SamplingMask, Span, pieces
 
 
 @dataclass(eq=False)
 class Turn:
     """One of the model's, with what it reads before.
 
-    conversation: its number; an environment that is no agent has one. chain: numbered as they begin. content: what is read, as
-    the environment gave it; ids: tokens of that, of a new chain its whole prompt. tools: those of its conversation. trained:
-    whether it is trained on. wrote, text: None and "" until it has ended. behind: tokens between the prompt of its chain and
+    conversation: its number; an environment that is no agent has one. row: numbered as they begin. content: what is read, as
+    the environment gave it; ids: tokens of that, of a new row its whole prompt. tools: those of its conversation. trained:
+    whether it is trained on. wrote, text: None and "" until it has ended. behind: tokens between the prompt of its row and
     what is sampled; most: tokens that may be. number, rank: see the module docstring; without another beside it, how many
     turns began before. digest: of all that it reads. score: the environment's, once it has one.
     """
 
     conversation: int
-    chain: int
+    row: int
     content: Content
     ids: tuple[int, ...]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -63,7 +63,7 @@ class Turn:
 
 
 class Transcript:
-    """See the module docstring. turns: as they began; one of each chain may still be written. length: tokens so far, without
+    """See the module docstring. turns: as they began; one of each row may still be written. length: tokens so far, without
     the first prompt."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class Transcript:
         return len({turn.conversation for turn in self.turns})
 
     @property
-    def num_chains(self) -> int:
-        return len({turn.chain for turn in self.turns})
+    def num_rows(self) -> int:
+        return len({turn.row for turn in self.turns})
 
     @property
     def num_sampled(self) -> int:
@@ -96,12 +96,12 @@ class Transcript:
     def conversation(self, number: int) -> list[Turn]:
         return [turn for turn in self.turns if turn.conversation == number]
 
-    def chain(self, number: int) -> list[Turn]:
-        return [turn for turn in self.turns if turn.chain == number]
+    def turns_of(self, row: int) -> list[Turn]:
+        return [turn for turn in self.turns if turn.row == row]
 
-    def row(self, chain: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The prompt of a chain, and all tokens behind it."""
-        first, *others = self.chain(chain)
+    def tokens(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The prompt of a row, and all tokens behind it."""
+        first, *others = self.turns_of(row)
         behind = [] if first.wrote is None else first.wrote.token_ids.tolist()
         for turn in others:
             behind += [*turn.ids, *(() if turn.wrote is None else turn.wrote.token_ids.tolist())]
@@ -110,21 +110,21 @@ class Transcript:
     def begin(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What it reads, at least one token; returns the row that the engine goes on from."""
         before, unfinished = len(self.turns), self.unfinished
-        assert turn.ids and all(each.conversation != turn.conversation for each in unfinished)
+        assert turn.ids and all(other.conversation != turn.conversation for other in unfinished)
         self._is_parallel = self._is_parallel or bool(unfinished)
         self.length += len(turn.ids) if self.turns else 0
         self.turns.append(turn)
-        prompt_ids, behind = self.row(turn.chain)
+        prompt_ids, behind = self.tokens(turn.row)
         turn.behind, turn.digest = len(behind), digest_of([*prompt_ids, *behind])
         turn.number = turn.rank = before
         if self._is_parallel:
-            same = sum(each.digest == turn.digest for each in self.turns[:before])
+            same = sum(other.digest == turn.digest for other in self.turns[:before])
             turn.number, turn.rank = digest_of([turn.digest, same]), self.turns[before - 1].rank
         return prompt_ids, behind
 
-    def end(self, chain: int, wrote: Completion, text: str) -> Turn:
-        """What the model wrote in the turn of a chain."""
-        turn = next(turn for turn in self.unfinished if turn.chain == chain)
+    def end(self, row: int, wrote: Completion, text: str) -> Turn:
+        """What the model wrote in the turn of a row."""
+        turn = next(turn for turn in self.unfinished if turn.row == row)
         turn.wrote, turn.text = wrote, text
         self.length += len(wrote.token_ids)
         return turn
@@ -132,47 +132,51 @@ class Transcript:
     # Of what follows each needs a trained turn, and none that is still being written.
 
     def recorded(self) -> list[list[Turn]]:
-        """The turns of each chain in the record, in the record's order."""
+        """The turns of each row in the record, in the record's order."""
         trained = [turn for turn in self.turns if turn.trained]
-        first, last = {turn.chain: turn for turn in reversed(trained)}, {turn.chain: turn for turn in trained}
-        rows = [self.chain(number) for number in dict.fromkeys(turn.chain for turn in trained)]
-        rows[1:] = sorted(rows[1:], key=lambda row: (first[row[0].chain].rank, row[0].ids))
-        return [row[: row.index(last[row[0].chain]) + 1] for row in rows]
+        first, last = {turn.row: turn for turn in reversed(trained)}, {turn.row: turn for turn in trained}
+        rows = [self.turns_of(number) for number in dict.fromkeys(turn.row for turn in trained)]
+        rows[1:] = sorted(rows[1:], key=lambda row: (first[row[0].row].rank, row[0].ids))
+        return [row[: row.index(last[row[0].row]) + 1] for row in rows]
 
-    def completion(self, key: RolloutKey, finish_reason: FinishReason) -> Completion:
-        """The whole of it, behind the prompt of the first chain in the record."""
-        if len(self.turns) == 1 and (wrote := self.turns[0].wrote) is not None and wrote.finish_reason == finish_reason:
-            return wrote
+    def rollout(self, finish_reason: FinishReason, decode: Callable[[Sequence[int]], str], is_agent: bool) -> Rollout:
+        """The whole of it, behind the prompt of the first row in the record. is_agent: its last turn has a score of its own."""
         rows = self.recorded()
+        trained = [turn for row in rows for turn in row if turn.trained]
+        sampled = [turn.wrote for turn in trained if turn.wrote is not None]
+        masks = [wrote.sampling_mask for wrote in sampled if wrote.sampling_mask is not None]
+        wholes = [None if row[-1].wrote is None else row[-1].wrote.routing for row in rows]  # of its last turn: of the row
+        routings = [routing for routing in wholes if routing is not None]
         parts = list(_parts(rows))
-        sampled = [turn.wrote for row in rows for turn in row if turn.trained and turn.wrote is not None]
-        masks = [turn.sampling_mask for turn in sampled if turn.sampling_mask is not None]
-        wholes = [None if row[-1].wrote is None else row[-1].wrote.routing for row in rows]  # of its last turn: of the chain
-        routings = [each for each in wholes if each is not None]
-        return Completion(
-            key=key,
-            token_ids=np.array([id for ids, _ in parts for id in ids], np.int32),
-            logprobs=np.concatenate([turn.logprobs for turn in sampled]),
-            spans=_merged(span for _, spans in parts for span in spans),
+        ids, spans = [id for ids, _ in parts for id in ids], _merged(span for _, spans in parts for span in spans)
+        scores = tuple(turn.score for turn in (trained if is_agent else trained[:-1]))
+        return Rollout(
+            completion_ids=np.array(ids, np.int32),
+            logprobs=np.concatenate([wrote.logprobs for wrote in sampled]),
+            spans=spans,
             finish_reason=finish_reason,
+            text=self._text(rows, ids, spans, decode),
             sampling_mask=_joined(masks) if len(masks) == len(sampled) else None,
+            turn_scores=() if all(score is None for score in scores) else scores,
             routing=np.concatenate(routings) if len(routings) == len(rows) else None,
         )
 
     def messages(self) -> tuple[list[Message], Content]:
         """The conversation of the last turn that is trained on, up to it, as chat messages; and what it began with."""
         last = next(turn for turn in reversed(self.turns) if turn.trained)
-        own = self.conversation(last.conversation)
-        own = own[: own.index(last) + 1]
-        read = [*(turn.content for turn in own[1:]), None]
-        return conversation(own[0].content, zip((turn.text for turn in own), read, strict=True)), own[0].content
+        turns = self.conversation(last.conversation)
+        turns = turns[: turns.index(last) + 1]
+        read = [*(turn.content for turn in turns[1:]), None]
+        return conversation(turns[0].content, zip((turn.text for turn in turns), read, strict=True)), turns[0].content
 
-    def text(self, completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-        """Of the completion, for people: where a chain begins, what was read there and not the whole prompt."""
+    def _text(
+        self, rows: Sequence[Sequence[Turn]], ids: Sequence[int], spans: Sequence[Span], decode: Callable[[Sequence[int]], str]
+    ) -> str:
+        """For people: where a row begins, what was read there and not the whole prompt."""
         if len(self.turns) == 1:
             return self.turns[0].text
-        ids, (first, *others), shown = completion.token_ids.tolist(), pieces(completion.spans), list[str]()
-        for row, piece in zip(self.recorded()[1:], others, strict=True):
+        (first, *others), shown = pieces(spans), list[str]()
+        for row, piece in zip(rows[1:], others, strict=True):
             shown += [as_text(row[0].content), decode(ids[piece.start + piece.num_prompt : piece.stop])]
         return "\n".join([decode(ids[: first.stop]), *shown])
 
@@ -190,13 +194,13 @@ def _parts(rows: Sequence[Sequence[Turn]]) -> Iterator[tuple[Sequence[int], Sequ
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     """What was read in one go, whoever wrote it, is one span."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in spans:
-        if found and span.version is None and found[-1].version is None:
-            found[-1] = replace(found[-1], num_tokens=found[-1].num_tokens + span.num_tokens)
+        if merged and span.version is None and merged[-1].version is None:
+            merged[-1] = replace(merged[-1], num_tokens=merged[-1].num_tokens + span.num_tokens)
         else:
-            found.append(span)
-    return tuple(found)
+            merged.append(span)
+    return tuple(merged)
 
 
 def _joined(masks: Sequence[SamplingMask]) -> SamplingMask:

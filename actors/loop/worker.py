@@ -13,6 +13,7 @@ at a token border; `generation.on_update` decides what becomes of what runs).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +21,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_rlhf.actors.engine import Engine, RolloutKey
+from async_rlhf.actors.loop.context import Environment, RunContext
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
-from async_rlhf.actors.loop.rollouts import behind_one_prompt, rollout_of
-from async_rlhf.actors.loop.work import Play, Played, Work
+from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
 from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
-from async_rlhf.buffers.record import Group, Rollout
+from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, pack, pack_ahead
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
@@ -60,14 +61,14 @@ class _Open:
     row: Row
     prompt: str
     began: float
-    played: dict[int, tuple[Played, StageTime]] = field(default_factory=dict)
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    finished: dict[int, FinishedRollout] = field(default_factory=dict)
+    num_judged: int = 0
     sampled: int = 0
     """The engine's progress when it last had something of this group."""
 
     @property
     def progress(self) -> int:
-        return self.sampled + len(self.played) + len(self.rollouts)
+        return self.sampled + len(self.finished) + self.num_judged
 
 
 class Decoding:
@@ -109,17 +110,17 @@ class Worker:
         client: ActorClient,
         engine: Engine,
         scoring: ScoringPool[RolloutKey],
-        work: Work,
+        context: RunContext,
         capacity: int,
         canary_tolerance: float,
         record: RecordSpan = lambda what, began, ended: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._name, self._client, self._engine, self._scoring, self._work = name, client, engine, scoring, work
-        self._episodes = Episodes(engine, work.decode, work.plays)
+        self._name, self._client, self._engine, self._scoring, self._context = name, client, engine, scoring, context
+        self._episodes = Episodes(engine, context.decode, context.environments)
         self._capacity, self._canary_tolerance = capacity, canary_tolerance
-        self._group_size = work.generation.group_size
+        self._group_size = context.generation.group_size
         self._canary_drift = 0.0
         self._mark, self._decoding = record, Decoding(record)
         self._length_bias, self._bias = LengthBiasMonitor(), LengthBiasMonitor().report(0.0)
@@ -151,23 +152,23 @@ class Worker:
         if credits := self._client.credits():
             self._begin(credits)
             self._client.works_on(self._state())
-        for played in self._step():
-            self._score(played)
+        for finished in self._step():
+            self._score(finished)
         self._serve()
-        if self._work.partial_every:
+        if self._context.partial_every:
             self._show()
         for scored in self._scoring.poll():
             self._collect(scored)
         self._announce()
         self._count["idle_s" if idle else "busy_s"] += self._clock() - began
 
-    def _step(self) -> list[Played]:
+    def _step(self) -> list[FinishedRollout]:
         busy, began = self._engine.num_unfinished > 0, time.time()
         ended = self._episodes.step()
         if busy:
             self._decoding.stepped(began)
             for group in self._open.values():
-                if len(group.played) < self._group_size:  # what waits for a slot waits for what has one
+                if len(group.finished) < self._group_size:  # what waits for a slot waits for what has one
                     group.sampled = self._engine.progress
         return ended
 
@@ -218,9 +219,9 @@ class Worker:
         begun = []
         for credit in credits:
             given = from_json(credit.row) if credit.row else None
-            row, prompt, requests = self._work.requests(credit.number, credit.attempt, given, credit.place)
+            row, prompt, requests = self._context.requests(credit.number, credit.attempt, given, credit.place)
             self._open[credit.number] = _Open(credit.attempt, row, prompt, time.time())
-            begun.append((row, environment_seed(self._work.seed, credit.number), requests))
+            begun.append((row, environment_seed(self._context.seed, credit.number), requests))
         self._episodes.begin(begun)
 
     def _drop(self, numbers: Sequence[int], *, again: bool) -> None:
@@ -228,82 +229,79 @@ class Worker:
         for number in numbers:
             group = self._open.pop(number)
             keys = [RolloutKey(number, group.attempt, member) for member in range(self._group_size)]
-            play = self._work.plays.of(group.row.columns)
-            turns = [1 if play is None else max(1, play.pool.num_turns(key)) for key in keys]
+            environment = self._context.environments.of(group.row.columns)
+            turns = [1 if environment is None else max(1, environment.pool.num_turns(key)) for key in keys]
             thrown_away = self._episodes.discard(keys)
             self._count["dropped_tokens_total"] += sum(thrown_away)
             self._scoring.discard(keys)
             for key in keys:
                 self._shown.pop(key, None)
             lengths = dict(enumerate(zip(thrown_away, turns, strict=True)))
-            lengths |= {member: _length(played) for member, (played, *_) in group.played.items()}
+            lengths |= {member: _length(finished) for member, finished in group.finished.items()}
             self._length_bias.dropped(number, (length for length in lengths.values() if length[0]), again=again)
 
     def _show(self) -> None:
         """Offers grown completions to incremental scoring; nothing waits for it."""
         for partial, prompt_ids in self._episodes.partials(self._shown):
             self._shown[partial.key] = len(partial.token_ids)
-            group, text = self._open[partial.key.group], self._work.decode(partial.token_ids.tolist())
-            self._scoring.show(partial.key, fields_of(group.row, prompt_ids, partial, text, self._work.template))
+            group, text = self._open[partial.key.group], self._context.decode(partial.token_ids.tolist())
+            self._scoring.show(partial.key, fields_of(group.row, prompt_ids, partial, text, self._context.template))
 
-    def _score(self, played: Played) -> None:
+    def _score(self, finished: FinishedRollout) -> None:
         """The rollout ended: its judges start now."""
-        key, completion = played.completion.key, played.completion
+        key = finished.key
         self._shown.pop(key, None)
         group = self._open[key.group]
-        group.played[key.member] = played, StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
-        self._count["tokens_total"] += played.num_sampled
+        generated = StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
+        group.finished[key.member] = finished.timed(pack({GENERATION: generated}))
+        self._count["tokens_total"] += finished.num_sampled
         self._count["completions_total"] += 1
         place = Place(key[:2], key.member, self._group_size)
-        fields = fields_of(group.row, played.prompt_ids, completion, played.answer, self._work.template)
-        self._scoring.submit(key, fields | played.fields, place)
+        self._scoring.submit(key, finished.fields(group.row, self._context.template), place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:
         """A completion has all its scores; with the last one of its group the group is put."""
-        number = scored.key.group
-        group = self._open[number]
-        played, generated = group.played[scored.key.member]
+        number, member = scored.key.group, scored.key.member
+        group, environments = self._open[number], self._context.environments
+        finished, environment = group.finished[member], environments.of(group.row.columns)
         stages = {name: self._decoding.overlap(*when) for name, when in scored.stages.items()}
-        plays = self._work.plays
-        play = plays.of(group.row.columns)
-        stages |= self._environment_stage(play, played)
-        timings = pack({GENERATION: generated, **stages}) | pack_ahead(scored.ahead_s)
-        group.rollouts[scored.key.member] = rollout_of(played, scored, plays.scores(play, played.score), timings)
-        if len(group.rollouts) == self._group_size:
+        stages |= self._environment_stage(environment, finished)
+        timings = pack(stages) | pack_ahead(scored.ahead_s)
+        group.finished[member] = finished.judged(scored, environments.scores(environment, finished.score), timings)
+        group.num_judged += 1
+        if group.num_judged == self._group_size:
             del self._open[number]
-            self._decoding.forget(min((each.began for each in self._open.values()), default=time.time()))
+            self._decoding.forget(min((other.began for other in self._open.values()), default=time.time()))
             self._count["groups_total"] += 1
-            self._account(number, [_length(each) for each, _ in group.played.values()])
-            refill, scores = self._work.refill, [rollout.scores for rollout in group.rollouts.values()]
+            self._account(number, [_length(member) for member in group.finished.values()])
+            refill, scores = self._context.refill, [member.rollout.scores for member in group.finished.values()]
             constant = refill is not None and refill.of(group.row.columns).is_constant(scores)
-            self._client.put(self._record(number, group), constant=constant)
+            self._client.put(self._record(number, group, environment), constant=constant)
 
-    def _record(self, number: int, group: _Open) -> Group:
-        members = range(self._group_size)
-        prompts = [group.played[member][0].prompt_ids for member in members]
-        own = [group.rollouts[member] for member in members]
-        prompt_ids, rollouts = behind_one_prompt(prompts, own, self._work.decode)
-        play = self._work.plays.of(group.row.columns)
-        is_agent = play is not None and play.spec.calls
+    def _record(self, number: int, group: _Open, environment: Environment | None) -> Group:
+        members = [group.finished[member] for member in range(self._group_size)]
+        prompts, rollouts = [member.prompt_ids for member in members], [member.rollout for member in members]
+        prompt_ids, rollouts_behind = behind_one_prompt(prompts, rollouts, self._context.decode)
+        is_agent = environment is not None and environment.spec.calls
         return Group(
             number=number,
             attempt=group.attempt,
             prompt_ids=prompt_ids,
-            rollouts=rollouts,
-            sampling=self._work.generation.sampling,
+            rollouts=rollouts_behind,
+            sampling=self._context.generation.sampling,
             actor=self._name,
-            prompt=group.played[0][0].prompt or (self._work.decode(prompt_ids.tolist()) if is_agent else group.prompt),
+            prompt=members[0].prompt or (self._context.decode(prompt_ids.tolist()) if is_agent else group.prompt),
             columns=group.row.columns,
         )
 
-    def _environment_stage(self, play: Play | None, played: Played) -> dict[str, StageTime]:
+    def _environment_stage(self, environment: Environment | None, finished: FinishedRollout) -> dict[str, StageTime]:
         """The steps of the environment as one stage: what they took, and what of it was hidden behind decoding."""
-        if play is None or not played.steps:
+        if environment is None or not finished.steps:
             return {}
-        steps = [self._decoding.overlap(*step) for step in played.steps]
+        steps = [self._decoding.overlap(*step) for step in finished.steps]
         ended = steps[-1].ended
         seconds, hidden = (sum(getattr(step, name) for step in steps) for name in ("seconds", "hidden_s"))
-        return {play.name: StageTime(ended - seconds, ended, hidden)}
+        return {environment.name: StageTime(ended - seconds, ended, hidden)}
 
     def _account(self, number: int, lengths: Sequence[Length]) -> None:
         """The group is put; once in `_GROUPS_A_REPORT`, whether long completions are dropped more often."""
@@ -315,22 +313,22 @@ class Worker:
                     _log.warning("%s: %s", what, self._bias)
 
     def _state(self) -> ActorState:
-        """Groups that only wait for scores, or environments, take no room in the engine, so they make room for others; of what
-        has not begun no more than fills this actor once, for it comes back together."""
-        size = self._group_size
-        if not self._work.plays.all:
-            outside = sum(len(group.played) == size for group in self._open.values())
-        else:
-            too_many = max(0, self._episodes.num_opening - self._capacity * size)
-            outside = max(0, len(self._open) - -(-(self._engine.num_unfinished + too_many) // size))
-        waiting = len(self._client.unacknowledged)
         return ActorState(
-            capacity=self._capacity + outside + waiting,
+            capacity=self._capacity + self._num_outside() + len(self._client.unacknowledged),
             fence=self._fence,
             version=self._engine.version,
             holding=tuple((number, group.attempt) for number, group in self._open.items()),
             progress=tuple((number, group.progress) for number, group in self._open.items()),
         )
+
+    def _num_outside(self) -> int:
+        """Groups begun here that take no room in the engine, as they only wait for scores or for environments: so many others
+        may be begun. Of what has not begun no more than fills this actor once counts so, for it comes back together."""
+        size = self._group_size
+        if not self._context.environments.all:
+            return sum(len(group.finished) == size for group in self._open.values())
+        too_many = max(0, self._episodes.num_opening - self._capacity * size)
+        return max(0, len(self._open) - math.ceil((self._engine.num_unfinished + too_many) / size))
 
     def _announce(self) -> None:
         """Send at once what changes which credits the hub can give; the rest goes with the next beat."""
@@ -356,9 +354,9 @@ class Worker:
             scores_asked_again_total=float(self._scoring.num_resent),
             shown_total=float(sum(counter.shown for counter in counters)),
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),
-            **self._work.plays.counted(),
+            **self._context.environments.counted(),
         )
 
 
-def _length(played: Played) -> Length:
-    return played.num_sampled, len(played.turns)
+def _length(finished: FinishedRollout) -> Length:
+    return finished.num_sampled, len(finished.turns)

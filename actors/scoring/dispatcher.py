@@ -23,7 +23,7 @@ from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, Rewa
 from async_rlhf.actors.scoring.reward_worker import Answers, Call, RewardKind, answers_of
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.pool import WorkerPool
-from async_rlhf.actors.workers.sessions import Came, Closed, Sessions
+from async_rlhf.actors.workers.sessions import Closed, Sessions, StepResult
 from async_rlhf.buffers.errors import RewardError
 
 # Batches, limits and retries of a stage of the scorer are the scorer's.
@@ -193,7 +193,7 @@ class Dispatcher:
         for id, call in calls:
             self._sessions[self._places[call.name]].begin(id, id, tuple(call), call.timeout_s)
 
-    def _happened(self, id: int, came: Came | Closed | Failed | None) -> None:
+    def _happened(self, id: int, came: StepResult | Closed | Failed | None) -> None:
         """Called from the threads of the places."""
         with self._lock:
             if id not in self._running:  # a second answer: the place gave the call up just as it ended

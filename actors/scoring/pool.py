@@ -17,14 +17,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from async_rlhf.actors.config import REFERENCE, ScoringConfig
-from async_rlhf.actors.engine import Completion, Partial
+from async_rlhf.actors.engine import Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.reward_queue import Task
 from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.record import Float32Array, SamplingMask, Score, pieces, sampled, source_of
+from async_rlhf.buffers.record import Float32Array, Rollout, SamplingMask, Score, pieces, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -296,28 +296,29 @@ class ScoringPool(Generic[Key]):
 
 
 def fields_of(
-    row: Row, prompt_ids: Sequence[int], completion: Completion | Partial, text: str, template: Template = PLAIN
+    row: Row, prompt_ids: Sequence[int], completion: Rollout | Partial, text: str, template: Template = PLAIN
 ) -> dict[str, Any]:
     """What rewards get in training and in evaluation alike, as plain data: the row's columns, and over them `rewards.FIELDS`.
 
     An unfinished completion has no `finish_reason`. template: with which the row became what the model read.
     """
+    token_ids = completion.token_ids if isinstance(completion, Partial) else completion.completion_ids
     known = {
         **row.columns,
         "prompt": row.prompt,
         "model_prompt": template.said(row),
         "completion": text,
         "prompt_ids": list(prompt_ids),
-        "completion_ids": completion.token_ids.tolist(),
+        "completion_ids": token_ids.tolist(),
     }
     if isinstance(completion, Partial):
         return known
-    own = pieces(completion.spans)
+    row_pieces = pieces(completion.spans)
     return {
         **known,
         "finish_reason": completion.finish_reason,
         "sampling_mask": _plain(completion),
-        "row_pieces": [list(piece) for piece in own] if len(own) > 1 else None,
+        "row_pieces": [list(piece) for piece in row_pieces] if len(row_pieces) > 1 else None,
     }
 
 
@@ -333,21 +334,21 @@ def num_tokens(fields: Mapping[str, Any]) -> int:
     return len(fields.get("prompt_ids", ())) + len(fields.get("completion_ids", ()))
 
 
-def _plain(completion: Completion) -> tuple[bytes, bytes] | None:
+def _plain(rollout: Rollout) -> tuple[bytes, bytes] | None:
     """Sizes and ids of the sampling mask, little-endian int32; of what was not sampled the token itself is the mask."""
-    mask = completion.sampling_mask
+    mask = rollout.sampling_mask
     if mask is None:
         return None
-    if len(mask.sizes) < len(completion.token_ids):
-        mask = _of_all(mask, completion)
+    if len(mask.sizes) < rollout.length:
+        mask = _of_all(mask, rollout)
     return mask.sizes.astype("<i4").tobytes(), mask.ids.astype("<i4").tobytes()
 
 
-def _of_all(mask: SamplingMask, completion: Completion) -> SamplingMask:
+def _of_all(mask: SamplingMask, rollout: Rollout) -> SamplingMask:
     """With a mask of one token for each that an environment gave, so that every token has one."""
-    was_sampled = sampled(completion.spans)
+    was_sampled = rollout.sampled
     sizes = np.ones(len(was_sampled), np.int32)
     sizes[was_sampled] = mask.sizes
-    ids = np.repeat(completion.token_ids, sizes)
+    ids = np.repeat(rollout.completion_ids, sizes)
     ids[np.repeat(was_sampled, sizes)] = mask.ids
     return SamplingMask(sizes, ids)

@@ -16,7 +16,7 @@ from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.client import Failure, SessionClient
 from async_rlhf.actors.workers.messages import SERVED, STAGES, Show, Step, Stepped, to_answers
 from async_rlhf.actors.workers.messages import Shown as ShownThere
-from async_rlhf.actors.workers.sessions import Came, Closed, Happened
+from async_rlhf.actors.workers.sessions import Closed, Happened, StepResult
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.score import Score
 
@@ -76,7 +76,7 @@ class RemoteRewards:
     def _came(self, id: int, came: Stepped | Failure) -> None:
         timeout_s = self._timeouts.pop(id)
         if isinstance(came, Stepped):
-            self._happened(id, Came(id, to_answers(came.answers)))
+            self._happened(id, StepResult(id, to_answers(came.answers)))
         elif came.kind == "late":
             self._happened(id, Failed("timed out", f"{came.reason}: {timeout_s:g} s (scoring.timeout_s)"))
         else:

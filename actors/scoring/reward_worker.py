@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, failed, load, settings_of
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker
-from async_rlhf.actors.workers.sessions import Came, Closed
+from async_rlhf.actors.workers.sessions import Closed, StepResult
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 
 
@@ -39,9 +39,9 @@ Answers = tuple[Answer, ...]
 """One for each member of a call, or one for all of them."""
 
 
-def answers_of(came: Came | Closed | Failed, call: Call) -> Answers:
+def answers_of(came: StepResult | Closed | Failed, call: Call) -> Answers:
     """With the times of what ran. A call that timed out may be retried."""
-    if isinstance(came, Came):
+    if isinstance(came, StepResult):
         answers: Answers = came.result
         return tuple(each._replace(began=came.began, ended=came.ended) for each in answers) if came.began else answers
     if isinstance(came, Closed):

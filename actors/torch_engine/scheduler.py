@@ -189,7 +189,7 @@ class Scheduler:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Put requests at the end of the waiting line, in order; what continues a held one, where that one stood, and a further
-        chain of a rollout where the first of those that are here stands."""
+        row of a rollout where the first of those that are here stands."""
         for request in requests:
             hold = self._holds.continued_by(request)
             self._wait(_Entry(request, self._place(request.key) if hold is None else hold.number, hold))
@@ -198,7 +198,7 @@ class Scheduler:
 
     def _place(self, key: RolloutKey) -> int:
         """In line, of what continues nothing."""
-        if not key.chain:
+        if not key.row:
             return self._submitted
         others = [each.number for each in (*self._rows, *self._waiting) if each and each.request.key.rollout == key.rollout]
         return min([*others, *self._holds.numbers(key.rollout)], default=self._submitted)

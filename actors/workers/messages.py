@@ -113,7 +113,7 @@ class AnswerFields(MessageBase):
 class CallFields(MessageBase):
     """A `Call` but for its messages."""
 
-    chain: Count
+    conversation: Count
     tools: Annotated[list[dict[str, Any]], Field(strict=False)]
     max_tokens: Annotated[int, Field(ge=1)] | None
     stop: Annotated[list[str], Field(strict=False)]

@@ -28,7 +28,7 @@ from typing import Any
 from async_rlhf.actors.rewards.answer import failed
 from async_rlhf.actors.workers.book import Failed, SessionBook, timed_out
 from async_rlhf.actors.workers.process import LOOK_S, START_LIMIT_S, Worker, WorkerThread, is_over
-from async_rlhf.actors.workers.sessions import Came, Closed, Happened, Kind, StartFailed, serve
+from async_rlhf.actors.workers.sessions import Closed, Happened, Kind, StartFailed, StepResult, serve
 from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError
 from async_rlhf.buffers.transport.frames import Waker
@@ -76,7 +76,7 @@ class WorkerPool:
         # Ids of those without a process, and of those that have one and are to step, in the order in which they came.
         self._unplaced: dict[int, None] = {}
         self._unsent: dict[int, None] = {}
-        self._found: list[tuple[int, Came | Closed | Failed | None]] = []
+        self._found: list[tuple[int, StepResult | Closed | Failed | None]] = []
         self._stuck: list[WorkerThread] = []
         self._workers: dict[int, Worker] = {}
         self._num_started = self._failed_starts = 0
@@ -223,14 +223,14 @@ class WorkerPool:
             return False
         return True
 
-    def _over(self, id: int, came: Came | Closed | Failed | None) -> None:
+    def _over(self, id: int, came: StepResult | Closed | Failed | None) -> None:
         """Nothing is left of a session."""
         self._book.closed(id)
         self._sessions.pop(id, None)
         self._found.append((id, came))
 
     def _take(self, worker: Worker) -> None:
-        message: Came | Closed | StartFailed | None = worker.connection.recv()
+        message: StepResult | Closed | StartFailed | None = worker.connection.recv()
         if message is None:
             worker.is_ready, self._failed_starts = True, 0
             self._book.open(worker.number)
@@ -240,7 +240,7 @@ class WorkerPool:
             return
         phase = self._book.phase(message.id)
         is_wanted = phase in ("waiting", "stepping")  # Else it has been discarded.
-        if isinstance(message, Came) and is_wanted:
+        if isinstance(message, StepResult) and is_wanted:
             self._book.enter(message.id, "closing" if message.ends else "waiting")
         if isinstance(message, Closed):
             self._over(message.id, message)

@@ -6,11 +6,11 @@ woken by    these
 on close    it is killed; sessions that clean up have been closed before
 
     owner -> process   Message: begin, reply, close
-    process -> owner   None once the user's code is imported, or StartFailed; Came, Closed
+    process -> owner   None once the user's code is imported, or StartFailed; StepResult, Closed
 
-Each begin and each reply is a step, and answered by one Came, unless it gave nothing: the session has a further step by itself
-once there is something. A session is over with Closed, after its cleanup, or with its last Came where there is none. An id
-names a session of one owner's life.
+Each begin and each reply is a step, and answered by one StepResult, unless it gave nothing: the session has a further step by
+itself once there is something. A session is over with Closed, after its cleanup, or with its last StepResult where there is
+none. An id names a session of one owner's life.
 
 Sessions run on an event loop, many at once; or in order, each a single call that only the end of the process stops. A blocked
 loop cannot report itself: the process writes into shared memory that its loop turns and which session runs on it (`watchdog`).
@@ -57,9 +57,9 @@ class Nothing:
 NOTHING = Nothing()
 
 
-class Came(NamedTuple):
-    """What a step came to. began, ended: of it, in seconds since the epoch; 0 where the result has its own times. ends: no step
-    follows, and nothing is left of the session unless its kind cleans up. retire: as of Closed."""
+class StepResult(NamedTuple):
+    """The result of one step. began, ended: of it, in seconds since the epoch; 0 where the result has its own times. ends: no
+    step follows, and nothing is left of the session unless its kind cleans up. retire: as of Closed."""
 
     id: int
     result: Any
@@ -78,7 +78,7 @@ class Closed(NamedTuple):
     retire: bool = False
 
 
-Happened = Callable[[int, Came | Closed | Failed | None], object]
+Happened = Callable[[int, StepResult | Closed | Failed | None], object]
 """Takes what became of a session, by its id. None: it is lost; by -1: there will be no more. Called from another thread."""
 
 
@@ -182,7 +182,7 @@ def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
         while True:
             _, id, what = connection.recv()  # nothing but begins
             began = time.time()
-            connection.send(Came(id, kind.call(what), began, time.time()))
+            connection.send(StepResult(id, kind.call(what), began, time.time()))
     end_worker(0)
 
 
@@ -268,15 +268,15 @@ class _Loop:
         """One session, from its first step to the end of its cleanup."""
         id, sent = running.id, None
         while not running.is_closed:
-            came = await self._step(running, sent)
-            is_over = came.ends and not self._kind.cleans_up
+            step = await self._step(running, sent)
+            is_over = step.ends and not self._kind.cleans_up
             if is_over:
                 del self._running[id]
-            if came.result is not NOTHING:
-                self._connection.send(came)  # the owner always reads, so this does not block the loop
+            if step.result is not NOTHING:
+                self._connection.send(step)  # the owner always reads, so this does not block the loop
             if is_over:
                 return
-            if came.ends or running.is_closed:
+            if step.ends or running.is_closed:
                 break
             if (more := running.session.more) is not None:
                 more.add_done_callback(running.wake)
@@ -286,7 +286,7 @@ class _Loop:
         del self._running[id]
         self._connection.send(Closed(id, failure, running.is_stuck or running.retires))
 
-    async def _step(self, running: _Running, sent: Any) -> Came:
+    async def _step(self, running: _Running, sent: Any) -> StepResult:
         session, result = running.session, None
         await self._places.acquire()
         began, left_s = time.time(), running.ends_at - time.monotonic()
@@ -301,7 +301,7 @@ class _Loop:
             result = session.failed(True, ended(OUT_OF_MEMORY, self._kind.memory_mb, self._kind.memory_setting))
         if result is None:
             result = session.failed(False, self._late(session, in_step=left_s > session.timeout_s))
-        return Came(running.id, result, began, time.time(), session.ends(result), running.is_stuck or running.retires)
+        return StepResult(running.id, result, began, time.time(), session.ends(result), running.is_stuck or running.retires)
 
     def _late(self, session: Session, in_step: bool = True) -> str:
         if in_step:

@@ -32,7 +32,7 @@ from async_rlhf.run.scoring import common_columns, environment_specs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from async_rlhf.actors.loop.work import Played
+    from async_rlhf.actors.loop.rollouts import FinishedRollout
 
 # Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
 _PATIENCE_S = 600.0
@@ -110,19 +110,19 @@ def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.E
     seconds: list[float] = []
     while True:
         event = _next(pool, bell)
-        if (came := event.came) is None:
+        if (result := event.result) is None:
             return Trial(number, parts, "its process ended", None, seconds)
         seconds.append(event.ended - event.began)
-        if isinstance(came, End):
-            scores = dict(zip((at for at, part in enumerate(parts) if part.who == "model"), came.turn_scores, strict=False))
+        if isinstance(result, End):
+            scores = dict(zip((at for at, part in enumerate(parts) if part.who == "model"), result.turn_scores, strict=False))
             parts = [replace(part, score=scores.get(at, part.score)) for at, part in enumerate(parts)]
-            return Trial(number, parts, came.reason, came.score, seconds)
-        parts.append(Part("environment", came.content, came.score))
-        if (text := write(came.content)) is None:
+            return Trial(number, parts, result.reason, result.score, seconds)
+        parts.append(Part("environment", result.content, result.score))
+        if (text := write(result.content)) is None:
             pool.discard([number])
             return Trial(number, parts, "left", None, seconds)
         parts.append(Part("model", text))
-        pool.reply(number, text if came.call is None else Reply(text, "stop", 0, 0, came.call.chain))
+        pool.reply(number, text if result.call is None else Reply(text, "stop", 0, 0, result.call.conversation))
 
 
 def _next(pool: EpisodePool[int], bell: threading.Event) -> Event[int]:
@@ -144,27 +144,27 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
     from async_rlhf.buffers.model_directory import from_pretrained
     from async_rlhf.learner.model.gguf import model_directory
     from async_rlhf.run.processes.evaluation import environments_of
-    from async_rlhf.run.processes.roles import make_work
+    from async_rlhf.run.processes.roles import run_context
 
     rows, _ = rows_of(config, limit)
     config = config.model_copy(update={"model": model_directory(config.model)})
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
     engine = load_engine(config.model, config.served_engine, version=0)
 
-    work = make_work(config, rows, tokenizer)
-    begun = [(row, environment_seed(config.seed, n), work.requests(n, 0, row)[2][:1]) for n, row in enumerate(rows)]
+    context = run_context(config, rows, tokenizer)
+    begun = [(row, environment_seed(config.seed, n), context.requests(n, 0, row)[2][:1]) for n, row in enumerate(rows)]
     bell = threading.Event()
     try:
-        with environments_of(config, tokenizer, bell.set) as plays:
-            episodes = Episodes(engine, work.decode, plays)
+        with environments_of(config, tokenizer, bell.set) as environments:
+            episodes = Episodes(engine, context.decode, environments)
             episodes.begin(begun)
             num_left, last_answer = len(rows), time.monotonic()
             while num_left:
                 for played in episodes.step():
                     num_left -= 1
-                    parts = _parts(played, work.decode, partial(with_specials, tokenizer))
+                    parts = _parts(played, context.decode, partial(with_specials, tokenizer))
                     seconds = [ended - began for began, ended in played.steps]
-                    yield Trial(played.completion.key.group, parts, played.completion.finish_reason, played.score, seconds)
+                    yield Trial(played.key.group, parts, played.rollout.finish_reason, played.score, seconds)
                     last_answer = time.monotonic()
                 if not engine.num_unfinished:
                     if time.monotonic() - last_answer > _PATIENCE_S:
@@ -182,21 +182,23 @@ def with_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> lis
 
 
 def _parts(
-    played: Played, decode: Callable[[Sequence[int]], str], in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]]
+    played: FinishedRollout,
+    decode: Callable[[Sequence[int]], str],
+    in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]],
 ) -> list[Part]:
     """What was read and written, one after the other as in the record; of a row that begins anew what the environment sent, not
     all of it."""
 
-    completion, anew, scores = played.completion, iter(played.anew), iter(played.turn_scores)
+    rollout, anew, scores = played.rollout, iter(played.anew), iter(played.rollout.turn_scores)
 
     def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
         return Part(who, decode(ids), next(scores, None) if who == "model" else None, pieces=in_pieces(ids))
 
     parts, at = [part("environment", played.prompt_ids)], 0
-    for is_turn, spans in groupby(completion.spans, key=lambda span: span.version is not None):
+    for is_turn, spans in groupby(rollout.spans, key=lambda span: span.version is not None):
         own = list(spans)
         count = sum(span.num_tokens for span in own)
-        ids = completion.token_ids[at : at + count].tolist()
+        ids = rollout.completion_ids[at : at + count].tolist()
         at += count
         if own[0].restarts:
             parts.append(Part("environment", next(anew), anew=count))

@@ -22,7 +22,7 @@ from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 
 if TYPE_CHECKING:
-    from async_rlhf.actors.loop.work import Play
+    from async_rlhf.actors.loop.context import Environment
 
 _OF_ENVIRONMENT = re.compile(r"\benvironment\.(?=(function|options|timeout_s|render)\b)")
 OF_EPISODES = frozenset({"messages", "completion_messages", "turns", "sampled"})
@@ -118,7 +118,7 @@ def check_judged(config: Config, environments: Mapping[str, EnvironmentSpec], so
     )
 
 
-def score_names(config: Config, environments: Iterable[EnvironmentSpec | Play]) -> tuple[str, ...]:
+def score_names(config: Config, environments: Iterable[EnvironmentSpec | Environment]) -> tuple[str, ...]:
     """Of all that make the reward. environments: the run's; several may have one name."""
     return (*(spec.name for spec in reward_specs(config)), *dict.fromkeys(each.name for each in environments))
 

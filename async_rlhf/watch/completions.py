@@ -119,7 +119,7 @@ def decode_of(run: RunDir) -> Decode | None:
 
 
 def _turn_lines(rollout: Mapping[str, Any], decode: Decode | None) -> list[str]:
-    """Of an episode, under the number of its chain where it has several; none where its text cannot be distinguished."""
+    """Of an episode, under the number of its row where it has several; none where its text cannot be distinguished."""
     spans, anew = rollout["spans"], rollout.get("restarts", ())
     parts = pieces(rollout["text"], rollout.get("completion_ids") or rollout.get("tokens", ()), spans, decode, anew)
     if all(version is not None for version, _ in parts):
@@ -129,7 +129,7 @@ def _turn_lines(rollout: Mapping[str, Any], decode: Decode | None) -> list[str]:
         own = list(group)
         if anew and (own[0] == 0 or own[0] in anew):
             number += 1
-            lines.append(f"    chain {number}")
+            lines.append(f"    row {number}")
         lines.append(f"      {'reads ' if is_read else 'writes'}  {''.join(parts[at][1] for at in own)!r}")
     return lines
 

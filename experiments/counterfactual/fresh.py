@@ -13,13 +13,12 @@ import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey, load_engine
 from async_rlhf.actors.loop.evaluation import judge
-from async_rlhf.actors.loop.rollouts import rollout_of
 from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Group
 from async_rlhf.run.config import Config
-from async_rlhf.run.processes.roles import make_work
+from async_rlhf.run.processes.roles import run_context
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs
@@ -41,13 +40,13 @@ def fresh_groups(
     if config.environment.all:
         raise ConfigError("fresh completions of a run with an environment are not made; take a run whose rewards judge alone")
     model = str(checkpoint / "model")
-    work = make_work(config, RunData(run.path, config.data).epoch(), from_pretrained(AutoTokenizer, Path(model)))
+    context = run_context(config, RunData(run.path, config.data).epoch(), from_pretrained(AutoTokenizer, Path(model)))
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, by_source=config.rewards.by_source)
     engine = load_engine(model, config.served_engine.model_copy(update={"kind": "torch", "kv_policy": "full"}), version=step)
     first, size = _NUMBERS * (step + 1), config.generation.group_size
-    begun = {number: work.requests(number, 0) for number in range(first, first + count)}
+    begun = {number: context.requests(number, 0) for number in range(first, first + count)}
     try:
-        found = judge(engine, scoring, work, begun, lambda key: Place(key[:2], key.member, size), progress)
+        judged = judge(engine, scoring, context, begun, lambda key: Place(key[:2], key.member, size), progress)
     finally:
         scoring.close()
         engine.close()
@@ -56,7 +55,7 @@ def fresh_groups(
             number=number,
             attempt=0,
             prompt_ids=np.array(requests[0].prompt_ids, np.int32),
-            rollouts=tuple(rollout_of(*found[request.key][::2], {}, {}) for request in requests),
+            rollouts=tuple(judged[request.key].rollout for request in requests),
             sampling=config.generation.sampling,
             prompt=prompt,
             columns=row.columns,

@@ -22,7 +22,7 @@ from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alterna
 
 if TYPE_CHECKING:
     from async_rlhf.actors.engine import Engine
-    from async_rlhf.actors.loop.work import Plays, Work
+    from async_rlhf.actors.loop.context import Environments, RunContext
     from async_rlhf.actors.prompts import Row as Prompt
 
 _TURNS, _WAIT_S = 4, 300.0
@@ -89,7 +89,7 @@ def _player(sessions: int, name: str) -> Iterator[Callable[[], _Played]]:
     from async_rlhf.buffers.model_directory import from_pretrained
     from async_rlhf.run.config import load
     from async_rlhf.run.processes.evaluation import environments_of
-    from async_rlhf.run.processes.roles import make_work
+    from async_rlhf.run.processes.roles import run_context
 
     bell = threading.Event()
     with tempfile.TemporaryDirectory() as directory:
@@ -98,19 +98,21 @@ def _player(sessions: int, name: str) -> Iterator[Callable[[], _Played]]:
         engine = load_engine(config.model, config.served_engine, version=0)
         try:
             rows = load_rows(config.data)[0]
-            work = make_work(config, rows, tokenizer)
-            with environments_of(config, tokenizer, bell.set) as plays:
-                yield lambda: _measured(engine, work, plays, rows, bell)
+            context = run_context(config, rows, tokenizer)
+            with environments_of(config, tokenizer, bell.set) as environments:
+                yield lambda: _measured(engine, context, environments, rows, bell)
         finally:
             engine.close()
 
 
-def _measured(engine: Engine, work: Work, plays: Plays, rows: Sequence[Prompt], bell: threading.Event) -> _Played:
+def _measured(
+    engine: Engine, context: RunContext, environments: Environments, rows: Sequence[Prompt], bell: threading.Event
+) -> _Played:
     from async_rlhf.actors.loop.episodes import Episodes
 
-    episodes = Episodes(engine, work.decode, plays)
+    episodes = Episodes(engine, context.decode, environments)
     began, cpu = time.perf_counter(), _children_s()
-    episodes.begin([(row, number, work.requests(number, 0, row)[2][:1]) for number, row in enumerate(rows)])
+    episodes.begin([(row, number, context.requests(number, 0, row)[2][:1]) for number, row in enumerate(rows)])
     left, tokens, turns, until = len(rows), 0, 0, time.monotonic() + _WAIT_S
     while left:
         for played in episodes.step():

@@ -15,12 +15,12 @@ from async_rlhf.actors.environments import Call, Content, EnvironmentSpec, Messa
 from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
 from async_rlhf.actors.environments.yields import End, Read, read_yield
+from async_rlhf.actors.loop.context import Environment, Environments
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.rollouts import behind_one_prompt
-from async_rlhf.actors.loop.work import Play, Played, Plays
+from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import EpisodeError
-from async_rlhf.buffers.record import Group, Rollout, Score, Span
+from async_rlhf.buffers.record import Group, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
@@ -98,7 +98,7 @@ class ScriptedPool:
     def poll(self) -> list[Event[RolloutKey]]:
         events, self.events = self.events, []
         for event in events:
-            if not isinstance(event.came, Read):
+            if not isinstance(event.result, Read):
                 self.live.discard(event.key)
         return events
 
@@ -108,10 +108,10 @@ class ScriptedPool:
     def says(self, key: RolloutKey, content: Content, score: float | None = None) -> None:
         self.events.append(Event(key, Read(content, score), 1.0, 2.0))
 
-    def calls(self, key: RolloutKey, chain: int, text: str, **more: Any) -> None:
+    def calls(self, key: RolloutKey, conversation: int, text: str, **more: Any) -> None:
         """An agent's call with one message."""
         asked: list[Message] = [{"role": "user", "content": text}]
-        self.events.append(Event(key, Read(asked, call=Call(chain, asked, **more)), 1.0, 2.0))
+        self.events.append(Event(key, Read(asked, call=Call(conversation, asked, **more)), 1.0, 2.0))
 
     def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored", **more: Any) -> None:
         self.events.append(Event(key, End(reason, score, **more), 2.0, 3.0))
@@ -188,13 +188,13 @@ class Characters:
         return self._encode(content)
 
 
-def play_of(
+def environment_of(
     pool: object, rendering: object, max_prompt_length: int, max_length: int, max_turns: int = 1000, calls: bool = False
-) -> Play:
+) -> Environment:
     """Of a scripted environment."""
     own = cast(EpisodePool[RolloutKey], pool), cast(Renderer, rendering)
     spec = EnvironmentSpec("game", "game", "sync", max_turns=max_turns, calls=calls)
-    return Play(spec, *own, max_prompt_length, max_length)
+    return Environment(spec, *own, max_prompt_length, max_length)
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -206,13 +206,13 @@ class Scene:
 
     def __init__(self, group_size: int = 2, max_length: int = 20, rendering: object = None, **of_spec: Any) -> None:
         self.engine, self.pool = ScriptedEngine(), ScriptedPool()
-        play = play_of(self.pool, rendering or Characters(), 6, max_length, **of_spec)
-        self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, Plays(play))
+        environment = environment_of(self.pool, rendering or Characters(), 6, max_length, **of_spec)
+        self.episodes = Episodes(cast(Engine, cast(Any, self.engine)), text_of, Environments(environment))
         self.keys = [RolloutKey(3, 0, member) for member in range(group_size)]
         requests = [Request(key, PROMPT, 5, Sampling(), seed=100 + key.member, partial_every=1) for key in self.keys]
         self.episodes.begin([(ROW, 42, requests)])
 
-    def poll(self) -> list[Played]:
+    def poll(self) -> list[FinishedRollout]:
         return self.episodes.step()
 
     def all_hear(self, said: str = "go") -> None:
@@ -221,12 +221,12 @@ class Scene:
             self.pool.says(key, said)
         self.poll()
 
-    def writes(self, key: RolloutKey, *ids: int, **how: Any) -> list[Played]:
+    def writes(self, key: RolloutKey, *ids: int, **how: Any) -> list[FinishedRollout]:
         """The model ends a turn with these tokens."""
         self.engine.end(key, ids, **how)
         return self.poll()
 
-    def turn(self, text: str, answer: str, version: int = 0) -> list[Played]:
+    def turn(self, text: str, answer: str, version: int = 0) -> list[FinishedRollout]:
         """The first member writes this, and is answered that."""
         self.writes(self.keys[0], *map(ord, text), version=version)
         self.pool.says(self.keys[0], answer, score=0.5)
@@ -236,30 +236,32 @@ class Scene:
 # With a model
 
 
-def played_with_updates(episodes: Episodes, engine: Engine, models: Sequence[PreTrainedModel], count: int) -> list[Played]:
+def played_with_updates(
+    episodes: Episodes, engine: Engine, models: Sequence[PreTrainedModel], count: int
+) -> list[FinishedRollout]:
     """What so many episodes become to which new weights come, between their turns and within them."""
-    done: list[Played] = []
+    done: list[FinishedRollout] = []
     for step in range(400):
         if step in (6, 13):
             engine.load_weights(1 + (step == 13), raw_weights(models[1 + (step == 13)]))
         done += episodes.step()
         if len(done) == count:
             break
-    assert len({played.completion.key for played in done}) == count and engine.num_unfinished == 0
+    assert len({played.key for played in done}) == count and engine.num_unfinished == 0
     return done
 
 
 @torch.no_grad()
 def plain_passes(
-    models: Sequence[PreTrainedModel], played: Played, temperature: float
+    models: Sequence[PreTrainedModel], played: FinishedRollout, temperature: float
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
     """Of each sampled token: its log-probability by one pass of its version over the piece that it stands in, among those it
     was chosen from; whether this version had computed all of its prefix. Walks the spans by itself."""
-    completion, found, exact, at, text = played.completion, list[float](), list[bool](), 0, list(played.prompt_ids)
-    mask = completion.sampling_mask
+    rollout, found, exact, at, text = played.rollout, list[float](), list[bool](), 0, list(played.prompt_ids)
+    mask = rollout.sampling_mask
     kept = None if mask is None else np.split(mask.ids, np.cumsum(mask.sizes)[:-1])
-    for span in completion.spans:
-        own, at = completion.token_ids[at : at + span.num_tokens].tolist(), at + span.num_tokens
+    for span in rollout.spans:
+        own, at = rollout.completion_ids[at : at + span.num_tokens].tolist(), at + span.num_tokens
         text = [] if span.restarts else text
         if span.version is not None:
             logits = models[span.version](input_ids=torch.tensor([text + own]), use_cache=False).logits[0].float()
@@ -275,15 +277,12 @@ def plain_passes(
 
 @torch.no_grad()
 def assert_every_token_is_that_of_a_plain_pass(
-    models: Sequence[PreTrainedModel], done: Sequence[Played], temperature: float, on_update: str
+    models: Sequence[PreTrainedModel], done: Sequence[FinishedRollout], temperature: float, on_update: str
 ) -> Group:
     """Engine and learner give each sampled token the log-probability of a plain pass of its version over its piece. The
     learner reads siblings in one row, and each for itself. Returns the group."""
-    made = [
-        Rollout(each.completion.token_ids, each.completion.logprobs, each.completion.spans, each.completion.finish_reason)
-        for each in done
-    ]
-    prompt_ids, rollouts = behind_one_prompt([each.prompt_ids for each in done], made, text_of)
+    own = [played.rollout for played in done]
+    prompt_ids, rollouts = behind_one_prompt([played.prompt_ids for played in done], own, text_of)
     assert len({version for rollout in rollouts for version in rollout.versions.tolist()}) > 1
     group = Group(0, 0, prompt_ids, rollouts, Sampling(temperature=temperature))
     passes = [plain_passes(models, each, temperature) for each in done]

@@ -17,7 +17,7 @@ from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey, co
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
-from async_rlhf.actors.loop.work import Play, Plays, Work
+from async_rlhf.actors.loop.context import Environment, Environments, RunContext
 from async_rlhf.actors.loop.worker import Worker
 from async_rlhf.actors.prompts import Row, rollout_seed, turn_seed
 from async_rlhf.actors.scoring.pool import ScoringPool
@@ -75,11 +75,11 @@ def actor(hub: ScriptedHub, engine: Engine, source: Path, name: str, made: Any, 
     assert spec.calls
     pool = EpisodePool[RolloutKey](spec, config)
     scoring = ScoringPool[RolloutKey]((), ScoringConfig())
-    play = Play(spec, pool, Renderer(made, chat=True), 100, 800)
+    environment = Environment(spec, pool, Renderer(made, chat=True), 100, 800)
     generation = GenerationConfig(group_size=SIZE, max_completion_length=LENGTH, temperature=0.8)
-    work = Work(0, [Row(PROMPT, {"path": str(path)})], generation, made, plays=Plays(play))
+    context = RunContext(0, [Row(PROMPT, {"path": str(path)})], generation, made, environments=Environments(environment))
     try:
-        yield Worker("a", hub, engine, scoring, work, 4, 1e-3)  # type: ignore[arg-type]
+        yield Worker("a", hub, engine, scoring, context, 4, 1e-3)  # type: ignore[arg-type]
     finally:
         scoring.close(60.0)
         pool.close(60.0)

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey
+from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.environments.pool import Event
+from async_rlhf.actors.loop.context import Environments
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.rollouts import rollout_of
-from async_rlhf.actors.loop.work import Played, Plays
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong
 from async_rlhf.actors.scoring.pool import Scored, fields_of
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.buffers.record import SamplingMask, Score, Span
+from async_rlhf.buffers.record import Rollout, SamplingMask, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.scripted import (
     PROMPT,
@@ -33,8 +33,8 @@ from tests.actors.scripted import (
     ScriptedEngine,
     ScriptedPool,
     Talker,
+    environment_of,
     plain_passes,
-    play_of,
     played_with_updates,
     text_of,
 )
@@ -60,8 +60,8 @@ def test_members_begin_together_with_what_their_environment_says_first(scene: Sc
 
 def test_rows_of_each_source_are_played_by_their_own_environment_or_by_none() -> None:
     engine, pools = ScriptedEngine(), {"a": ScriptedPool(), "b": ScriptedPool()}
-    plays = Plays(by_source={name: play_of(pool, Characters(), 6, 20) for name, pool in pools.items()})
-    episodes = Episodes(cast(Engine, cast(Any, engine)), text_of, plays)
+    environments = Environments(by_source={name: environment_of(pool, Characters(), 6, 20) for name, pool in pools.items()})
+    episodes = Episodes(cast(Engine, cast(Any, engine)), text_of, environments)
     keys = {name: RolloutKey(number, 0, 0) for number, name in enumerate("abc")}
     rows = {name: Row(name, {"source": name}) for name in keys}
     episodes.begin([(rows[name], 1, [Request(key, PROMPT, 5, Sampling(), seed=0)]) for name, key in keys.items()])
@@ -72,15 +72,17 @@ def test_rows_of_each_source_are_played_by_their_own_environment_or_by_none() ->
     engine.end(keys["b"], [65])
     engine.end(keys["c"], [66])
     (alone,) = episodes.step()
-    assert alone.completion.key == keys["c"] and alone.score is None and not pools["a"].replies
+    assert alone.key == keys["c"] and alone.score is None and not pools["a"].replies
     assert pools["b"].replies == [(keys["b"], "A")]
     pools["b"].ends(keys["b"], RIGHT)
     (scored,) = episodes.step()
-    assert scored.completion.key == keys["b"] and scored.score == RIGHT
+    assert scored.key == keys["b"] and scored.score == RIGHT
     episodes.discard([keys["a"]])
     assert not pools["a"].live and not episodes.num_opening
     none = Score()
-    assert plays.scores(plays.of(rows["a"].columns), RIGHT) == {"game": RIGHT} and plays.scores(None, None) == {"game": none}
+    assert environments.scores(environments.of(rows["a"].columns), RIGHT) == {"game": RIGHT} and environments.scores(
+        None, None
+    ) == {"game": none}
 
 
 def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_version(scene: Scene) -> None:
@@ -95,17 +97,18 @@ def test_an_observation_is_read_and_what_was_sampled_keeps_its_place_and_its_ver
     scene.writes(one, 9, version=5, reason="length")
     scene.pool.ends(one)
     (played,) = scene.poll()
-    completion = played.completion
-    assert completion.token_ids.tolist() == [1, 2, 120, 121, 122, 9] and len(completion.logprobs) == 3
-    assert completion.spans == (Span(4, 2), Span(None, 3), Span(5, 1))
-    assert (completion.finish_reason, played.score, played.turn_scores) == ("length", RIGHT, (0.5,))
-    assert (played.text, played.turns, played.prompt) == ("\x01\x02xyz\t", ("\x01\x02", "\t"), "go")
-    contents = [(message["role"], message["content"]) for message in played.fields["messages"]]
-    assert played.fields["messages"][played.num_prompt :] == played.fields["completion_messages"]
-    assert played.fields["completion_messages"][0]["role"] == "assistant"
+    rollout = played.rollout
+    assert rollout.completion_ids.tolist() == [1, 2, 120, 121, 122, 9] and len(rollout.logprobs) == 3
+    assert rollout.spans == (Span(4, 2), Span(None, 3), Span(5, 1))
+    assert (rollout.finish_reason, played.score, played.rollout.turn_scores) == ("length", RIGHT, (0.5,))
+    assert (played.rollout.text, played.turns, played.prompt) == ("\x01\x02xyz\t", ("\x01\x02", "\t"), "go")
+    fields = played.fields(ROW)
+    contents = [(message["role"], message["content"]) for message in fields["messages"]]
+    assert fields["messages"][played.num_prompt :] == fields["completion_messages"]
+    assert fields["completion_messages"][0]["role"] == "assistant"
     assert contents == [("user", "go"), ("assistant", "\x01\x02"), ("user", "xyz"), ("assistant", "\t")]
-    assert played.fields["model_prompt"] == "go\x01\x02xyz", "an episode of text is read as one"
-    assert replace(played, is_chat=True).fields["model_prompt"] == played.fields["messages"][:-1]
+    assert fields["model_prompt"] == "go\x01\x02xyz", "an episode of text is read as one"
+    assert replace(played, is_chat=True).fields(ROW)["model_prompt"] == fields["messages"][:-1]
     assert played.steps == ((1.0, 2.0), (1.0, 2.0), (2.0, 3.0))
     assert scene.engine.held == set() and other in scene.engine.requests
 
@@ -119,14 +122,14 @@ def test_what_a_limit_ends_has_the_score_of_the_limit() -> None:
     scene.pool.says(one, "four")  # leaves no room for a token
     scene.pool.says(other, "abc")
     (full,) = scene.poll()
-    assert (full.completion.finish_reason, full.score, full.completion.token_ids.tolist()) == ("context", Score(0.0), [1, 2])
+    assert (full.rollout.finish_reason, full.score, full.rollout.completion_ids.tolist()) == ("context", Score(0.0), [1, 2])
     assert one not in scene.pool.live and scene.engine.held == set()
     (*_, first, last) = scene.engine.submitted
     assert last.max_new_tokens == 1 and first.hold and not last.hold, "nothing is held of the last turn that there may be"
     scene.writes(other, 5, reason="length")
     scene.pool.ends(other, None, "max_turns")
     (late,) = scene.poll()
-    assert (late.completion.finish_reason, late.score) == ("max_turns", Score(0.0))
+    assert (late.rollout.finish_reason, late.score) == ("max_turns", Score(0.0))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_what_a_limit_ends_has_the_score_of_the_limit() -> None:
     [
         (lambda pool, key: pool.ends(key, Score(failure="raised"), "failed"), "raised"),
         (lambda pool, key: pool.ends(key, None, "returned"), "before the model wrote"),
-        (lambda pool, key: pool.says(key, "no"), "differs from that of its group"),
+        (lambda pool, key: pool.says(key, "no"), "must see the same first observation"),
     ],
 )
 def test_a_member_without_a_prompt_is_sampled_for_one_token_and_failed(
@@ -182,7 +185,7 @@ def test_one_that_lost_its_process_begins_again_as_it_began(scene: Scene) -> Non
     assert scene.engine.submitted[-1] == scene.engine.submitted[0], "the same seeds, the same prompt"
     scene.writes(one, 1)
     scene.pool.ends(one)
-    assert [played.completion.token_ids.tolist() for played in scene.poll()] == [[1]] and other in scene.engine.requests
+    assert [played.rollout.completion_ids.tolist() for played in scene.poll()] == [[1]] and other in scene.engine.requests
 
 
 def test_one_that_is_lost_before_its_turn_has_gone_to_the_engine_has_one_turn(scene: Scene) -> None:
@@ -213,12 +216,12 @@ def test_what_is_discarded_is_not_heard_of_again(scene: Scene) -> None:
 def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.DataObject) -> None:
     """Members whose environments talk, end, fail and lose their process in any order."""
     scene = Scene(group_size=data.draw(st.integers(1, 4)), max_length=12)
-    ended: dict[RolloutKey, Played] = {}
+    ended: dict[RolloutKey, FinishedRollout] = {}
     answered = dict.fromkeys(scene.keys, -1)  # the turns that the environment has heard of
     for _ in range(200):
         for played in scene.poll():
-            assert played.completion.key not in ended
-            ended[played.completion.key] = played
+            assert played.key not in ended
+            ended[played.key] = played
         if len(ended) == len(scene.keys):
             break
         turns = {key: sum(which == key for which, _ in scene.pool.replies) for key in scene.keys}
@@ -243,9 +246,9 @@ def test_every_member_ends_once_with_its_own_turns_whatever_the_order(data: st.D
     assert ended.keys() == set(scene.keys)
     assert not scene.pool.live and not scene.engine.requests and not scene.engine.held
     for key, played in ended.items():
-        tokens, at = played.completion.token_ids.tolist(), 0
-        assert len(tokens) <= 12 and played.completion.spans[-1].version is not None
-        for span in played.completion.spans:
+        tokens, at = played.rollout.completion_ids.tolist(), 0
+        assert len(tokens) <= 12 and played.rollout.spans[-1].version is not None
+        for span in played.rollout.spans:
             given, at = tokens[at : at + span.num_tokens], at + span.num_tokens
             assert all((token == key.member + 1) == (span.version is not None) for token in given)
         assert at == len(tokens)
@@ -260,21 +263,21 @@ def test_what_is_recorded_is_what_plain_passes_say_whenever_weights_change(
     one."""
     models = [own_model(kind, seed) for seed in range(3)]
     engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=6), on_update=on_update, version=0)
-    play = play_of(Talker(["and on", "and on"]), Characters(64), 6, 40)
-    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), Plays(play))
+    environment = environment_of(Talker(["and on", "and on"]), Characters(64), 6, 40)
+    episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), Environments(environment))
     sampling = Sampling(temperature=0.8, top_k=top_k)
     for group in range(2):
         keys = [RolloutKey(group, 0, member) for member in range(3)]
         own = [Request(key, PROMPT, 4 + key.member, sampling, seed=key.member + 9 * group) for key in keys]
         episodes.begin([(ROW, 1, own)])
     done = played_with_updates(episodes, engine, models, 6)
-    assert len({span.version for played in done for span in played.completion.spans} - {None}) > 1
+    assert len({span.version for played in done for span in played.rollout.spans} - {None}) > 1
     for played in done:
-        completion = played.completion
-        assert (completion.sampling_mask is not None) == (top_k > 0)
-        assert [span.version is None for span in completion.spans].count(True) == 2
+        rollout = played.rollout
+        assert (rollout.sampling_mask is not None) == (top_k > 0)
+        assert [span.version is None for span in rollout.spans].count(True) == 2
         expected, exact = plain_passes(models, played, 0.8)
-        np.testing.assert_allclose(completion.logprobs[exact], expected[exact], rtol=0, atol=2e-4)
+        np.testing.assert_allclose(rollout.logprobs[exact], expected[exact], rtol=0, atol=2e-4)
         assert exact[0] and (on_update == "keep" or exact.all())
 
 
@@ -288,12 +291,9 @@ def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_referen
     mask = SamplingMask(np.array([2, 1], np.int32), np.array([5, 6, 7], np.int32))
     spans = (Span(0, 1), Span(None, 2), Span(0, 1))
     ids = np.array([5, 90, 91, 7], np.int32)
-    completion = Completion(RolloutKey(0, 0, 0), ids, np.zeros(2, np.float32), spans, "stop", mask)
-    sizes, kept = fields_of(ROW, [1], completion, "")["sampling_mask"]
+    rollout = Rollout(ids, np.zeros(2, np.float32), spans, "stop", sampling_mask=mask)
+    sizes, kept = fields_of(ROW, [1], rollout, "")["sampling_mask"]
     assert np.frombuffer(sizes, "<i4").tolist() == [2, 1, 1, 1] and np.frombuffer(kept, "<i4").tolist() == [5, 6, 90, 91, 7]
-    assert rollout_of(
-        Played(completion, (1,), "", ("",), score=RIGHT),
-        Scored(completion.key, {}, reference=np.array([-1, -2, -3, -4], np.float32)),
-        {},
-        {},
-    ).reference.tolist() == [-1, -4]  # type: ignore[union-attr]
+    scored = Scored(RolloutKey(0, 0, 0), {}, reference=np.array([-1, -2, -3, -4], np.float32))
+    judged = FinishedRollout(scored.key, rollout, (1,), ("",), score=RIGHT).judged(scored, {}, {}).rollout
+    assert judged.reference is not None and judged.reference.tolist() == [-1, -4]

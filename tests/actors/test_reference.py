@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf.actors.engine import Completion, RolloutKey
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import RewardSpec, resolve
 from async_rlhf.actors.scoring.model_stages import _prefetch_reference, reference
 from async_rlhf.actors.scoring.models import ReferenceModel
 from async_rlhf.actors.scoring.pool import Scored, _plain, fields_of
-from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask, pieces
+from async_rlhf.buffers.record import Float32Array, Group, Rollout, SamplingMask
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
@@ -104,9 +103,7 @@ def test_of_a_row_that_begins_anew_each_piece_is_read_alone(directory: Path, mod
     """Read ahead, where it is, is a part of the first piece."""
     plain = make_group(0, [9, 4, 12], temperature=TEMPERATURE, observed=[(2, 5), (7, 8)], anew=[0])
     rollouts = plain.rollouts if shown else [*plain.rollouts[:2], masked(plain.rollouts[2])]  # those are not read ahead
-    found = [Completion(RolloutKey(0, 0, member), r.completion_ids, r.logprobs, r.spans, "stop", r.sampling_mask)
-             for member, r in enumerate(rollouts)]  # fmt: skip
-    fields = [fields_of(Row("", {}), plain.prompt_ids.tolist(), completion, "") for completion in found]
+    fields = [fields_of(Row("", {}), plain.prompt_ids.tolist(), rollout, "") for rollout in rollouts]
     names = ("prompt_ids", "completion_ids", "sampling_mask", "row_pieces")
     asked = {name: [own[name] for own in fields] for name in names}
     streams = [7, 8, 9] if shown else None
@@ -115,14 +112,14 @@ def test_of_a_row_that_begins_anew_each_piece_is_read_alone(directory: Path, mod
         cuts = [own["completion_ids"][:cut] for own in fields]
         _prefetch_reference(asked["prompt_ids"], cuts, streams or [], **options)
     answers = reference(**asked, **options, stream_ids=streams)
-    for answer, completion, member in zip(answers, found, rollouts, strict=True):
+    for answer, member in zip(answers, rollouts, strict=True):
         assert answer.values.shape == (member.length,)
         wanted = []
-        for start, num_prompt, stop in pieces(completion.spans):
-            prompt = completion.token_ids[start : start + num_prompt].tolist() or plain.prompt_ids.tolist()
-            own = completion.token_ids[start + num_prompt : stop].tolist()
+        for start, num_prompt, stop in member.pieces:
+            prompt = member.completion_ids[start : start + num_prompt].tolist() or plain.prompt_ids.tolist()
+            own = member.completion_ids[start + num_prompt : stop].tolist()
             (hidden,) = model.read([prompt], [own])
-            sizes, kept = (np.frombuffer(part, "<i4") for part in _plain(completion) or (b"", b""))
+            sizes, kept = (np.frombuffer(part, "<i4") for part in _plain(member) or (b"", b""))
             ends = np.cumsum([0, *sizes])
             begin = start + num_prompt
             mask = SamplingMask(sizes[begin:stop], kept[ends[begin] : ends[stop]]) if len(sizes) else None

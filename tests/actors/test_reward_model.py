@@ -14,13 +14,12 @@ from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from async_rlhf.actors.engine import Completion, RolloutKey
 from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.actors.rewards import check_columns, resolve
 from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.record import Span
+from async_rlhf.buffers.record import Rollout, Span
 from tests.actors.scored import Bench
 from tests.actors.vllm_model import SHIPPED
 
@@ -103,10 +102,10 @@ def test_a_chat_is_read_with_one_begin_token_as_its_template_writes_it(judge_dir
 
 def test_a_reward_model_reads_what_the_policy_read_and_other_rewards_the_column(judge_directory: Path) -> None:
     row, template = Row("nus", {"answer": "sun"}), Template("Spell {prompt}: ")
-    completion = Completion(RolloutKey(0, 0, 0), np.array([5], np.int32), np.zeros(1, np.float32), (Span(0, 1),), "stop")
-    fields = fields_of(row, [1], completion, "sun", template)
+    rollout = Rollout(np.array([5], np.int32), np.zeros(1, np.float32), (Span(0, 1),), "stop")
+    fields = fields_of(row, [1], rollout, "sun", template)
     assert (fields["prompt"], fields["model_prompt"]) == ("nus", "Spell nus: ")
-    assert fields_of(row, [1], completion, "sun", Template("{prompt}", chat=True))["model_prompt"] == [
+    assert fields_of(row, [1], rollout, "sun", Template("{prompt}", chat=True))["model_prompt"] == [
         {"role": "user", "content": "nus"}
     ]
     specs = resolve(["reward_model"], Path.cwd(), {"reward_model": {"path": str(judge_directory)}})

@@ -19,7 +19,7 @@ from async_rlhf.actors.scoring.pool import Place, ScoringPool
 from async_rlhf.actors.scoring.reward_worker import Call, RewardKind, answers_of
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.pool import MAX_STUCK, WorkerPool
-from async_rlhf.actors.workers.sessions import Came, Closed
+from async_rlhf.actors.workers.sessions import Closed, StepResult
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench
@@ -260,7 +260,7 @@ def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
 
 def test_what_has_succeeded_is_not_suspected_any_more(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(JUDGES)
-    found = queue.SimpleQueue[Came | Closed | Failed | None]()
+    found = queue.SimpleQueue[StepResult | Closed | Failed | None]()
     kind = RewardKind(resolve(["judges.py:ends_unseen"], tmp_path), 1, None, None)
     processes = WorkerPool(kind, 1, "processes", RewardError, lambda id, came: found.put(came))
     came = []
@@ -269,7 +269,7 @@ def test_what_has_succeeded_is_not_suspected_any_more(tmp_path: Path) -> None:
         came.append(found.get(timeout=300))
     processes.close(60.0)
     assert (came[0], came[2]) == (None, None), "each was the first end since nothing was known against it"
-    assert isinstance(came[1], Came) and isinstance(came[3], Failed)
+    assert isinstance(came[1], StepResult) and isinstance(came[3], Failed)
 
 
 def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails_at_once_with_the_reason(
@@ -280,7 +280,7 @@ def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails
     def hangs(completion: str) -> bool:
         return completion == "quick" or release.wait(600)
 
-    found = queue.SimpleQueue[Came | Closed | Failed | None]()
+    found = queue.SimpleQueue[StepResult | Closed | Failed | None]()
     kind = RewardKind((spec_in_process("hangs", hangs, None),), 1, None, {"hangs": hangs})
     threads = WorkerPool(kind, 16, "threads", RewardError, lambda id, came: found.put(came))
 
@@ -308,7 +308,7 @@ def test_want_of_memory_in_a_function_of_the_calling_process_is_its_own_error_an
     async def wants_async(completion: str) -> float:
         raise MemoryError("too large")
 
-    found = queue.SimpleQueue[Came | Closed | Failed | None]()
+    found = queue.SimpleQueue[StepResult | Closed | Failed | None]()
     function, call = wants_async if is_async else wants, Call("own", ({"completion": "x"},), 60.0)
     kind = RewardKind((spec_in_process("own", function, None),), 1, 512, {"own": function})
     threads = WorkerPool(kind, 1, "threads", RewardError, lambda id, came: found.put(came))

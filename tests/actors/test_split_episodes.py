@@ -14,11 +14,11 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
+from async_rlhf.actors.loop.context import Environments
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.rollouts import rollout_of
-from async_rlhf.actors.loop.work import Played, Plays
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row, turn_seed
-from async_rlhf.actors.scoring.pool import Scored, fields_of
+from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.record import Score, Span
@@ -33,7 +33,7 @@ from tests.actors.scripted import (
     Scene,
     Talker,
     assert_every_token_is_that_of_a_plain_pass,
-    play_of,
+    environment_of,
     played_with_updates,
     text_of,
 )
@@ -76,13 +76,13 @@ def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_
     scene.poll()
     scene.pool.ends(key)
     (played,) = scene.poll()
-    completion = played.completion
-    assert text_of(completion.token_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
+    rollout = played.rollout
+    assert text_of(rollout.completion_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
     anew = Span(None, 4, restarts=True)
-    assert completion.spans == (Span(4, 1), Span(None, 2), Span(5, 1), anew, Span(6, 1), Span(None, 1), Span(7, 1))
-    assert played.text == "axyb\n!all\nczd" and played.turns == ("a", "b", "c", "d") and played.turn_scores == (0.5,) * 3
+    assert rollout.spans == (Span(4, 1), Span(None, 2), Span(5, 1), anew, Span(6, 1), Span(None, 1), Span(7, 1))
+    assert (rollout.text, rollout.turn_scores) == ("axyb\n!all\nczd", (0.5,) * 3) and played.turns == ("a", "b", "c", "d")
     assert [message["content"] for message in played.messages] == ["go", "a", "xy", "b", "!all", "c", "z", "d"]
-    assert fields_of(ROW, played.prompt_ids, completion, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
+    assert fields_of(ROW, played.prompt_ids, rollout, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
     parts = _parts(played, text_of, lambda ids: [])
     assert parts[4] == Part("environment", "!all", anew=4) and [part.content for part in parts[5:]] == ["c", "z", "d"]
     assert [part.score for part in parts if part.who == "model"] == [0.5, 0.5, 0.5, None]
@@ -98,7 +98,7 @@ def test_all_that_a_row_begins_anew_with_counts_into_the_length_of_the_episode()
             assert ended == [] and scene.engine.submitted[-1].max_new_tokens == room
         else:
             (full,) = ended
-            assert (full.completion.finish_reason, full.score, full.text) == ("context", Score(0.0), "ab")
+            assert (full.rollout.finish_reason, full.score, full.rollout.text) == ("context", Score(0.0), "ab")
             assert scene.engine.held == set() and scene.keys[0] not in scene.pool.live
 
 
@@ -133,8 +133,8 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     engine = load_engine(directory, EngineConfig(slots=4), on_update=on_update, version=0)
     renderer = Renderer(made, chat=True, render="split")
     renderer.check()
-    play = play_of(Talker(ANSWERS), renderer, 20, 400)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
+    environment = environment_of(Talker(ANSWERS), renderer, 20, 400)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     keys = [RolloutKey(0, 0, member) for member in range(6)]
     own = [Request(key, (7, 8), 3 + key.member, Sampling(temperature=TEMPERATURE), seed=key.member) for key in keys]
     episodes.begin([(Row("row", {}), 1, own)])
@@ -149,21 +149,20 @@ def test_experts_of_rows_that_begin_anew_are_those_of_plain_passes_over_their_pi
     made = tokenizer(BRACKETS)
     model = own_model("qwen3_moe", 1, vocab_size=len(made), max_position_embeddings=512)
     engine = TorchEngine(model, slots=4, prefill_tokens=16, record_routing=True, version=0)
-    play = play_of(Talker(ANSWERS), Renderer(made, chat=True, render="split"), 20, 400)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
+    environment = environment_of(Talker(ANSWERS), Renderer(made, chat=True, render="split"), 20, 400)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     keys = [RolloutKey(0, 0, member) for member in range(3)]
     episodes.begin([(Row("row", {}), 1, [Request(key, (7, 8), 3 + key.member, Sampling(), seed=key.member) for key in keys])])
-    done: list[Played] = []
+    done: list[FinishedRollout] = []
     for _ in range(400):
         done += episodes.step()
     assert len(done) == len(keys)
     for played in done:
-        completion, at = played.completion, 0
-        rollout = rollout_of(played, Scored(played.completion.key, {}), {}, {})
+        rollout, at = played.rollout, 0
         assert rollout.routing is not None and len(rollout.pieces) > 1
         for piece in rollout.pieces:
             head = list(played.prompt_ids) if piece.start == 0 else []
-            ids = [*head, *completion.token_ids[piece.start : piece.stop - 1].tolist()]
+            ids = [*head, *rollout.completion_ids[piece.start : piece.stop - 1].tolist()]
             np.testing.assert_array_equal(np.sort(rollout.routing[at : at + len(ids)], axis=-1), chosen_experts(model, ids))
             at += len(ids)
         assert at == len(rollout.routing)

@@ -310,9 +310,9 @@ def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> N
     ), "the prompt as a prompt, the rest as what was sampled"
 
 
-def test_another_chain_of_a_rollout_begins_at_its_place_in_line_whether_the_first_is_held_waits_or_runs() -> None:
+def test_another_row_of_a_rollout_begins_at_its_place_in_line_whether_the_first_is_held_waits_or_runs() -> None:
     scheduler = held(2, 2)
-    others = [replace(turn(0), key=RolloutKey(0, 0, 0, chain), prompt_ids=(4, 4, 4 + chain)) for chain in (1, 2, 3)]
+    others = [replace(turn(0), key=RolloutKey(0, 0, 0, row), prompt_ids=(4, 4, 4 + row)) for row in (1, 2, 3)]
     scheduler.submit([make_request(9), others[0]])
     plan = scheduler.plan(version=0)
     assert [(each.request.key, each.cache) for each in plan.admitted] == [(others[0].key, ()), ((9, 0, 0, 0), ())]
@@ -321,13 +321,13 @@ def test_another_chain_of_a_rollout_begins_at_its_place_in_line_whether_the_firs
     scheduler.abort({RolloutKey(0, 0, 0)})
     scheduler.finish([0])
     scheduler.submit([make_request(11), others[2]])
-    assert [admission.request.key.chain for admission in scheduler.plan(version=0).admitted] == [2]
+    assert [admission.request.key.row for admission in scheduler.plan(version=0).admitted] == [2]
     scheduler.finish([0])
     scheduler.submit([replace(others[0], context=(8, 9))])
-    assert [admission.request.key.chain for admission in scheduler.plan(version=0).admitted] == [3]
+    assert [admission.request.key.row for admission in scheduler.plan(version=0).admitted] == [3]
     scheduler.finish([0])
     (admission,) = scheduler.plan(version=0).admitted
-    assert (admission.request.key.chain, admission.cache) == (1, (4, 4)), "what was held of it stayed"
+    assert (admission.request.key.row, admission.cache) == (1, (4, 4)), "what was held of it stayed"
 
 
 def test_while_weights_wait_a_continuation_does_not_stand_in_the_way_of_what_had_begun() -> None:

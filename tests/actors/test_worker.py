@@ -13,7 +13,7 @@ import pytest
 from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
 from async_rlhf.actors.environments import Reply
-from async_rlhf.actors.loop.work import Play, Plays, Work
+from async_rlhf.actors.loop.context import Environment, Environments, RunContext
 from async_rlhf.actors.loop.worker import Decoding, Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import resolve
@@ -27,7 +27,7 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import make_backend
-from tests.actors.scripted import Characters, ScriptedPool, Talker, play_of
+from tests.actors.scripted import Characters, ScriptedPool, Talker, environment_of
 from tests.actors.vllm_model import SHIPPED, make_model, save_model
 from tests.conftest import wait_for
 
@@ -85,18 +85,23 @@ def worker(
     group_size: int = 2,
     length: int = 12,
     pool: ScoringPool[RolloutKey] | None = None,
-    play: Play | None = None,
+    environment: Environment | None = None,
     partial_every: int = 0,
     **settings: Any,
 ) -> Iterator[Worker]:
     generation = GenerationConfig(group_size=group_size, max_completion_length=length, **settings)
-    work = Work(
-        0, [Row("ab", {"answer": "ba"})], generation, cast(Any, Crosses()), partial_every=partial_every, plays=Plays(play)
+    context = RunContext(
+        0,
+        [Row("ab", {"answer": "ba"})],
+        generation,
+        cast(Any, Crosses()),
+        partial_every=partial_every,
+        environments=Environments(environment),
     )
     engine = engine or load_engine(str(SHIPPED), EngineConfig(slots=slots), version=0)
     pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), ScoringConfig())
     try:
-        yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, work, 4, 1e-3)
+        yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, context, 4, 1e-3)
     finally:
         pool.close(60.0)
 
@@ -183,9 +188,9 @@ class Endless(Talker):
 
 
 def test_turns_of_dropped_episodes_are_compared_with_those_of_the_trained_ones() -> None:
-    play = play_of(Endless([]), Characters(64), 8, 200)
+    environment = environment_of(Endless([]), Characters(64), 8, 200)
     hub = ScriptedHub([[credit(0)], *([[]] * 20), [credit(0, attempt=1)]], wanted=1)
-    with worker(hub, length=4, play=play) as actor:
+    with worker(hub, length=4, environment=environment) as actor:
         assert actor.run() == "enough"
     (group,) = hub.groups
     assert group.attempt == 1 and all(len(rollout.turn_lengths) == 1 for rollout in group.rollouts)
@@ -266,7 +271,7 @@ def test_a_judge_that_reads_along_has_read_most_of_a_completion_when_it_ends(tmp
 def test_what_environments_have_makes_room_for_others_but_what_has_not_begun_only_once_over() -> None:
     """20 groups of 2 are credited at once: 4 of them (the capacity) may wait for their first words beside 4 others."""
     hub, environments = ScriptedHub([[credit(number) for number in range(20)]], wanted=1), ScriptedPool()
-    with worker(hub, slots=40, play=play_of(environments, Characters(64), 8, 30)) as actor:
+    with worker(hub, slots=40, environment=environment_of(environments, Characters(64), 8, 30)) as actor:
         actor.turn()
         assert hub.works[-1].capacity == 4 + 4
         for key, _ in environments.begun:

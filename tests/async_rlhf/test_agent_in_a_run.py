@@ -38,7 +38,7 @@ def test_an_agent_over_http_is_trained_as_the_generator_that_does_the_same(comma
     for one, other in zip(records["tools"], records["agent"], strict=True):
         assert {key: one[key] for key in LEARNED if key in one} == {key: other[key] for key in LEARNED if key in other}
         assert one["reported/calculator/calls"] == other["reported/solve/products"]
-        assert other["reported/solve/chains"] == 1 and other["reported/solve/retries_joined"] == 0
+        assert other["reported/solve/conversations"] == 1 and other["reported/solve/retries_joined"] == 0
         assert other["reported/solve/calls"] == other["episodes/mean_turns"]
 
 

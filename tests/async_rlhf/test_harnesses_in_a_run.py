@@ -112,4 +112,4 @@ def _play_under_kills(
     assert code == 0, output
     assert [record["step"] for record in records] == list(range(1, 9))
     assert all(record["staleness/max"] <= 1 for record in records)
-    assert records[-1]["rewards/sessions/mean"] > 0 and records[-1]["reported/sessions/chains"] == 1
+    assert records[-1]["rewards/sessions/mean"] > 0 and records[-1]["reported/sessions/conversations"] == 1

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from async_rlhf import api
 from async_rlhf.actors.engine import completed
-from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.loop.context import RunContext
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.composition import Composition
@@ -28,7 +28,7 @@ from async_rlhf.learner.objective.advantages import group_relative
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
-from async_rlhf.run.processes.roles import make_work
+from async_rlhf.run.processes.roles import run_context
 from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_faults import steps
 from tests.conftest import wait_for
@@ -41,28 +41,28 @@ def synchronous_loop(config: Config) -> dict[str, np.ndarray]:
     torch.set_num_threads(1)
     rows, _ = preflight(config).rows
     tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
-    work = make_work(config, rows, tokenizer)
+    context = run_context(config, rows, tokenizer)
     engine = load_engine(config.model, config.engine)
     backend = make_backend(Path(config.model), config.learner, config.loss)
     for step in range(config.max_steps):
         engine.load_weights(step, backend.tensors())
         numbers = range(step * config.groups_per_batch, (step + 1) * config.groups_per_batch)
-        groups = generate(engine, work, numbers)
+        groups = generate(engine, context, numbers)
         rewards = [[Composition().reward(rollout.scores) for rollout in group.rollouts] for group in groups]
         advantages = [group_relative(values, scale_by_std=True) for values in rewards]
         backend.step([make_rows(groups, advantages)], step)
     return {name: np.frombuffer(tensor.data, np.float32).reshape(tensor.shape) for name, tensor in backend.tensors().items()}
 
 
-def generate(engine: Any, work: Work, numbers: Sequence[int]) -> list[Group]:
-    work_of = {number: work.requests(number, 0) for number in numbers}
+def generate(engine: Any, context: RunContext, numbers: Sequence[int]) -> list[Group]:
+    work_of = {number: context.requests(number, 0) for number in numbers}
     done = completed(engine, [request for _, _, requests in work_of.values() for request in requests])
     groups = []
     for number, (row, prompt, requests) in work_of.items():
         rollouts = []
         for request in requests:
             completion = done[request.key]
-            text = work.decode(completion.token_ids.tolist())
+            text = context.decode(completion.token_ids.tolist())
             score = Score(float(reasoning_gym(completion=text, entry=row.columns["entry"])))
             rollouts.append(
                 Rollout(
@@ -75,7 +75,7 @@ def generate(engine: Any, work: Work, numbers: Sequence[int]) -> list[Group]:
                 )
             )
         ids = np.array(requests[0].prompt_ids, np.int32)
-        groups.append(Group(number, 0, ids, tuple(rollouts), work.generation.sampling, prompt=prompt))
+        groups.append(Group(number, 0, ids, tuple(rollouts), context.generation.sampling, prompt=prompt))
     return groups
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.actors.engine import Completion, Partial, Request, RolloutKey, check_requests
-from async_rlhf.actors.loop.work import Work
+from async_rlhf.actors.loop.context import RunContext
 from async_rlhf.actors.loop.worker import Worker
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.scoring.pool import Interval, Scored, ScoringPool
@@ -161,7 +161,7 @@ class ActorRole:
         of_run = [Row("p", {"n": number} if rows > 1 else {}) for number in range(rows)]
         generation = GenerationConfig(group_size=group_size, max_completion_length=tokens)
         refill = Composition() if hub.bound.refills else None
-        self._work = Work(7, of_run, generation, cast(Any, OneToken()), refill=refill)
+        self._work = RunContext(7, of_run, generation, cast(Any, OneToken()), refill=refill)
         self._life = 0
         self._turn_at = float("inf")
         self._frozen_until = self.frozen_since = 0.0

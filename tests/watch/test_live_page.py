@@ -90,13 +90,13 @@ def test_tokens_are_coloured_by_the_version_that_sampled_them_and_those_of_an_en
         assert parts[1] == given and len({background for *_, background in parts}) == 3
         assert "calculator 1" in browser.text(".rollout .pale") and "v58: 10, read: 4, v59: 4" in browser.text(".rollout .pale")
         assert browser.complaints() == []
-    with serving(Runs(made_run(tmp_path / "agents", 60, sampled=two_chains))) as agents:
+    with serving(Runs(made_run(tmp_path / "agents", 60, sampled=two_rows))) as agents:
         browser.open(agents.url)
-        assert [text for _, text, _ in parts_of(browser, 0)] == ["chain 1", "<34 * 12>", "chain 2", "408\n", "408"]
+        assert [text for _, text, _ in parts_of(browser, 0)] == ["row 1", "<34 * 12>", "row 2", "408\n", "408"]
         assert browser.complaints() == []
 
 
-def two_chains(step: int) -> dict[str, Any]:
+def two_rows(step: int) -> dict[str, Any]:
     sample = episode(step)
     return {**sample, "rollouts": [{**rollout, "restarts": [1]} for rollout in sample["rollouts"]]}
 

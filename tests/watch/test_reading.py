@@ -151,7 +151,7 @@ def test_where_a_row_begins_anew_the_pieces_have_all_that_was_read_there_and_its
     sample = {"step": 1, "group": 0, "attempt": 0, "actor": "a", "prompt": "p"}
     rollout = {"text": "le\nts\nl", "tokens": tokens, "spans": spans, "restarts": [1], "scores": {}, "finish_reason": "stop"}
     assert group_lines({**sample, "rollouts": [rollout]}, decode).splitlines()[3:] == [
-        "    chain 1", "      writes  'le'", "    chain 2", "      reads   'ets'", "      writes  'l'",
+        "    row 1", "      writes  'le'", "    row 2", "      reads   'ets'", "      writes  'l'",
     ]  # fmt: skip
     assert group_lines({**sample, "rollouts": [rollout]}).splitlines()[2].endswith(" v7x2 anew 3 v7x1 stop    'le\\nts\\nl'")
     scored = {"scores": {"reference": {"value": None, "failure": None}}, "turn_scores": [0.5, None]}

@@ -34,7 +34,7 @@ from async_rlhf.run.scoring import environment_specs, group_rewards, reward_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from async_rlhf.actors.loop.work import Plays
+    from async_rlhf.actors.loop.context import Environments
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def run_evaluation(
     from transformers import AutoTokenizer
 
     from async_rlhf.actors.engine import RolloutKey, load_engine
+    from async_rlhf.actors.loop.context import RunContext
     from async_rlhf.actors.loop.evaluation import Judging, evaluate
-    from async_rlhf.actors.loop.work import Work
     from async_rlhf.actors.scoring.pool import ScoringPool
 
     rows, template = evaluated_rows(run, config)
@@ -63,18 +63,18 @@ def run_evaluation(
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
     engine = load_engine(model, evaluating_engine(config), version=int(step))
     try:
-        with environments_of(config, tokenizer) as plays:
+        with environments_of(config, tokenizer) as environments:
             sampling = config.generation.sampling
             own = sampling.model_copy(update={"temperature": 1.0})
             judging = Judging(
                 composition=config.rewards.composition,
                 judged=[sampling] * config.generation.group_size if group_rewards(config) else (GREEDY,),
                 sampled=[own] * asked.samples,
-                solved_by=solved_by(config, score_names(config, plays.all)),
+                solved_by=solved_by(config, score_names(config, environments.all)),
                 solved_at=asked.solved_at,
             )
-            work = Work(HELD_OUT_SEED, rows, config.generation, tokenizer, template, plays=plays)
-            result = evaluate(engine, scoring, work, judging, progress)
+            context = RunContext(HELD_OUT_SEED, rows, config.generation, tokenizer, template, environments=environments)
+            result = evaluate(engine, scoring, context, judging, progress)
     finally:
         scoring.close()
         engine.close()
@@ -84,28 +84,28 @@ def run_evaluation(
 @contextmanager
 def environments_of(
     config: Config, tokenizer: PreTrainedTokenizerBase, wake: Callable[[], None] = lambda: None
-) -> Iterator[Plays]:
+) -> Iterator[Environments]:
     """The environments in a process that plays episodes. Their own processes run until the end of the block. wake: called from
     another thread when one has answered."""
     from async_rlhf.actors.engine import RolloutKey
     from async_rlhf.actors.environments.pool import EpisodePool
     from async_rlhf.actors.environments.rendering import Renderer
-    from async_rlhf.actors.loop.work import Play, Plays
+    from async_rlhf.actors.loop.context import Environment, Environments
 
     with ExitStack() as stack:
-        found = dict[str, Play]()
+        found = dict[str, Environment]()
         for source, spec in environment_specs(config).items():
             own = config.environment.all[source]
             pool = EpisodePool[RolloutKey](spec, own, wake)
             stack.callback(pool.close)
-            found[source] = Play(
+            found[source] = Environment(
                 spec,
                 pool,
                 Renderer(tokenizer, config.data.chat, own.render, spec.tools, config.data.chat_template_kwargs),
                 max_prompt_length=longest_prompt(config)[0],
                 max_length=config.generation.longest_completion,
             )
-        yield Plays(found.pop("", None), found)
+        yield Environments(found.pop("", None), found)
 
 
 def evaluating_engine(config: Config) -> EngineConfig:

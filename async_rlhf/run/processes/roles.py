@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from async_rlhf.actors.engine import Bits
-    from async_rlhf.actors.loop.work import Work
+    from async_rlhf.actors.loop.context import RunContext
     from async_rlhf.actors.prompts import Row
     from async_rlhf.buffers.clients.actor import ActorClient
 
@@ -165,13 +165,15 @@ def run_actor(
     spans = SpanFile(run.spans(name), config.max_log_bytes)
     refill = config.rewards.composition if config.advantage.constant_groups == "refill" else None
     try:
-        with environments_of(config, tokenizer, client.wake) as plays:
+        with environments_of(config, tokenizer, client.wake) as environments:
             reason = Worker(
                 name,
                 client,
                 engine,
                 scoring,
-                make_work(config, rows, tokenizer, partial_every=scoring.stream_tokens, refill=refill, plays=plays),
+                run_context(
+                    config, rows, tokenizer, partial_every=scoring.stream_tokens, refill=refill, environments=environments
+                ),
                 config.actor_capacity,
                 config.engine.canary_tolerance,
                 spans.write,
@@ -207,11 +209,11 @@ def _actor_client(config: Config, data: RunData, address: str, name: str, bits: 
     )
 
 
-def make_work(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, **further: Any) -> Work:
-    """What a group number means in this run. further: as in `Work`."""
-    from async_rlhf.actors.loop.work import Work
+def run_context(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, **further: Any) -> RunContext:
+    """What a group number means in this run. further: as in `RunContext`."""
+    from async_rlhf.actors.loop.context import RunContext
 
-    return Work(config.seed, rows, config.generation, tokenizer, config.data.row_template, **further)
+    return RunContext(config.seed, rows, config.generation, tokenizer, config.data.row_template, **further)
 
 
 def run_relay(run: RunDir, config: Config, hub: str, address: str) -> None:

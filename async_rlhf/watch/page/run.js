@@ -249,7 +249,7 @@ function rollout({ pieces, anew, spans, scores, advantage, ended, tokens }) {
     "div",
     { class: "text" },
     ...pieces.flatMap(([version, part], at) => [
-      heads.includes(at) ? el("div", { class: "chain" }, `chain ${heads.indexOf(at) + 1}`) : "",
+      heads.includes(at) ? el("div", { class: "row" }, `row ${heads.indexOf(at) + 1}`) : "",
       version === null
         ? el("span", { class: "observed", title: "read" }, part)
         : el("span", { class: `v${version % 6}`, title: `version ${version}` }, part),

@@ -28,8 +28,8 @@ class Played:
     turn_scores: tuple[float | None, ...]
 
     @property
-    def chains(self) -> list[int]:
-        return [call.chain for call in self.calls]
+    def conversations(self) -> list[int]:
+        return [call.conversation for call in self.calls]
 
 
 def echo(call: Call, number: int) -> str:
@@ -52,16 +52,18 @@ async def driven(generator: Any, model: Model) -> Played:
     calls: list[Call] = []
     sent: Reply | None = None
     while True:
-        came = await generator.asend(sent) if inspect.isasyncgen(generator) else await asyncio.to_thread(generator.send, sent)
-        if isinstance(came, Scores):
-            return Played(calls, came.score, came.turns)
-        assert came.call is not None
-        calls.append(came.call)
-        sent = reply(model(came.call, len(calls)), came.call.chain)
+        yielded = (
+            await generator.asend(sent) if inspect.isasyncgen(generator) else await asyncio.to_thread(generator.send, sent)
+        )
+        if isinstance(yielded, Scores):
+            return Played(calls, yielded.score, yielded.turns)
+        assert yielded.call is not None
+        calls.append(yielded.call)
+        sent = reply(model(yielded.call, len(calls)), yielded.call.conversation)
 
 
-def reply(text: str | Reply, chain: int = 0) -> Reply:
-    return text if isinstance(text, Reply) else Reply(text, "stop", 5, 7, chain)
+def reply(text: str | Reply, conversation: int = 0) -> Reply:
+    return text if isinstance(text, Reply) else Reply(text, "stop", 5, 7, conversation)
 
 
 @dataclass(frozen=True)

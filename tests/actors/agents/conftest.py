@@ -9,33 +9,32 @@ from dataclasses import dataclass, field
 import pytest
 
 from async_rlhf.actors.agents.endpoint import Endpoint, Llm, endpoint
-from async_rlhf.actors.agents.sessions import Arrived, Session
-from async_rlhf.actors.agents.written import Written, read_reply
+from async_rlhf.actors.agents.response import ChatResponse, read_reply
+from async_rlhf.actors.agents.sessions import IncomingCall, Session
 from async_rlhf.actors.environments.tool_calls import TEMPLATE
 from tests.actors.agents.by_hand import reply
 
 
 @dataclass
 class Opened:
-    """arrived: the calls, in order."""
+    """calls: in order."""
 
     server: Endpoint
-    arrived: queue.SimpleQueue[Arrived] = field(default_factory=queue.SimpleQueue)
+    calls: queue.SimpleQueue[IncomingCall] = field(default_factory=queue.SimpleQueue)
     session: Session = field(init=False)
     llm: Llm = field(init=False)
 
     def __post_init__(self) -> None:
-        self.session, self.llm = self.server.open(self.arrived.put)
+        self.session, self.llm = self.server.open(self.calls.put)
 
-    def call(self) -> Arrived:
-        return self.arrived.get(timeout=300)
+    def call(self) -> IncomingCall:
+        return self.calls.get(timeout=300)
 
-    def write(self, call: Arrived, text: str, number: int = 1) -> Written:
+    def write(self, call: IncomingCall, text: str, number: int = 1) -> ChatResponse:
         """Answer a call."""
-        asked, pending = call
-        found = read_reply(reply(text), asked, TEMPLATE, number, self.session.name)
-        pending.answer.set_result(found)
-        return found
+        response = read_reply(reply(text), call.request, TEMPLATE, number, self.session.name)
+        call.pending.answer.set_result(response)
+        return response
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which chain a request goes on with, against a slow twin that compares the messages themselves."""
+"""Which conversation a request goes on with, against a slow twin that compares the messages themselves."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Tools = list[dict[str, Any]]
 
 
 class SlowTwin:
-    """Every chain keeps its tools and all its messages."""
+    """Every conversation keeps its tools and all its messages."""
 
     def __init__(self) -> None:
-        self.chains: list[tuple[Tools, list[Message]]] = []
+        self.conversations: list[tuple[Tools, list[Message]]] = []
 
     def place(self, tools: Tools, messages: list[Message]) -> tuple[int, int]:
-        best, known = len(self.chains), 0
-        for number, (shown, has) in enumerate(self.chains):
+        best, known = len(self.conversations), 0
+        for number, (shown, has) in enumerate(self.conversations):
             if shown == tools and len(has) < len(messages) and same(has, messages[: len(has)]) and len(has) > known:
                 best, known = number, len(has)
-        if best == len(self.chains):
-            self.chains.append((tools, []))
-        self.chains[best] = (tools, [*messages])
+        if best == len(self.conversations):
+            self.conversations.append((tools, []))
+        self.conversations[best] = (tools, [*messages])
         return best, known
 
-    def wrote(self, chain: int, message: Message) -> None:
-        self.chains[chain][1].append(message)
+    def wrote(self, conversation: int, message: Message) -> None:
+        self.conversations[conversation][1].append(message)
 
 
 def same(one: list[Message], other: list[Message]) -> bool:
@@ -99,7 +99,7 @@ def episodes(draw: st.DrawFn) -> list[tuple[Tools, list[Message], Message]]:
 
 
 @given(episodes())
-def test_a_request_goes_on_with_the_longest_chain_that_it_begins_with_and_else_begins_one(
+def test_a_request_goes_on_with_the_longest_conversation_that_it_begins_with_and_else_begins_one(
     requests: list[tuple[Tools, list[Message], Message]],
 ) -> None:
     fast, slow = Conversations(), SlowTwin()
@@ -109,7 +109,7 @@ def test_a_request_goes_on_with_the_longest_chain_that_it_begins_with_and_else_b
         assert placed == slow.place(tools, messages)
         fast.wrote(placed[0], prefixes, turn)
         slow.wrote(placed[0], turn)
-        assert fast.num_chains == len(slow.chains)
+        assert fast.num_conversations == len(slow.conversations)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["u", "a"]), st.text(max_size=3)), max_size=6))
@@ -122,10 +122,10 @@ def test_a_digest_is_of_the_messages_and_not_of_how_they_are_cut(pairs: list[tup
     assert digests([], json.loads(json.dumps(messages))) == found
 
 
-def test_two_calls_at_the_same_time_are_two_chains_and_each_goes_on_with_its_own() -> None:
-    chains, first = Conversations(), digests([], [user("q")])
-    assert [chains.place(first), chains.place(first)] == [(0, 0), (1, 0)]
-    chains.wrote(0, first, assistant("same"))
-    chains.wrote(1, first, assistant("same"))
+def test_two_calls_at_the_same_time_are_two_conversations_and_each_goes_on_with_its_own() -> None:
+    conversations, first = Conversations(), digests([], [user("q")])
+    assert [conversations.place(first), conversations.place(first)] == [(0, 0), (1, 0)]
+    conversations.wrote(0, first, assistant("same"))
+    conversations.wrote(1, first, assistant("same"))
     following = digests([], [user("q"), assistant("same"), user("more")])
-    assert [chains.place(following) for _ in range(3)] == [(0, 2), (1, 2), (2, 0)]
+    assert [conversations.place(following) for _ in range(3)] == [(0, 2), (1, 2), (2, 0)]

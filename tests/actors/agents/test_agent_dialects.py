@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.agents import chat, messages, responses
-from async_rlhf.actors.agents.asked import Asked, RequestError
 from async_rlhf.actors.agents.conversations import digests
-from async_rlhf.actors.agents.written import Dialect, Written, read_reply
+from async_rlhf.actors.agents.request import ChatRequest, RequestError
+from async_rlhf.actors.agents.response import ChatResponse, Dialect, read_reply
 from async_rlhf.actors.environments.settings import Message, Reply
 from async_rlhf.actors.environments.tool_calls import TEMPLATE
 from tests.actors.environments.played import call
@@ -172,20 +172,22 @@ TEXTS = {
 }
 
 
-def written(text: str, finish_reason: Any = "stop", tools: tuple[Any, ...] = (TOOL,), stop: tuple[str, ...] = ()) -> Written:
-    asked = Asked([{"role": "user", "content": "?"}], tools, stop=stop)
+def written(
+    text: str, finish_reason: Any = "stop", tools: tuple[Any, ...] = (TOOL,), stop: tuple[str, ...] = ()
+) -> ChatResponse:
+    asked = ChatRequest([{"role": "user", "content": "?"}], tools, stop=stop)
     return read_reply(Reply(text, finish_reason, 5, 7), asked, TEMPLATE, 3, "one")
 
 
-def in_chat(found: Written, answer: Any) -> list[Message]:
+def in_chat(found: ChatResponse, answer: Any) -> list[Message]:
     return [answer["choices"][0]["message"]]
 
 
-def in_messages(found: Written, answer: Any) -> list[Message]:
+def in_messages(found: ChatResponse, answer: Any) -> list[Message]:
     return [{"role": "assistant", "content": answer["content"]}]
 
 
-ECHOES: dict[str, tuple[str, Callable[[Written, Any], list[Any]]]] = {
+ECHOES: dict[str, tuple[str, Callable[[ChatResponse, Any], list[Any]]]] = {
     "chat": ("messages", in_chat),
     "messages": ("messages", in_messages),
     "responses": ("input", lambda found, answer: answer["output"]),

@@ -78,7 +78,7 @@ def test_a_retry_joins_the_call_in_flight(opened: Opened) -> None:
             wait_for(lambda: opened.session.num_joined == 1, "the retry")
             opened.write(call, "once")
             assert text_of(answer(again)) == text_of(answer(first)) == "once"
-    assert opened.arrived.empty()
+    assert opened.calls.empty()
 
 
 @pytest.mark.parametrize("is_sampled", [False, True])
@@ -93,7 +93,7 @@ def test_a_request_like_one_whose_connection_was_lost_has_its_answer(opened: Ope
         if not is_sampled:
             opened.write(call, "once")
         assert text_of(answer(again)) == "once"
-    assert opened.arrived.empty()
+    assert opened.calls.empty()
 
 
 def test_what_was_answered_is_given_again_to_a_retry_and_asked_again_by_another_request(opened: Opened) -> None:
@@ -105,7 +105,7 @@ def test_what_was_answered_is_given_again_to_a_retry_and_asked_again_by_another_
         opened.write(opened.call(), "twice")
         assert text_of(answer(second)) == "twice"
     assert text_of(post(opened.llm, BODY, x_stainless_retry_count="1")) == "twice"
-    assert opened.arrived.empty() and opened.session.num_joined == 2
+    assert opened.calls.empty() and opened.session.num_joined == 2
 
 
 def test_another_body_or_another_dialect_is_another_call_also_for_a_retry(opened: Opened) -> None:
@@ -153,7 +153,7 @@ def test_the_sdks_own_retry_of_an_answer_that_was_lost_is_no_second_call(opened:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{relay.getsockname()[1]}/v1", api_key=opened.llm.api_key) as client:
         got = client.chat.completions.create(model="m", **BODY)
     assert got.choices[0].message.content == "once"
-    assert opened.arrived.empty() and opened.session.num_joined == 1
+    assert opened.calls.empty() and opened.session.num_joined == 1
     thread.join(300)
     relay.close()
 
@@ -163,7 +163,7 @@ def test_a_stream_that_nobody_reads_to_its_end_was_a_turn(opened: Opened) -> Non
         opened.write(opened.call(), "long " * 50_000)
         assert open.getresponse().read(100).startswith(b'data: {"id": "chatcmpl-turn_1_')
     again = post(opened.llm, {**BODY, "stream": True}, x_stainless_retry_count="1")
-    assert again.text.endswith("data: [DONE]\n\n") and opened.arrived.empty()
+    assert again.text.endswith("data: [DONE]\n\n") and opened.calls.empty()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_what_asks_for_no_turn_is_answered_without_a_session_and_leaves_none_beh
             open.request("GET", path)
             assert answer(open).data["status"] == "ok"
     assert post(opened.llm, BODY, "/v1/embeddings").status == 404
-    assert opened.arrived.empty() and not opened.session._calls
+    assert opened.calls.empty() and not opened.session._calls
 
 
 BAD: list[tuple[bytes, dict[str, str], int, str]] = [
@@ -215,7 +215,7 @@ def test_what_is_no_good_request_is_answered_with_the_reason(
 ) -> None:
     got = post(opened.llm, body, **headers)
     assert got.status == status and reason in got.data["error"]["message"]
-    assert opened.arrived.empty()
+    assert opened.calls.empty()
 
 
 def test_a_body_that_does_not_come_whole_ends_at_a_deadline_and_one_that_breaks_off_asks_for_nothing(
@@ -237,13 +237,13 @@ def test_a_body_that_does_not_come_whole_ends_at_a_deadline_and_one_that_breaks_
         open.endheaders(json.dumps(BODY).encode())
     with asked(opened.llm, said("whole")) as open:
         assert opened.call()[0].messages[0]["content"] == "whole"
-    assert opened.arrived.empty()
+    assert opened.calls.empty()
 
 
 def test_headers_are_bounded_and_a_body_may_come_in_pieces(opened: Opened) -> None:
     with suppress(OSError):  # it is closed while the rest is sent
         assert post(opened.llm, BODY, x_long="x" * (4 << 20)).status == 400
-    assert opened.arrived.empty()
+    assert opened.calls.empty()
 
     def pieces() -> Iterator[bytes]:
         yield from (bytes([byte]) for byte in json.dumps(BODY).encode())

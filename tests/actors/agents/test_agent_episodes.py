@@ -66,12 +66,12 @@ def test_what_an_agent_returns_is_a_score_none_is_not_scorable_and_nonsense_has_
     score = play(solve).score
     assert score.value == value and (failure or "") in (score.failure or ""), score
     assert (score.failure is None) == (failure is None)
-    assert score.metrics["calls"] == score.metrics["chains"] == 1
+    assert score.metrics["calls"] == score.metrics["conversations"] == 1
     if isinstance(returned, dict) and value is not None:
         assert score.metrics.items() >= {name: each for name, each in returned.items() if each is not None}.items()
 
 
-@pytest.mark.parametrize("returned", [Score(1.0, metrics={"calls": 99.0}), {"calls": 3.0, "chains": -2.0}])
+@pytest.mark.parametrize("returned", [Score(1.0, metrics={"calls": 99.0}), {"calls": 3.0, "conversations": -2.0}])
 def test_what_an_agent_reports_never_stands_for_what_is_counted_of_it(returned: Any) -> None:
     def solve(llm: Llm) -> Any:
         asks(llm, "hi")
@@ -102,7 +102,7 @@ def test_whatever_an_agent_raises_is_raised_by_its_generator(kind: type[BaseExce
         play(awaiting if is_async else plain)
 
 
-def test_a_history_that_is_compacted_a_subagent_and_parallel_calls_are_chains_of_their_own() -> None:
+def test_a_history_that_is_compacted_a_subagent_and_parallel_calls_are_conversations_of_their_own() -> None:
     def solve(llm: Llm) -> float:
         first = asks(llm, "a")
         asks(llm, "a", first, "b")
@@ -116,9 +116,9 @@ def test_a_history_that_is_compacted_a_subagent_and_parallel_calls_are_chains_of
         return 1.0
 
     played = play(solve, lambda asked, number: "x")
-    assert played.chains == [0, 0, 1, 2, 3, 4]
+    assert played.conversations == [0, 0, 1, 2, 3, 4]
     assert [len(call.messages) for call in played.calls] == [1, 1, 3, 1, 3, 3]
-    assert played.score.metrics["chains"] == 5
+    assert played.score.metrics["conversations"] == 5
 
 
 def test_a_request_says_whether_its_turn_is_trained() -> None:

@@ -17,8 +17,9 @@ from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.environments.yields import Read
+from async_rlhf.actors.loop.context import Environment, Environments
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.work import Play, Played, Plays
+from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.sampling import Sampling
@@ -95,7 +96,7 @@ def text_of(read: Read) -> str:
 
 def answers(played: Bench, key: Any, read: Read) -> None:
     assert read.call is not None
-    played.pool.reply(key, reply(f"re {text_of(read)}", read.call.chain))
+    played.pool.reply(key, reply(f"re {text_of(read)}", read.call.conversation))
 
 
 def until_open(played: Bench, key: Any, count: int, **fields: Any) -> list[Read]:
@@ -117,12 +118,12 @@ def test_calls_at_the_same_time_are_with_the_model_at_the_same_time(bench: Calla
     played = bench(name, timeout_s=60.0)
     opened = until_open(played, "one", count, n=count)
     assert sorted(map(text_of, opened)) == [f"part {part}" for part in range(count)]
-    assert sorted(read.call.chain for read in opened if read.call) == [*range(1, count + 1)]
+    assert sorted(read.call.conversation for read in opened if read.call) == [*range(1, count + 1)]
     for read in reversed(opened):
         answers(played, "one", read)
     end = to_the_end(played, "one")
     assert text_of(reads(played, "one")[-1]) == " ".join(f"re part {part}" for part in range(count)) + " whole"
-    assert end.score.value == count and end.score.metrics["calls"] == end.score.metrics["chains"] == count + 2
+    assert end.score.value == count and end.score.metrics["calls"] == end.score.metrics["conversations"] == count + 2
 
 
 def test_a_retry_of_one_of_several_calls_joins_it_and_an_agent_that_ends_leaves_what_is_open(
@@ -178,14 +179,14 @@ def test_the_built_in_engine_decodes_several_calls_of_one_episode_together(tmp_p
     config = EnvironmentConfig(function=f"{tmp_path / 'parallel_agents.py'}:plain")
     spec = config.spec(tmp_path)
     pool = EpisodePool[RolloutKey](spec, config)
-    play, key = Play(spec, pool, Renderer(made, chat=True), 300, 900), RolloutKey(0, 0, 0)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
+    environment, key = Environment(spec, pool, Renderer(made, chat=True), 300, 900), RolloutKey(0, 0, 0)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     try:
         request = Request(key, (1,), 6, Sampling(), seed=7)
         episodes.begin([(Row("?", {"act": str(tmp_path / "go"), "n": 8, "question": "?"}), 1, [request])])
-        found: list[Played] = []
+        found: list[FinishedRollout] = []
 
-        def steps(done: Callable[[], bool], step: Callable[[], list[Played]]) -> None:
+        def steps(done: Callable[[], bool], step: Callable[[], list[FinishedRollout]]) -> None:
             def is_done() -> bool:
                 found.extend(step())
                 return done()
@@ -200,7 +201,7 @@ def test_the_built_in_engine_decodes_several_calls_of_one_episode_together(tmp_p
     finally:
         pool.close(60.0)
     (played,) = found
-    assert len(played.turns) == 10 and sum(span.restarts for span in played.completion.spans) == 9
-    text = made.decode(played.completion.token_ids.tolist())
+    assert len(played.turns) == 10 and sum(span.restarts for span in played.rollout.spans) == 9
+    text = made.decode(played.rollout.completion_ids.tolist())
     at = [text.index(f"part {part}") for part in range(8)]
-    assert at == sorted(at), "chains of one burst are in the order of their prompts"
+    assert at == sorted(at), "conversations of one burst are in the order of their prompts"

@@ -99,10 +99,10 @@ def respond(llm: Llm, stream: bool) -> float:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("agent", [chat, claude, respond])
-def test_a_loop_with_tools_is_one_chain_whatever_the_sdk(agent: Any, stream: bool) -> None:
+def test_a_loop_with_tools_is_one_conversation_whatever_the_sdk(agent: Any, stream: bool) -> None:
     played = play(lambda llm: agent(llm, stream), buys)
     assert played.score.value == 1.0, played
-    assert played.chains == [0, 0]
+    assert played.conversations == [0, 0]
     first, second = played.calls
     assert first.messages == [{"role": "system", "content": "Sell."}, {"role": "user", "content": "Price of tea?"}]
     assert first.tools == (TOOL,) and second.tools == ()
@@ -110,7 +110,7 @@ def test_a_loop_with_tools_is_one_chain_whatever_the_sdk(agent: Any, stream: boo
         ("tool", "3", "price"),
         ("tool", "4", "price"),
     ]
-    assert played.score.metrics == {"calls": 2, "chains": 1, "unparsed_turns": 0, "retries_joined": 0, "calls_left": 0}
+    assert played.score.metrics == {"calls": 2, "conversations": 1, "unparsed_turns": 0, "retries_joined": 0, "calls_left": 0}
 
 
 async def asynchronous(llm: Llm, prompt: str) -> dict[str, float]:
@@ -151,7 +151,7 @@ def test_the_agents_of_openai_are_played_as_they_are(dialect: str, monkeypatch: 
         return float(result.final_output == streamed.final_output == "It costs 4.")
 
     played = play(solve, buys, prompt="Price of tea?")
-    assert played.score.value == 1.0 and played.chains == [0, 0, 1, 1]
+    assert played.score.value == 1.0 and played.conversations == [0, 0, 1, 1]
     assert played.calls[0].tools[0]["function"]["name"] == "price"
 
 
@@ -192,7 +192,7 @@ def runs(command: list[str], folder: Path) -> Any:
 def test_a_program_finds_the_endpoint_by_its_variables_past_a_proxy(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(PYTHON)
     played = play(runs([sys.executable, "agent.py"], tmp_path), echo)
-    assert played.score.value == 1.0 and played.chains == [0, 0]
+    assert played.score.value == 1.0 and played.conversations == [0, 0]
 
 
 def test_a_program_in_another_language_is_played_the_same_way(tmp_path: Path) -> None:
@@ -201,4 +201,4 @@ def test_a_program_in_another_language_is_played_the_same_way(tmp_path: Path) ->
     if node is None or subprocess.run([node, "-e", "require('openai')"], cwd=tmp_path, capture_output=True).returncode:
         pytest.skip("there is no node with the package openai (npm install openai, NODE_PATH)")
     played = play(runs([node, "agent.js"], tmp_path), echo)
-    assert played.score.value == 1.0 and played.chains == [0, 0]
+    assert played.score.value == 1.0 and played.conversations == [0, 0]

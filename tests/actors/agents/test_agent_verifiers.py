@@ -253,7 +253,7 @@ async def test_a_task_says_and_scores_what_it_does_with_any_other_model(folder: 
     played = await walk(spec_of(folder, target), *script, **row_of(folder, env))
     assert played.score.value == pytest.approx(trace.reward)
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
-    ours = {"calls": len(script), "chains": 1, "retries_joined": 0, "calls_left": 0, "unparsed_turns": 0}
+    ours = {"calls": len(script), "conversations": 1, "retries_joined": 0, "calls_left": 0, "unparsed_turns": 0}
     told = {f"own/{name}" if name in ours else name: value for name, value in {**rewards, **trace.metrics}.items()}
     assert played.score.metrics == {**ours, **told}
     theirs = [(each.role, each.content) for each in trace.messages if each.role != "assistant"]
@@ -285,7 +285,7 @@ async def test_an_early_end_ends_its_episode_and_what_fails_is_named(folder: Pat
         await made.asend(reply("break"))
     assert talk.left == before + 2
     played = await walk(spec, "beside", "1", "2", "4", prompt="Guess.", answer="4")
-    assert played.chains == [0, 1, 0, 0], "a second conversation is a chain"
+    assert played.conversations == [0, 1, 0, 0], "a history of its own begins another"
 
 
 def test_episodes_are_played_side_by_side_in_a_process_of_their_own(folder: Path) -> None:

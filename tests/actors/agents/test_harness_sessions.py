@@ -114,11 +114,11 @@ def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(serve
         assert playing.result(60) == ["what is 2+2?", "four", "five", (200, {"score": 1.5, "failure": None})]
     one, two, end = bench.events["episode"]
     assert isinstance(one, Read) and isinstance(two, Read) and isinstance(end, End) and end.score is not None
-    assert one.call is not None and two.call is not None and (one.call.chain, two.call.chain) == (0, 0)
+    assert one.call is not None and two.call is not None and (one.call.conversation, two.call.conversation) == (0, 0)
     assert two.content == [{"role": "user", "content": "sure?"}]
     assert (end.reason, end.score.value, end.turn_scores) == ("scored", 1.5, (None, -0.5))
     assert end.score.metrics == {
-        "calls": 2.0, "unparsed_turns": 0.0, "chains": 1.0, "retries_joined": 0.0, "calls_left": 0.0,
+        "calls": 2.0, "unparsed_turns": 0.0, "conversations": 1.0, "retries_joined": 0.0, "calls_left": 0.0,
         "right": 1.0, "short": 0.5,
     }  # fmt: skip
 
@@ -181,7 +181,7 @@ def event(board: Harnesses) -> Any:
     found: list[Any] = []
     wait_for(lambda: bool(found.extend(board.poll()) or found), "an event")
     (only,) = found
-    return only.came
+    return only.result
 
 
 def test_a_session_is_given_to_one_harness(board: Harnesses, harness: Harness) -> None:
@@ -259,7 +259,7 @@ def test_only_the_harness_key_starts_and_ends_and_it_asks_the_model_for_nothing(
     for key in (session["api_key"], "", KEY + "."):
         other = Harness(board.origin, key)
         assert other.post("start_session")[0] == other.post("end_session", session_id=session["session_id"])[0] == 401
-    with pytest.raises(APIStatusError, match="no open session"):
+    with pytest.raises(APIStatusError, match="unknown or closed session"):
         OpenAI(base_url=f"{board.origin}/v1", api_key=KEY, max_retries=0).models.with_raw_response.list() and OpenAI(
             base_url=f"{board.origin}/v1", api_key=KEY, max_retries=0
         ).chat.completions.create(model="policy", messages=[{"role": "user", "content": "?"}])
@@ -336,7 +336,7 @@ def test_an_episode_without_a_call_fails_and_calls_at_once_are_answered_one_afte
         texts = {text: threads.submit(ask, session, text) for text in "abc"}
         for number in range(3):
             read = event(board)
-            assert isinstance(read, Read) and read.call is not None and read.call.chain == number and not board.poll()
+            assert isinstance(read, Read) and read.call is not None and read.call.conversation == number and not board.poll()
             board.reply(2, Reply(read.call.messages[0]["content"] * 2, "stop", 1, 1, number))
         assert {text: answer.result(60) for text, answer in texts.items()} == {"a": "aa", "b": "bb", "c": "cc"}
 

@@ -60,12 +60,14 @@ class Bench:
             self.woken.wait(0.1)
             self.woken.clear()
             for event in self.pool.poll():
-                self.events[event.key].append(event.came)
-                if event.came is None:
+                self.events[event.key].append(event.result)
+                if event.result is None:
                     self.pool.begin(event.key, self.fields[event.key])
-                elif isinstance(event.came, Read) and (text := model(event.key, self.turns(event.key))) is not None:
-                    call = event.came.call
-                    self.pool.reply(event.key, text._replace(chain=call.chain) if call and isinstance(text, Reply) else text)
+                elif isinstance(event.result, Read) and (text := model(event.key, self.turns(event.key))) is not None:
+                    call = event.result.call
+                    self.pool.reply(
+                        event.key, text._replace(conversation=call.conversation) if call and isinstance(text, Reply) else text
+                    )
 
     def turns(self, key: Any) -> int:
         """The model's turn that it is, in the episode as it was last begun."""

@@ -87,9 +87,9 @@ def test_a_call_comes_as_it_was_made_and_its_reply_goes_back(bench: Callable[...
     ("yielded", "reason"),
     [
         ("text", "yielded str 'text'; an agent yields Call(...), and Score(...) at its end"),
-        (Call(2, ASKED), "yielded a Call whose chain is int 2; they are numbered as they begin, and none is above 1 here"),
-        (Call(-1, ASKED), "yielded a Call whose chain is int -1"),
-        (Call(True, ASKED), "yielded a Call whose chain is bool True"),
+        (Call(2, ASKED), "yielded a Call whose conversation is int 2; they are numbered as they begin, none is above 1 here"),
+        (Call(-1, ASKED), "yielded a Call whose conversation is int -1"),
+        (Call(True, ASKED), "yielded a Call whose conversation is bool True"),
         (Call(0, "text"), "yielded a Call whose messages are str 'text'; a list of chat messages was expected"),  # type: ignore[arg-type]
         (Call(0, []), "yielded list []; text, a list of chat messages"),
         (Call(0, [{"role": "wizard", "content": ""}]), "yielded a chat message whose role is 'wizard'"),

@@ -222,7 +222,7 @@ def test_want_of_memory_in_a_function_of_the_calling_process_is_of_no_limit() ->
     wait_for(lambda: events.extend(pool.poll()) or events, "its first words")
     pool.reply("a", "")
     wait_for(lambda: events.extend(pool.poll()) or len(events) == 2, "its end")
-    assert isinstance(events[1].came, End) and events[1].came.failure == "out of memory: the system gave no more"
+    assert isinstance(events[1].result, End) and events[1].result.failure == "out of memory: the system gave no more"
     pool.close(60.0)
 
 

@@ -1,4 +1,4 @@
-"""What a request asks of the model, whatever the dialect. Pure.
+"""A request to the model, whatever the dialect. Pure.
 
 Sampling is the trainer's: what a client sets to sample otherwise (temperature, top_p, penalties, seed, ...) is ignored. What
 would be a promise about the answer that nothing here keeps (several answers, a forced tool, log-probabilities, a schema of the
@@ -34,7 +34,7 @@ class RequestError(EpisodeError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """messages: the whole conversation, as the chat template reads it. tools: JSON schemas. max_tokens: of the turn, None for
     no limit of the client's. stop: texts that end the turn. streams: the answer is wanted as events; shows_usage: with its
     numbers of tokens. trained: as of `Call`."""
@@ -62,15 +62,15 @@ def conversation(given: Any) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise RequestError("messages: a list of at least one message was expected")
     try:
-        messages = chat_of([_with_content(each) for each in given])
+        messages = chat_of([_with_content(message) for message in given])
         names: dict[Any, str] = {}
-        found = [_message(f"message {number}", each, names) for number, each in enumerate(messages, 1)]
-        "".join(message["content"] for message in found).encode()
+        conversation = [_message(f"message {number}", message, names) for number, message in enumerate(messages, 1)]
+        "".join(message["content"] for message in conversation).encode()
     except ValueError as error:
         raise RequestError(str(error)) from error
-    if found[-1]["role"] == "assistant":
+    if conversation[-1]["role"] == "assistant":
         raise RequestError("the last message is the assistant's: the model begins its turns itself; leave it out")
-    return found
+    return conversation
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> Tool:
@@ -83,18 +83,18 @@ def function_tool(name: Any, description: Any, parameters: Any) -> Tool:
 
 def listed(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     """A list of objects, empty where there is none. Raises RequestError for anything else."""
-    found = body.get(name) or []
-    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+    items = body.get(name) or []
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise RequestError(f"{name}: a list of objects was expected")
-    return found
+    return items
 
 
 def part(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """An object, empty where there is none. Raises RequestError for anything else."""
-    found = body.get(name) or {}
-    if not isinstance(found, Mapping):
+    value = body.get(name) or {}
+    if not isinstance(value, Mapping):
         raise RequestError(f"{name}: an object was expected")
-    return found
+    return value
 
 
 def refuse(body: Mapping[str, Any], promises: Mapping[str, Sequence[Any]]) -> None:
@@ -117,12 +117,12 @@ def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
 def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Raises RequestError."""
     value = body.get(name)
-    found = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name}={value!r:.80}: a text was expected, or a list of texts, none of them empty")
-    if len(found) > MAX_STOPS or max(map(len, found), default=0) > MAX_STOP_CHARS:
+    if len(texts) > MAX_STOPS or max(map(len, texts), default=0) > MAX_STOP_CHARS:
         raise RequestError(f"{name}: at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters are taken")
-    return tuple(found)
+    return tuple(texts)
 
 
 def _with_content(message: Any) -> Any:
@@ -135,17 +135,17 @@ def _message(which: str, given: Message, names: dict[Any, str]) -> Message:
     role = "system" if given["role"] == "developer" else given["role"]
     if role not in ROLES:
         raise ValueError(f"{which} has the role {role!r}; choose one of: {', '.join(ROLES)}")
-    found: Message = {"role": role, "content": given["content"]}
+    read_message: Message = {"role": role, "content": given["content"]}
     if role == "assistant":
         if reasoning := given.get("reasoning_content") or given.get("reasoning"):
-            found["reasoning_content"] = reasoning
+            read_message["reasoning_content"] = reasoning
         if calls := given.get("tool_calls"):
-            found["tool_calls"] = [_call(which, each, names) for each in (calls if isinstance(calls, list) else [calls])]
+            read_message["tool_calls"] = [_call(which, call, names) for call in (calls if isinstance(calls, list) else [calls])]
     elif role == "tool":
         id = given.get("tool_call_id")
-        found |= {"tool_call_id": id} if id else {}
-        found |= {"name": name} if (name := given.get("name") or names.get(id)) else {}
-    return found
+        read_message |= {"tool_call_id": id} if id else {}
+        read_message |= {"name": name} if (name := given.get("name") or names.get(id)) else {}
+    return read_message
 
 
 def _call(which: str, given: Any, names: dict[Any, str]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _value(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        found = json.loads(arguments or "{}")
+        parsed = json.loads(arguments or "{}")
     except ValueError:
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return parsed if isinstance(parsed, dict) else arguments

@@ -17,9 +17,9 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Call, Message, Reply
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Renderer
+from async_rlhf.actors.loop.context import Environments
 from async_rlhf.actors.loop.episodes import Episodes
-from async_rlhf.actors.loop.rollouts import behind_one_prompt
-from async_rlhf.actors.loop.work import Played, Plays
+from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.loading import load_engine
@@ -35,7 +35,7 @@ from tests.actors.scripted import (
     Scene,
     ScriptedPool,
     assert_every_token_is_that_of_a_plain_pass,
-    play_of,
+    environment_of,
     played_with_updates,
     text_of,
 )
@@ -56,20 +56,20 @@ class Agents(Scene):
     def __init__(self, group_size: int = 1, max_length: int = 40, **of_spec: Any) -> None:
         super().__init__(group_size, max_length, calls=True, **of_spec)
 
-    def asks(self, chain: int, text: str, member: int = 0, **more: Any) -> list[Played]:
-        self.pool.calls(self.keys[member], chain, text, **more)
+    def asks(self, conversation: int, text: str, member: int = 0, **more: Any) -> list[FinishedRollout]:
+        self.pool.calls(self.keys[member], conversation, text, **more)
         return self.poll()
 
-    def answers(self, text: str, member: int = 0, chain: int | None = None, **how: Any) -> list[Played]:
-        """chain: of several that are being written."""
+    def answers(self, text: str, member: int = 0, conversation: int | None = None, **how: Any) -> list[FinishedRollout]:
+        """conversation: of several that are being written."""
         key = self.keys[member]
-        return self.writes(key if chain is None else key._replace(chain=chain), *map(ord, text), **how)
+        return self.writes(key if conversation is None else key._replace(row=conversation), *map(ord, text), **how)
 
-    def turn_of(self, chain: int, text: str, answer: str, member: int = 0, version: int = 0, **more: Any) -> None:
+    def turn_of(self, conversation: int, text: str, answer: str, member: int = 0, version: int = 0, **more: Any) -> None:
         """A call, and what the model writes."""
-        assert self.asks(chain, text, member, **more) == [] == self.answers(answer, member, version=version)
+        assert self.asks(conversation, text, member, **more) == [] == self.answers(answer, member, version=version)
 
-    def over(self, member: int = 0, score: Score | None = RIGHT, reason: Any = "scored", **more: Any) -> Played:
+    def over(self, member: int = 0, score: Score | None = RIGHT, reason: Any = "scored", **more: Any) -> FinishedRollout:
         self.pool.ends(self.keys[member], score, reason, **more)
         (played,) = self.poll()
         return played
@@ -79,13 +79,13 @@ class Agents(Scene):
         return self.engine.submitted[-1]
 
 
-def shown(played: Played) -> Shown:
+def shown(played: FinishedRollout) -> Shown:
     """Its prompt, spans, and tokens as text."""
-    completion = played.completion
-    return text_of(played.prompt_ids), completion.spans, text_of(completion.token_ids.tolist())
+    rollout = played.rollout
+    return text_of(played.prompt_ids), rollout.spans, text_of(rollout.completion_ids.tolist())
 
 
-def test_calls_of_two_conversations_are_one_rollout_whose_chains_follow_each_other() -> None:
+def test_calls_of_two_conversations_are_one_rollout_whose_rows_follow_each_other() -> None:
     scene = Agents(max_turns=5)
     assert scene.asks(0, "ask", max_tokens=4, stop=("!",)) == []
     first = scene.newest
@@ -115,22 +115,22 @@ def test_calls_of_two_conversations_are_one_rollout_whose_chains_follow_each_oth
     read, one = Span(None, 2), Span(None, 1)
     spans = (Span(1, 2), read, Span(3, 1), one, Span(5, 1), anew, Span(2, 1), one, Span(4, 1))
     assert shown(played) == ("ask", spans, "abxydwfsubcze")
-    assert (played.completion.finish_reason, played.score, played.turns) == (
+    assert (played.rollout.finish_reason, played.score, played.turns) == (
         "max_turns",
         Score(0.0),
         ("ab", "c", "d", "e", "f"),
     )
-    assert played.text == "abxydwf\nsub\ncze" and played.answer == "f" and played.num_sampled == 6
+    assert played.rollout.text == "abxydwf\nsub\ncze" and played.answer == "f" and played.num_sampled == 6
     assert [each["content"] for each in played.messages] == ["ask", "ab", "xy", "d", "w", "f"]
-    assert fields_of(ROW, played.prompt_ids, played.completion, "f")["row_pieces"] == [[0, 0, 7], [7, 3, 13]]
+    assert fields_of(ROW, played.prompt_ids, played.rollout, "f")["row_pieces"] == [[0, 0, 7], [7, 3, 13]]
     parts = _parts(played, text_of, lambda ids: [])
     assert [part.content for part in parts][-4:] == [[{"role": "user", "content": "sub"}], "c", "z", "e"] and parts[6].anew == 3
 
 
 def test_a_turn_that_is_not_trained_on_is_read_and_what_follows_the_last_that_is_leaves_the_record() -> None:
     scene = Agents()
-    for chain, text, answer, trained in (
-        (0, "title", "t", False),  # a chain that is never trained on
+    for conversation, text, answer, trained in (
+        (0, "title", "t", False),  # a conversation that is never trained on
         (1, "ask", "u", False),
         (1, "v", "ab", True),
         (2, "sub", "c", True),
@@ -139,23 +139,22 @@ def test_a_turn_that_is_not_trained_on_is_read_and_what_follows_the_last_that_is
         (2, "z", "no", False),
         (1, "no", "no", False),
     ):
-        scene.turn_of(chain, text, answer, trained=trained)
+        scene.turn_of(conversation, text, answer, trained=trained)
     played = scene.over()
     spans = (Span(None, 2), Span(0, 2), Span(None, 3), Span(0, 1), Span(None, 3, restarts=True), Span(0, 1))
-    assert shown(played) == ("ask", spans, "uvabwxydsubc") and len(played.completion.logprobs) == 4
-    assert (played.answer, played.num_sampled, len(played.turns), played.text) == ("d", 11, 8, "uvabwxyd\nsub\nc")
+    assert shown(played) == ("ask", spans, "uvabwxydsubc") and len(played.rollout.logprobs) == 4
+    assert (played.answer, played.num_sampled, len(played.turns), played.rollout.text) == ("d", 11, 8, "uvabwxyd\nsub\nc")
     assert [each["content"] for each in played.messages] == ["ask", "u", "v", "ab", "w", "x", "y", "d"]
 
 
-def test_a_chain_whose_first_turns_are_not_trained_on_begins_with_all_that_stands_before_its_first_trained_one() -> None:
+def test_a_row_whose_first_turns_are_not_trained_on_begins_with_all_that_stands_before_its_first_trained_one() -> None:
     scene = Agents()
     scene.turn_of(0, "ask", "a")
     scene.turn_of(1, "sub", "b", trained=False)
     scene.turn_of(1, "c", "d")
     played = scene.over()
     assert shown(played) == ("ask", (Span(0, 1), Span(None, 5, restarts=True), Span(0, 1)), "asubbcd")
-    rollout = Rollout(played.completion.token_ids, played.completion.logprobs, played.completion.spans, "stop")
-    assert rollout.pieces == [Piece(0, 0, 1), Piece(1, 5, 7)]
+    assert played.rollout.pieces == [Piece(0, 0, 1), Piece(1, 5, 7)]
 
 
 @pytest.mark.parametrize("given", [(9.0, 0.1, None, 0.3), (9.0, 0.1, None, 0.3, None, 8.0), ()])
@@ -170,10 +169,8 @@ def test_scores_of_calls_stand_in_the_order_of_the_record_and_those_of_what_is_n
     scene.turn_of(2, "e", "f")
     played = scene.over(turn_scores=given)
     assert shown(played)[2] == "acdsubbef"
-    assert played.turn_scores == ((0.1, 0.3, None, None) if given else (None,) * 4)
-    completion = played.completion
-    scored = Rollout(completion.token_ids, completion.logprobs, completion.spans, "stop", turn_scores=played.turn_scores)
-    assert len(scored.turn_lengths) == len(scored.turn_scores)
+    assert played.rollout.turn_scores == ((0.1, 0.3, None, None) if given else ())
+    assert len(played.rollout.turn_lengths) == 4
 
 
 def test_members_begin_by_themselves_and_their_first_prompts_may_differ() -> None:
@@ -198,7 +195,7 @@ def test_members_begin_by_themselves_and_their_first_prompts_may_differ() -> Non
         (lambda scene: scene.pool.ends(scene.keys[0], None, "returned"), "it ended before the model wrote anything"),
         (lambda scene: scene.pool.calls(scene.keys[0], 0, ""), "the prompt has no tokens"),
         (lambda scene: scene.pool.calls(scene.keys[0], 0, "much too long"), "its first call has 13 tokens, the limit is 6"),
-        (lambda scene: scene.pool.calls(scene.keys[0], 1, "ask"), "of chain 1, and the next one to begin is 0"),
+        (lambda scene: scene.pool.calls(scene.keys[0], 1, "ask"), "of conversation 1, and the next one to begin is 0"),
     ],
 )
 def test_a_member_without_a_prompt_waits_for_one_of_its_group(spoil: Callable[[Agents], None], failure: str) -> None:
@@ -208,13 +205,13 @@ def test_a_member_without_a_prompt_waits_for_one_of_its_group(spoil: Callable[[A
         assert scene.poll() == [] and not scene.engine.submitted and scene.keys[0] not in scene.pool.live
         if has_one:
             scene.asks(0, "ask", member=1)
-            without, _ = scene.engine.submitted
+            _, without = scene.engine.submitted
             assert (without.key, without.prompt_ids, without.max_new_tokens) == (scene.keys[0], of("ask"), 1)
         else:
             scene.pool.ends(scene.keys[1], Score(failure="too"), "failed")
             assert scene.poll() == [] and [each.prompt_ids for each in scene.engine.submitted] == [PROMPT] * 2
         (played,) = scene.answers("?", reason="length")
-        assert failure in str(played.score) and played.completion.token_ids.tolist() == [ord("?")]
+        assert failure in str(played.score) and played.rollout.completion_ids.tolist() == [ord("?")]
 
 
 def test_an_episode_without_a_trained_turn_fails_and_has_no_say_in_how_its_group_begins() -> None:
@@ -230,28 +227,31 @@ def test_an_episode_without_a_trained_turn_fails_and_has_no_say_in_how_its_group
 
 
 @pytest.mark.parametrize(
-    ("chain", "text", "room"),
+    ("conversation", "text", "room"),
     [(0, "four", 1), (0, "fives", 0), (1, "four", 1), (1, "fives", 0), (1, "much too long", 0)],
 )
-def test_the_tokens_of_all_chains_count_into_the_length_of_the_episode(chain: int, text: str, room: int) -> None:
+def test_the_tokens_of_all_rows_count_into_the_length_of_the_episode(conversation: int, text: str, room: int) -> None:
     scene = Agents(max_length=8)
     scene.turn_of(0, "ask", "abc")
-    ended = scene.asks(chain, text)
+    ended = scene.asks(conversation, text)
     if room:
         assert ended == [] and scene.newest.max_new_tokens == room
     else:
         (full,) = ended
         assert shown(full) == ("ask", (Span(0, 3),), "abc")
-        assert (full.completion.finish_reason, full.score) == ("context", Score(0.0))
+        assert (full.rollout.finish_reason, full.score) == ("context", Score(0.0))
         assert scene.engine.held == set() and scene.keys[0] not in scene.pool.live
 
 
 @pytest.mark.parametrize(
     ("call", "failure"),
     [
-        ({"chain": 2, "text": "x"}, "its call is of chain 2, and the next one to begin is 1"),
-        ({"chain": 0, "text": "x", "tools": ({"function": {"name": "t"}},)}, "gives chain 0 other tools than those that it"),
-        ({"chain": 0, "text": ""}, "its observation is empty"),
+        ({"conversation": 2, "text": "x"}, "its call is of conversation 2, and the next one to begin is 1"),
+        (
+            {"conversation": 0, "text": "x", "tools": ({"function": {"name": "t"}},)},
+            "gives conversation 0 other tools than",
+        ),
+        ({"conversation": 0, "text": ""}, "its observation is empty"),
     ],
 )
 def test_a_call_that_cannot_follow_fails(call: dict[str, Any], failure: str) -> None:
@@ -289,7 +289,7 @@ def test_a_member_that_was_lost_with_its_first_words_joins_its_group_once() -> N
     assert [request.key for request in scene.engine.submitted] == [one, other]
 
 
-def test_only_the_first_chain_of_the_record_is_read_ahead_and_only_what_stays_in_it() -> None:
+def test_only_the_first_row_of_the_record_is_read_ahead_and_only_what_stays_in_it() -> None:
     scene = Agents()
     key = scene.keys[0]
     scene.asks(0, "no", trained=False)
@@ -316,20 +316,20 @@ def test_only_the_first_chain_of_the_record_is_read_ahead_and_only_what_stays_in
 PARTS = ("suba", "subb", "subc", "subd")
 
 
-def burst(order: Sequence[int], first: str = "suba") -> tuple[list[Request], Played]:
+def burst(order: Sequence[int], first: str = "suba") -> tuple[list[Request], FinishedRollout]:
     """A call, then four at once whose order is chance but for the first of them, one that goes on, and one behind them."""
     scene = Agents(max_length=60)
     scene.turn_of(0, "ask", "go")
     texts = [first, *(PARTS[at] for at in order if PARTS[at] != first)]
-    for chain, text in enumerate(texts, 1):
-        assert scene.asks(chain, text, max_tokens=4) == []
+    for conversation, text in enumerate(texts, 1):
+        assert scene.asks(conversation, text, max_tokens=4) == []
     assert len(scene.engine.requests) == 4
-    for chain in sorted(range(1, 5), key=lambda chain: order[chain - 1]):
-        assert scene.answers(texts[chain - 1][-1] * 2, chain=chain) == []
-    for chain in sorted(range(1, 5), key=lambda chain: -order[chain - 1]):
-        assert scene.asks(chain, texts[chain - 1][-1].upper(), max_tokens=2) == []
-    for chain in range(1, 5):
-        scene.answers(texts[chain - 1][-1], chain=chain)
+    for conversation in sorted(range(1, 5), key=lambda conversation: order[conversation - 1]):
+        assert scene.answers(texts[conversation - 1][-1] * 2, conversation=conversation) == []
+    for conversation in sorted(range(1, 5), key=lambda conversation: -order[conversation - 1]):
+        assert scene.asks(conversation, texts[conversation - 1][-1].upper(), max_tokens=2) == []
+    for conversation in range(1, 5):
+        scene.answers(texts[conversation - 1][-1], conversation=conversation)
     scene.turn_of(0, "end", "x")
     return scene.engine.submitted, scene.over()
 
@@ -350,8 +350,8 @@ def test_calls_at_the_same_time_are_sampled_at_the_same_time_and_their_order_cha
 
 def test_equal_calls_at_the_same_time_have_seeds_of_their_own() -> None:
     scene = Agents()
-    for chain in range(3):
-        scene.asks(chain, "same", max_tokens=2)
+    for conversation in range(3):
+        scene.asks(conversation, "same", max_tokens=2)
     assert len({request.seed for request in scene.engine.submitted}) == len(scene.engine.requests) == 3
 
 
@@ -361,39 +361,39 @@ def test_a_call_waits_where_those_that_are_written_may_need_its_room_and_what_th
     scene.asks(1, "sub", max_tokens=5)
     scene.asks(2, "one", max_tokens=1)
     scene.asks(3, "x", max_tokens=1)
-    assert [request.key.chain for request in scene.engine.requests.values()] == [0, 1], "the one that waits is not passed"
-    scene.answers("a", chain=0)
-    assert [request.key.chain for request in scene.engine.requests.values()] == [1, 2]
-    scene.answers("b", chain=1)
-    scene.answers("c", chain=2)
-    assert scene.newest.key.chain == 3 and scene.newest.max_new_tokens == 1
-    scene.answers("d", chain=3)
+    assert [request.key.row for request in scene.engine.requests.values()] == [0, 1], "the one that waits is not passed"
+    scene.answers("a", conversation=0)
+    assert [request.key.row for request in scene.engine.requests.values()] == [1, 2]
+    scene.answers("b", conversation=1)
+    scene.answers("c", conversation=2)
+    assert scene.newest.key.row == 3 and scene.newest.max_new_tokens == 1
+    scene.answers("d", conversation=3)
     assert scene.asks(0, "y", max_tokens=5) == [] and scene.newest.max_new_tokens == 2
     (full,) = (scene.answers("ef"), scene.asks(1, "z"))[1]
-    assert (full.completion.finish_reason, len(full.completion.token_ids)) == ("context", 14)
+    assert (full.rollout.finish_reason, len(full.rollout.completion_ids)) == ("context", 14)
 
 
 @pytest.mark.parametrize("how", ["scored", "failed", "max_turns", "context"])
 def test_an_episode_that_ends_while_turns_are_written_has_them_whole_and_begins_none_that_waits(how: str) -> None:
     scene = Agents(max_length=19)
-    for chain, text in enumerate(("ask", "sub", "so")):
-        scene.asks(chain, text, max_tokens=5)
+    for conversation, text in enumerate(("ask", "sub", "so")):
+        scene.asks(conversation, text, max_tokens=5)
     assert len(scene.engine.requests) == 2
     if how == "context":
         scene.pool.calls(scene.keys[0], 3, "much too long")
-        scene.answers("a", chain=0)
+        scene.answers("a", conversation=0)
         assert len(scene.engine.requests) == 2
-        assert scene.answers("b", chain=1) == [] and not scene.pool.live
-        (played,) = scene.answers("c", chain=2)
+        assert scene.answers("b", conversation=1) == [] and not scene.pool.live
+        (played,) = scene.answers("c", conversation=2)
         texts = "asocsubb"
     else:
         scene.pool.ends(scene.keys[0], Score(failure="died") if how == "failed" else None, how)
         assert scene.poll() == [] and len(scene.engine.requests) == 2
-        assert scene.answers("b", chain=1) == [] == scene.pool.replies
-        (played,) = scene.answers("a", chain=0)
+        assert scene.answers("b", conversation=1) == [] == scene.pool.replies
+        (played,) = scene.answers("a", conversation=0)
         texts = "asubb"
     assert shown(played)[2] == texts and not scene.engine.requests and not scene.engine.held
-    assert (played.score, played.completion.finish_reason) == {
+    assert (played.score, played.rollout.finish_reason) == {
         "scored": (None, "stop"),
         "failed": (Score(failure="died"), "stop"),
         "max_turns": (Score(0.0), "max_turns"),
@@ -405,8 +405,8 @@ def test_an_episode_that_ends_while_turns_are_written_has_them_whole_and_begins_
 def test_of_turns_that_are_written_when_their_episode_is_lost_or_given_up_nothing_is_left(how: str) -> None:
     scene = Agents()
     scene.turn_of(0, "ask", "ab")
-    for chain in (1, 2):
-        scene.asks(chain, "sub", max_tokens=5)
+    for conversation in (1, 2):
+        scene.asks(conversation, "sub", max_tokens=5)
     if how == "discarded":
         assert scene.episodes.discard(scene.keys) == [2 + 3 + 3], "what was sampled, and what the engine says of each"
         return
@@ -422,27 +422,27 @@ class Crowd(ScriptedPool):
 
     def begin(self, key: RolloutKey, fields: Any) -> None:
         super().begin(key, fields)
-        for chain in range(3):
-            self.calls(key, chain, f"talk {key.member % 2} {chain}", trained=chain != 1)
+        for conversation in range(3):
+            self.calls(key, conversation, f"talk {key.member % 2} {conversation}", trained=conversation != 1)
 
     def reply(self, key: RolloutKey, sent: Any) -> None:
         super().reply(key, sent)
         own = [reply for replied, reply in self.replies if replied == key]
-        if sum(reply.chain == sent.chain for reply in own) < 3:
-            self.calls(key, sent.chain, f"{sent.text[:2]!r}")
+        if sum(reply.conversation == sent.conversation for reply in own) < 3:
+            self.calls(key, sent.conversation, f"{sent.text[:2]!r}")
         elif len(own) == 9:
             self.ends(key)
 
 
 @pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
-def test_calls_at_the_same_time_have_the_logprobs_and_versions_of_plain_passes_of_their_chains(
+def test_calls_at_the_same_time_have_the_logprobs_and_versions_of_plain_passes_of_their_rows(
     on_update: Any, tmp_path: Path
 ) -> None:
     made = tokenizer(CHATML)
     models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=700) for seed in range(3)]
     engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=8), on_update=on_update, version=0)
-    play = play_of(Crowd(), Renderer(made, chat=True), 80, 600, calls=True)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
+    environment = environment_of(Crowd(), Renderer(made, chat=True), 80, 600, calls=True)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     keys = [RolloutKey(0, 0, member) for member in range(4)]
     episodes.begin([(ROW, 1, [Request(key, PROMPT, 5, Sampling(temperature=0.8), seed=key.member) for key in keys])])
     episodes.poll()
@@ -472,14 +472,14 @@ def talks(member: int) -> Generator[Any, Any, None]:
 
 @pytest.mark.parametrize("on_update", ["keep", "interrupt", "finish"])
 @pytest.mark.parametrize("render", ["conversation", "split"])
-def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_chain(
+def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_row(
     render: Any, on_update: Any, tmp_path: Path
 ) -> None:
     made = tokenizer(BRACKETS if render == "split" else CHATML)
     models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=700) for seed in range(3)]
     engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=4), on_update=on_update, version=0)
-    play = play_of(Agency(talks), Renderer(made, chat=True, render=render), 80, 600, calls=True)
-    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Plays(play))
+    environment = environment_of(Agency(talks), Renderer(made, chat=True, render=render), 80, 600, calls=True)
+    episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     keys = [RolloutKey(0, 0, member) for member in range(6)]
     episodes.begin([(ROW, 1, [Request(key, PROMPT, 5, Sampling(temperature=0.8), seed=key.member) for key in keys])])
     done = played_with_updates(episodes, engine, models, len(keys))
@@ -487,10 +487,7 @@ def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_
     assert len(group.prompt_ids) < min(len(each.prompt_ids) for each in done)
     assert all(rollout.spans[0].version is None for rollout in group.rollouts)
     if render == "conversation":
-        assert [
-            rollout.turn_lengths[0] <= 2 + each.completion.key.member
-            for rollout, each in zip(group.rollouts, done, strict=True)
-        ]
+        assert [rollout.turn_lengths[0] <= 2 + each.key.member for rollout, each in zip(group.rollouts, done, strict=True)]
         assert {len(rollout.restarts) for rollout in group.rollouts} == {2}
 
 
@@ -499,8 +496,8 @@ def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_
 
 @dataclass
 class Twin:
-    """An episode as its engine and its agent see it. rows: of each chain (text, trained; None: read). first: of each that is
-    trained on (rank, prompt). asked: whether calls that have not begun are trained on, by chain."""
+    """An episode as its engine and its agent see it. rows: of each conversation (text, trained; None: read). first: of each
+    that is trained on (rank, prompt). asked: whether calls that have not begun are trained on, by conversation."""
 
     rows: list[list[tuple[str, bool | None]]] = field(default_factory=list)
     first: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -512,29 +509,29 @@ class Twin:
 
     @property
     def idle(self) -> list[int]:
-        """Chains that a call may be of, of three at most."""
+        """Conversations that a call may be of, of three at most."""
         known = {*self.asked, *range(len(self.rows))}
         return sorted({*range(min(3, 1 + len(known)))} - self.asked.keys() - self.writing.keys())
 
     def begins(self, request: Request) -> None:
-        chain, text = request.key.chain, text_of(request.prefix_ids)
-        self.rows += [[]] * 0 if chain < len(self.rows) else [[]]
-        row, trained = self.rows[chain], self.asked.pop(chain)
+        conversation, text = request.key.row, text_of(request.prefix_ids)
+        self.rows += [[]] * 0 if conversation < len(self.rows) else [[]]
+        row, trained = self.rows[conversation], self.asked.pop(conversation)
         row.append((text.removeprefix("".join(each for each, _ in row)), None))
         self.parallel = self.parallel or bool(self.writing)
         self.rank = self.rank if self.parallel else self.begun
         self.begun += 1
-        self.writing[chain] = trained
+        self.writing[conversation] = trained
         if trained:
-            self.first.setdefault(chain, (self.rank, row[0][0]))
+            self.first.setdefault(conversation, (self.rank, row[0][0]))
 
     def record(self) -> tuple[str, str]:
         """The first prompt, and what stands behind it."""
         leading, *others = self.first
         kept = []
-        for chain in (leading, *sorted(others, key=lambda chain: self.first[chain])):
-            last = max(at for at, (_, trained) in enumerate(self.rows[chain]) if trained)
-            kept.append([text for text, _ in self.rows[chain][: last + 1]])
+        for conversation in (leading, *sorted(others, key=lambda conversation: self.first[conversation])):
+            last = max(at for at, (_, trained) in enumerate(self.rows[conversation]) if trained)
+            kept.append([text for text, _ in self.rows[conversation][: last + 1]])
         return kept[0][0], "".join(kept[0][1:]) + "".join("".join(row) for row in kept[1:])
 
 
@@ -542,15 +539,15 @@ class Twin:
 @given(st.data())
 def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: st.DataObject) -> None:
     """Members that call, also several times at once, end, fail and lose their process in any order; against a twin that
-    keeps each chain as a text."""
+    keeps each conversation as a text."""
     scene = Agents(data.draw(st.integers(1, 3)), max_length=60)
-    ended: dict[RolloutKey, Played] = {}
+    ended: dict[RolloutKey, FinishedRollout] = {}
     twins = {key: Twin() for key in scene.keys}
     num_seen = 0
     for _ in range(400):
         for played in scene.poll():
-            assert played.completion.key not in ended
-            ended[played.completion.key] = played
+            assert played.key not in ended
+            ended[played.key] = played
         for request in scene.engine.submitted[num_seen:]:
             if request.key.rollout in scene.pool.live or request.hold:  # else it is one of a member without a prompt
                 twins[request.key.rollout].begins(request)
@@ -562,9 +559,9 @@ def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: 
         if isinstance(chosen, Request):
             text = data.draw(st.text("abc", min_size=1, max_size=min(3, chosen.max_new_tokens)))
             scene.engine.end(chosen.key, of(text), version=len(scene.engine.submitted))
-            own, chain = twins[chosen.key.rollout], chosen.key.chain
-            if chain in own.writing:
-                own.rows[chain].append((text, own.writing.pop(chain)))
+            own, conversation = twins[chosen.key.rollout], chosen.key.row
+            if conversation in own.writing:
+                own.rows[conversation].append((text, own.writing.pop(conversation)))
             continue
         own = twins[chosen]
         what = data.draw(st.sampled_from(["call"] * 6 + ["end", "lost" if len(scene.pool.begun) < 9 else "end"]))
@@ -574,18 +571,17 @@ def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: 
         elif what == "end":
             scene.pool.ends(chosen)
         else:
-            chain, trained = data.draw(st.sampled_from(own.idle)), data.draw(st.booleans())
-            text = "g" * (chain >= len(own.rows)) + data.draw(st.text("xyz", min_size=1, max_size=3))
-            own.asked[chain] = trained
-            scene.pool.calls(chosen, chain, text, trained=trained)
+            conversation, trained = data.draw(st.sampled_from(own.idle)), data.draw(st.booleans())
+            text = "g" * (conversation >= len(own.rows)) + data.draw(st.text("xyz", min_size=1, max_size=3))
+            own.asked[conversation] = trained
+            scene.pool.calls(chosen, conversation, text, trained=trained)
     assert ended.keys() == set(scene.keys)
     assert not scene.pool.live and not scene.engine.requests and not scene.engine.held and not scene.episodes.num_opening
     rollouts, prompts = [], []
     for key, played in ended.items():
         if played.score is None or played.score.failure is None:
             assert shown(played)[::2] == twins[key].record()
-        completion = played.completion
-        rollouts.append(Rollout(completion.token_ids, completion.logprobs, completion.spans, completion.finish_reason))
+        rollouts.append(played.rollout)
         prompts.append(played.prompt_ids)
     prompt_ids, made = behind_one_prompt(prompts, rollouts, text_of)
     Group(0, 0, prompt_ids, made, Sampling())

@@ -1,4 +1,4 @@
-"""What the model's turn is in answer to a request, whatever the dialect. Pure."""
+"""The model's turn in answer to a request, whatever the dialect. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from async_rlhf.actors.agents.asked import Asked
+from async_rlhf.actors.agents.request import ChatRequest
 from async_rlhf.actors.environments.settings import Message, Reply
 from async_rlhf.actors.environments.tool_calls import Turn, parsed
 
@@ -15,7 +15,7 @@ MODEL = "policy"
 """What the model is called; requests may call it otherwise."""
 
 
-class WrittenCall(NamedTuple):
+class ToolCall(NamedTuple):
     """arguments: by name."""
 
     id: str
@@ -28,15 +28,15 @@ class WrittenCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Written:
+class ChatResponse:
     """id: of no other turn, in any session. stopped_by: the client's text that ended the turn, which `text` is without.
-    num_prompt: tokens before the turn in its chain; num_tokens: of the turn. is_unparsed: what begins as a call could not be
-    read, and is text."""
+    num_prompt: tokens before the turn in its conversation; num_tokens: of the turn. is_unparsed: what begins as a call could
+    not be read, and is text."""
 
     id: str
     text: str
     reasoning: str
-    calls: tuple[WrittenCall, ...]
+    calls: tuple[ToolCall, ...]
     finish_reason: Literal["stop", "length", "tool_calls"]
     stopped_by: str | None
     num_prompt: int
@@ -53,30 +53,30 @@ class Written:
 class Dialect(Protocol):
     """A module is one."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
         """Raises RequestError."""
 
-    def whole(self, written: Written) -> dict[str, Any]:
+    def whole(self, response: ChatResponse) -> dict[str, Any]:
         """The answer as JSON data."""
 
-    def events(self, asked: Asked, written: Written) -> bytes:
+    def events(self, request: ChatRequest, response: ChatResponse) -> bytes:
         """The answer as server-sent events, all of them: a turn is given when it is whole."""
 
     def failure(self, status: int, reason: str) -> dict[str, Any]:
         """An error as JSON data."""
 
 
-def read_reply(reply: Reply, asked: Asked, template: Mapping[str, Any], number: int, session: str) -> Written:
+def read_reply(reply: Reply, request: ChatRequest, template: Mapping[str, Any], number: int, session: str) -> ChatResponse:
     """template: how the model writes reasoning and calls. number: of the turn in its session, from 1. session: its name."""
-    text, stopped_by = _cut(reply.text, asked.stop)
-    turn = _turn(text, asked, template)
+    text, stopped_by = _cut(reply.text, request.stop)
+    turn = _turn(text, request, template)
     calls = tuple(
         # Nine letters and digits, which Mistral's templates ask for.
-        WrittenCall(f"call{number:03}{at:02}", call["function"]["name"], call["function"]["arguments"])
+        ToolCall(f"call{number:03}{at:02}", call["function"]["name"], call["function"]["arguments"])
         for at, call in enumerate(turn.calls)
     )
     whole: Literal["stop", "tool_calls"] = "tool_calls" if calls else "stop"
-    return Written(
+    return ChatResponse(
         id=f"turn_{number}_{session}",
         text=turn.message["content"],
         reasoning=turn.message.get("reasoning_content") or "",
@@ -97,19 +97,19 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
 
 def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
     """The text before the first of these, and which that is; of two in one place the longer."""
-    found = [(at, -len(each), each) for each in stop if (at := text.find(each)) >= 0]
-    if not found:
+    cuts = [(at, -len(stop_text), stop_text) for stop_text in stop if (at := text.find(stop_text)) >= 0]
+    if not cuts:
         return text, None
-    at, _, first = min(found)
+    at, _, first = min(cuts)
     return text[:at], first
 
 
-def _turn(text: str, asked: Asked, template: Mapping[str, Any]) -> Turn:
+def _turn(text: str, request: ChatRequest, template: Mapping[str, Any]) -> Turn:
     """A call whose arguments a client could not be given as JSON cannot be read. What has neither calls nor reasoning stays as
     it was written."""
-    if not asked.tools:
-        template = {**template, "fields": {name: each for name, each in template["fields"].items() if name != "tool_calls"}}
-    turn = parsed(text, asked.tools, template)
+    if not request.tools:
+        template = {**template, "fields": {name: field for name, field in template["fields"].items() if name != "tool_calls"}}
+    turn = parsed(text, request.tools, template)
     try:
         for call in turn.calls:
             json.dumps(call["function"]["arguments"], allow_nan=False)

@@ -1,5 +1,4 @@
-"""What a group number means: its row, its prompt, its requests, its environment, and how completions become text; and a rollout
-that has ended."""
+"""What a group number means: its row, its prompt, its requests, its environment, and how completions become text."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.config import GenerationConfig
-from async_rlhf.actors.engine import Completion, Request, RolloutKey
-from async_rlhf.actors.environments import Content, EnvironmentSpec, Message
+from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import PLAIN, Row, Template, encode, prompt_number, rollout_seed
-from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.composition import Composition
-from async_rlhf.buffers.record import Score, sampled, source_of
+from async_rlhf.buffers.record import Score, source_of
 from async_rlhf.buffers.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Play:
+class Environment:
     """An environment and what it needs. max_length: of a rollout, in tokens behind the prompt."""
 
     spec: EnvironmentSpec
@@ -57,37 +55,37 @@ class Play:
 
 
 @dataclass(frozen=True)
-class Plays:
+class Environments:
     """The environments of a run. default: of rows whose source has none of its own; None: those have one turn. Several may have
     one name: their scores are then one component of the reward."""
 
-    default: Play | None = None
-    by_source: Mapping[str, Play] = field(default_factory=dict)
+    default: Environment | None = None
+    by_source: Mapping[str, Environment] = field(default_factory=dict)
 
     @property
-    def all(self) -> tuple[Play, ...]:
+    def all(self) -> tuple[Environment, ...]:
         return (*(() if self.default is None else (self.default,)), *self.by_source.values())
 
-    def of(self, columns: Mapping[str, Any]) -> Play | None:
+    def of(self, columns: Mapping[str, Any]) -> Environment | None:
         """Of a row with these columns."""
         return self.by_source.get(source_of(columns) or "", self.default)
 
-    def scores(self, own: Play | None, score: Score | None) -> dict[str, Score]:
-        """By environment, of a rollout that `own` has played; the others do not apply."""
-        none = {play.name: Score() for play in self.all}
-        return none if own is None else {**none, own.name: score or Score()}
+    def scores(self, played_by: Environment | None, score: Score | None) -> dict[str, Score]:
+        """By environment, of a rollout with this score of its own; the others do not apply."""
+        none = {environment.name: Score() for environment in self.all}
+        return none if played_by is None else {**none, played_by.name: score or Score()}
 
     def counted(self) -> dict[str, float]:
         """As in `wire.Telemetry`, of all together."""
-        each = [play.counted() for play in self.all]
-        return {name: sum(counted[name] for counted in each) for name in (each[0] if each else ())}
+        counters = [environment.counted() for environment in self.all]
+        return {name: sum(counted[name] for counted in counters) for name in (counters[0] if counters else ())}
 
 
-NO_PLAYS = Plays()
+NO_ENVIRONMENTS = Environments()
 
 
 @dataclass(frozen=True)
-class Work:
+class RunContext:
     """What a group number means: the same for every actor, and for an evaluation. rows: empty where they come while the run
     goes on."""
 
@@ -100,7 +98,7 @@ class Work:
     """Tokens by which a completion grows each time it is offered to incremental scoring; 0: there is none."""
     refill: Composition | None = None
     """Where constant groups are to be replaced by others: how rewards are made of scores."""
-    plays: Plays = NO_PLAYS
+    environments: Environments = NO_ENVIRONMENTS
     """The environments, where episodes have one."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -137,50 +135,3 @@ class Work:
             for member, sampling in enumerate(samplings or [generation.sampling] * generation.group_size)
         ]
         return row, text, requests
-
-
-@dataclass(frozen=True)
-class Played:
-    """A rollout that has ended.
-
-    completion: all that goes into the record, observations included; text: of that, and where a row began anew of the
-    observation there. prompt, prompt_ids: the first observation, or the row's ids and no text; of an agent no text. turns: what
-    the model wrote, in time; last: the last of them that is trained on. num_sampled: tokens of all. anew: what was read where a
-    row began anew. messages: the conversation of the last turn, is_chat: as such; num_prompt: of them before the first turn.
-    score: the environment's; turn_scores: as of `Rollout`. steps: when the environment worked on it, (began, ended)
-    in seconds since the epoch.
-    """
-
-    completion: Completion
-    prompt_ids: tuple[int, ...]
-    text: str
-    turns: tuple[str, ...]
-    prompt: str = ""
-    anew: tuple[Content, ...] = ()
-    messages: Sequence[Message] = ()
-    num_prompt: int = 0
-    is_chat: bool = True
-    score: Score | None = None
-    turn_scores: tuple[float | None, ...] = ()
-    steps: tuple[tuple[float, float], ...] = ()
-    last: int = -1
-    num_sampled: int = 0
-
-    @property
-    def answer(self) -> str:
-        """What rewards are given as the completion."""
-        return self.turns[self.last]
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What rewards may ask for where there is an environment."""
-        if not self.messages:
-            return {}
-        was_sampled = sampled(self.completion.spans).tolist()
-        return {
-            "messages": [*self.messages],
-            "completion_messages": [*self.messages[self.num_prompt :]],
-            "model_prompt": self.messages[:-1] if self.is_chat else as_text(self.messages[:-1], ""),
-            "turns": [*self.turns],
-            "sampled": was_sampled,
-        }
