@@ -72,10 +72,6 @@ class KindSection(Section):
         shared = declared(self.decorator, self.kind).parameters.keys() & type(self).model_fields
         return {name: getattr(self, name) for name in shared} | self.parameters
 
-    def takes(self, name: str) -> bool:
-        """Whether the function has this keyword parameter. Raises ConfigError."""
-        return name in declared(self.decorator, self.kind).parameters
-
 
 @cache
 def own_parameters(section: type[KindSection], kind: str) -> type[Section]:

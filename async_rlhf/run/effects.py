@@ -39,7 +39,7 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
 
 def _unused_in_loss(config: Config) -> Iterator[tuple[str, str]]:
     loss = config.loss
-    if not (loss_spec(loss.kind).corrects == "weights and masks" or loss.takes("is_cap") or loss.kl_coef > 0):
+    if not (loss_spec(loss.kind).corrects == "weights and masks" or "is_cap" in loss.arguments or loss.kl_coef > 0):
         yield "loss.is_cap", "losses that weigh or truncate the ratio to the policy that sampled"
     if loss.kl_coef == 0:
         yield from ((f"loss.{name}", "a divergence from the reference (loss.kl_coef)") for name in ("kl_estimator", "kl_in"))
@@ -63,6 +63,5 @@ def _of_others(section: KindSection) -> Iterator[tuple[str, str]]:
     for kind in shipped(section.decorator):
         for name in declared(section.decorator, kind).parameters.keys() & type(section).model_fields:
             takers.setdefault(name, []).append(repr(kind))
-    for name, kinds in takers.items():
-        if not section.takes(name):
-            yield f"{section.decorator}.{name}", f"{section.decorator}.kind = {' or '.join(kinds)}"
+    for name in takers.keys() - section.arguments:
+        yield f"{section.decorator}.{name}", f"{section.decorator}.kind = {' or '.join(takers[name])}"

@@ -138,7 +138,7 @@ def _asynchrony(config: Config) -> Iterator[str]:
     compressed = None if engine.kv_budget is None else f"engine.kv_policy = {engine.kv_policy!r}"
     if config.queue.max_staleness > 0 or compressed is not None:
         asked = compressed or f"queue.max_staleness = {config.queue.max_staleness}"
-        if (spec.corrects == "weights and masks" or loss.takes("is_cap")) and loss.is_cap is None:
+        if (spec.corrects == "weights and masks" or "is_cap" in loss.arguments) and loss.is_cap is None:
             others = "what another distribution sampled" if compressed else "data of other weights"
             yield (
                 f"{asked} without an importance weight trains on {others} as if it were its own. Set loss.is_cap = 2.0, or "
