@@ -16,6 +16,9 @@ from torch import Tensor
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec
 
+LONGEST = 7
+"""Tokens that a completion counts for where the reduction is `fixed`."""
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -72,7 +75,7 @@ def reduced(terms: Sequence[Sequence[Tensor]], config: LossConfig) -> Tensor:
         return torch.stack([torch.stack(list(each)).mean() for each in terms]).mean()
     total = torch.stack([term for each in terms for term in each]).sum()
     if config.reduction == "fixed":
-        return total / (len(terms) * (config.fixed_length or 1))
+        return total / (len(terms) * LONGEST)
     return total / sum(len(each) for each in terms)
 
 
@@ -95,13 +98,13 @@ def truncated_is(c: Completion, t: int, config: LossConfig) -> Tensor:
 
 def dppo_tv(c: Completion, t: int, config: LossConfig) -> Tensor:
     p, mu = math.exp(float(c.now(t))), math.exp(c.behaviour[t])
-    return 0 * c.current[t] if leads_away(c, t) and abs(p - mu) > config.dppo_tv_delta else truncated_is(c, t, config)
+    return 0 * c.current[t] if leads_away(c, t) and abs(p - mu) > config.parameters["delta"] else truncated_is(c, t, config)
 
 
 def dppo_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
     p, mu = math.exp(float(c.now(t))), math.exp(c.behaviour[t])
     divergence = mu * math.log(mu / p) + (1 - mu) * math.log((1 - mu) / (1 - p)) if p < 1 else math.inf
-    return 0 * c.current[t] if leads_away(c, t) and divergence > config.dppo_kl_delta else truncated_is(c, t, config)
+    return 0 * c.current[t] if leads_away(c, t) and divergence > config.parameters["delta"] else truncated_is(c, t, config)
 
 
 def leads_away(c: Completion, t: int) -> bool:
@@ -110,23 +113,23 @@ def leads_away(c: Completion, t: int) -> bool:
 
 
 def ipo(c: Completion, t: int, config: LossConfig) -> Tensor:
-    far = abs(math.exp(float(c.now(t))) - math.exp(c.behaviour[t])) > config.ipo_epsilon
+    far = abs(math.exp(float(c.now(t))) - math.exp(c.behaviour[t])) > config.parameters["epsilon"]
     return 0 * c.current[t] if far else truncated_is(c, t, config)
 
 
 def sao(c: Completion, t: int, config: LossConfig) -> Tensor:
     r = float(exp(c.now(t) - c.behaviour[t]))
-    return -(r if config.sao_band[0] <= r <= config.sao_band[1] else 0.0) * c.advantage * c.current[t]
+    return -(r if config.parameters["low"] <= r <= config.parameters["high"] else 0.0) * c.advantage * c.current[t]
 
 
 def sapo(c: Completion, t: int, config: LossConfig) -> Tensor:
-    tau = config.sapo_tau[0] if c.advantage > 0 else config.sapo_tau[1]
+    tau = config.parameters["tau"][0 if c.advantage > 0 else 1]
     return -4 / tau / (1 + torch.exp(-tau * (exp(c.current[t] - c.between(t, config)) - 1))) * c.advantage
 
 
 def vespo(c: Completion, t: int, config: LossConfig) -> Tensor:
     which = 0 if c.advantage >= 0 else 1
-    k, lam = config.vespo_k[which], config.vespo_lambda[which]
+    k, lam = (config.parameters[name][which] for name in ("k", "lam"))
     w = float(exp(sum((c.now(i) - c.behaviour[i] for i in range(len(c))), torch.zeros((), dtype=torch.float64))))
     return -(w**k) * math.exp(lam * (1 - w)) * c.advantage * c.current[t]
 
@@ -147,7 +150,8 @@ def reverse_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
 
 def forward_kl(c: Completion, t: int, config: LossConfig) -> Tensor:
     teacher, own = (math.exp(min(20, x - c.behaviour[t])) for x in (c.reference[t], float(c.now(t))))
-    return -(min(teacher, config.teacher_cap) - min(own, config.teacher_cap)) * c.current[t]
+    cap = config.parameters["cap"]
+    return -(min(teacher, cap) - min(own, cap)) * c.current[t]
 
 
 def reverse_kl_top_k(c: Completion, t: int, config: LossConfig) -> Tensor:
@@ -167,14 +171,14 @@ def proximal_rloo(c: Completion, config: LossConfig) -> Tensor:
 
 
 def oapl(c: Completion, config: LossConfig) -> Tensor:
-    return (config.oapl_beta * sum(p - q for p, q in zip(c.current, c.behaviour, strict=True)) - c.advantage) ** 2
+    return (config.parameters["beta"] * sum(p - q for p, q in zip(c.current, c.behaviour, strict=True)) - c.advantage) ** 2
 
 
 def online_dpo(best: Completion, worst: Completion, config: LossConfig) -> Tensor:
     h_best, h_worst = (
         sum((p - q for p, q in zip(c.current, c.reference, strict=True)), torch.zeros(())) for c in (best, worst)
     )
-    return -torch.log(torch.sigmoid(config.dpo_beta * (h_best - h_worst)))
+    return -torch.log(torch.sigmoid(config.parameters["beta"] * (h_best - h_worst)))
 
 
 OF_TOKENS: dict[str, Callable[[Completion, int, LossConfig], Tensor]] = {
@@ -210,9 +214,9 @@ def log_ratios(c: Completion, config: LossConfig) -> list[float]:
     return [c.between(t, config) - c.behaviour[t] for t in range(len(c))]
 
 
-def sequence_ratio(c: Completion, config: LossConfig) -> float:
+def sequence_ratio(c: Completion, config: LossConfig, *, geometric: bool = True) -> float:
     whole = sum(log_ratios(c, config))
-    if config.sequence_ratio == "geometric":
+    if geometric:
         whole /= len(c)
     return float(exp(torch.tensor(whole, dtype=torch.float64)))
 
@@ -226,8 +230,8 @@ def correction(c: Completion, t: int, config: LossConfig) -> float:
 def weight(c: Completion, t: int, config: LossConfig) -> float:
     if config.is_cap is None:
         return 1.0
-    if config.is_level == "sequence" or config.kind in OF_COMPLETIONS:
-        return min(sequence_ratio(c, config), config.is_cap)
+    if config.is_level != "token" or config.kind in OF_COMPLETIONS:
+        return min(sequence_ratio(c, config, geometric=config.is_level != "product"), config.is_cap)
     return min(float(exp(torch.tensor(log_ratios(c, config)[t], dtype=torch.float64))), config.is_cap)
 
 
@@ -240,8 +244,7 @@ def kept(c: Completion, t: int, config: LossConfig) -> float:
     if config.sequence_mask is not None and not config.sequence_mask[0] <= sequence_ratio(c, config) <= config.sequence_mask[1]:
         return 0.0
     ratios = [float(exp(torch.tensor(each, dtype=torch.float64))) for each in logs]
-    k3 = [r - 1 - math.log(r) for r in ratios]
-    k = [math.log(r) ** 2 / 2 for r in ratios] if config.divergence_estimator == "k2" else k3
+    k = [r - 1 - math.log(r) for r in ratios]
     if config.divergence_mean is not None and sum(k) / len(k) > config.divergence_mean:
         return 0.0
     if config.divergence_max is not None and max(k) > config.divergence_max:

@@ -18,7 +18,7 @@ from async_rlhf.actors.environments.server import EnvironmentServer
 from async_rlhf.actors.rewards import load, resolve
 from async_rlhf.actors.scoring.server import ScoringServer
 from async_rlhf.buffers.user_files import import_file
-from async_rlhf.learner.registry import load_loss
+from async_rlhf.learner.registry import load as load_kind
 from tests.actors.environments.played import Bench as Episodes
 from tests.actors.scored import Bench as Completions
 from tests.actors.served import running
@@ -71,12 +71,12 @@ def test_neighbours_of_one_name_live_beside_each_other(folders: Path) -> None:
 
 def test_an_environment_and_a_loss_see_their_own_folder(folders: Path) -> None:
     (folders / "c" / "losses.py").write_text(
-        "from async_rlhf import loss\nimport helper\n@loss()\ndef own(inputs, weight_N, config): return helper.value(), {}\n"
+        "from async_rlhf import loss\nimport helper\n@loss()\ndef own(inputs, weight_N): return helper.value(), {}\n"
     )
     assert load(resolve(["a/judge.py:judge"], folders)[0])("") == 1.0
     with Episodes(folders / "b" / "judge.py", "play") as bench:
         assert bench.play("!")[-1].score.value == 2.0
-    assert load_loss(f"{folders}/c/losses.py:own")(None, None, None)[0] == 3.0
+    assert load_kind("loss", f"{folders}/c/losses.py:own")(None, None)[0] == 3.0
 
 
 def test_threads_that_import_files_at_once_get_each_its_own(folders: Path) -> None:

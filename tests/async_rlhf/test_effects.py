@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from loss_oracles import Completion
 
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec, losses
@@ -16,20 +17,18 @@ from tests.conftest import REPOSITORY
 from tests.learner.test_losses import completions, value_and_gradient
 
 CONFIGS = REPOSITORY / "configs"
-# Of every setting that a formula may read another value than its default.
-CHANGED: dict[str, Any] = {
-    "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.01, "is_cap": 1.01, "sequence_ratio": "product",
-    "divergence_estimator": "k2", "kl_estimator": "k1", "fixed_length": 7, "dpo_beta": 0.7, "oapl_beta": 0.3,
-    "dppo_tv_delta": 0.01, "dppo_kl_delta": 0.001, "ipo_epsilon": 0.01, "sapo_tau": (0.5, 3.0), "vespo_k": (1.0, 1.5),
-    "vespo_lambda": (1.0, 1.0), "sao_band": (0.9, 1.1), "teacher_cap": 1.01,
+# Of every setting that a formula may read another value than its default; of its own parameters below.
+CHANGED: dict[str, Any] = {"clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.01, "is_cap": 1.01, "kl_estimator": "k1"}
+OWN: dict[str, dict[str, Any]] = {
+    "dppo_tv": {"delta": 0.01}, "dppo_kl": {"delta": 0.001}, "ipo": {"epsilon": 0.01}, "sapo": {"tau": (0.5, 3.0)},
+    "vespo": {"k": (1.0, 1.5), "lam": (1.0, 1.0)}, "sao": {"low": 0.9, "high": 1.1}, "oapl": {"beta": 0.3},
+    "online_dpo": {"beta": 0.7}, "forward_kl": {"cap": 1.01},
 }  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "all corrections": {
-        "sequence_mask": (0.4, 2.5), "divergence_max": 3.0, "kl_coef": 0.3, "reduction": "fixed", "fixed_length": 5,
-    },
+    "all corrections": {"sequence_mask": (0.4, 2.5), "divergence_max": 3.0, "kl_coef": 0.3, "reduction": "fixed"},
     "weights of completions": {"is_level": "sequence"},
-}  # fmt: skip
+}
 
 
 def remarked(config: Config) -> set[str]:
@@ -40,21 +39,27 @@ def remarked(config: Config) -> set[str]:
 @pytest.mark.parametrize("kind", sorted(losses()))
 def test_what_a_loss_does_not_read_is_remarked_and_nothing_else(kind: str, base: str, small: Any) -> None:
     of_tokens = loss_spec(kind).level == "token"  # others have one reduction
-    own = {name: value for name, value in BASES[base].items() if of_tokens or name not in ("reduction", "fixed_length")}
+    own = {name: value for name, value in BASES[base].items() if of_tokens or name != "reduction"}
     run, before = small(), LossConfig(kind=kind, **own)
     batches = [completions(seed, spread=1.0) for seed in range(12)]
     for name, value in CHANGED.items():
         changed = before.model_copy(update={name: value})
-        pairs = [[value_and_gradient(batch, loss) for loss in (before, changed)] for batch in batches]
-        differs = any(one[0] != other[0] or not torch.equal(one[1], other[1]) for one, other in pairs)
-        assert differs != (f"loss.{name}" in remarked(run.model_copy(update={"loss": changed}))), name
+        remarks = remarked(run.model_copy(update={"loss": changed}))
+        assert differ(batches, before, changed) != (f"loss.{name}" in remarks), name
+    assert before.parameters.keys() - {"top_k"} == OWN.get(kind, {}).keys()
+    for name, value in OWN.get(kind, {}).items():
+        assert differ(batches, before, LossConfig(kind=kind, **own, **{name: value})), name
+
+
+def differ(batches: list[list[Completion]], one: LossConfig, other: LossConfig) -> bool:
+    pairs = [[value_and_gradient(batch, loss) for loss in (one, other)] for batch in batches]
+    return any(first[0] != second[0] or not torch.equal(first[1], second[1]) for first, second in pairs)
 
 
 UNUSED: dict[str, dict[str, Any]] = {
     "learner.zero_stage": {"learner.zero_stage": 3},
     "learner.lora.targets": {"learner.lora.targets": ["q_proj"]},
     "learner.critic.learning_rate": {"learner.critic.learning_rate": 1e-3},
-    "learner.schedule_steps": {"learner.schedule_steps": 9},
     "learner.reference_dtype": {"learner.reference_dtype": "bfloat16"},
     "engine.kv.window": {"engine.kv.window": 8},
     "engine.vllm.tensor_parallel_size": {"engine.vllm.tensor_parallel_size": 2},
@@ -62,7 +67,7 @@ UNUSED: dict[str, dict[str, Any]] = {
     "advantage.max_refills": {"advantage.max_refills": 4},
     "advantage.gamma": {"advantage.gamma": 0.9},
     "advantage.normalise": {"advantage.normalise": False},
-    "advantage.scale_by_std": {"advantage.scale_by_std": False, "advantage.kind": "leave_one_out"},
+    "advantage.scale_by_std": {"advantage.scale_by_std": False, "loss.kind": "online_dpo"},
     "advantage.kind": {"advantage.kind": "leave_one_out", "loss.kind": "online_dpo"},
 }
 
@@ -77,7 +82,6 @@ def test_a_setting_of_what_the_run_has_not_got_is_remarked(key: str, small: Any)
     [
         {"learner.backend": "deepspeed", "learner.zero_stage": 3},
         {"learner.lora.rank": 2, "learner.lora.targets": ["q_proj"]},
-        {"learner.schedule": "cosine", "learner.schedule_steps": 9},
         {"engine.kv_policy": "window", "engine.kv.window": 8},
         {"advantage.kind": "reinforce_pp", "advantage.gamma": 0.9},
         {"advantage.constant_groups": "refill", "advantage.max_refills": 4},

@@ -194,6 +194,6 @@ def test_a_run_without_an_end_goes_on_until_a_budget_ends_it(small: Any) -> None
     assert config.is_endless(config.bound(64)) and not config.is_endless(small().bound(64))
     once = small(**{"max_steps": "none", "data.epochs": 1})
     assert once.bound(64).num_groups == 64 and not once.is_endless(once.bound(64))
-    with pytest.raises(ConfigError, match=r"'cosine' needs learner.schedule_steps; the run has no max_steps"):
+    with pytest.raises(ConfigError, match=r"'cosine' falls until max_steps: set that, or learner.schedule = 'constant'"):
         small(**{"max_steps": "none", "learner.schedule": "cosine"})
     assert load(config).max_steps is None

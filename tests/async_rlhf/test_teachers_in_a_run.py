@@ -45,11 +45,10 @@ SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1
         ({**SERVED, "loss.kind": "reverse_kl_top_k"}, r"which the learner alone can: set .*placement = \"learner\""),
         ({**LIKELIEST, "scoring.reference.path": "http://127.0.0.1:1/v1"}, "path = 'http.* name one model directory"),
         ({**LIKELIEST, "scoring.reference.by_source": {"code": "tiny-speller"}}, "by_source is about .* one model directory"),
-        ({**LIKELIEST, "loss.teacher_cap": 2.0}, "teacher_cap is for loss.kind = 'forward_kl', and 'reverse_kl_top_k' has no"),
-        ({**ALONE, "loss.teacher_top_k": 2}, "teacher_top_k is for loss.kind = 'reverse_kl_top_k', and 'reverse_kl' has no"),
+        ({**LIKELIEST, "loss.cap": 2.0}, "'loss.cap' = 2.0: .*'reverse_kl_top_k' has the parameter top_k; it is one of 'forward_kl'"),
+        ({**ALONE, "loss.top_k": 2}, "'reverse_kl' has no parameters of its own; it is one of 'reverse_kl_top_k'"),
         ({**ALONE, "scoring.reference.by_source": {"code": "tiny-speller"}}, "'code', which is the source of no row"),
         ({**ALONE, "scoring.reference.path": "tiny-judge"}, "LlamaForSequenceClassification, which does not write text"),
-        ({**ALONE, "loss.teacher_cap": 2.0}, "teacher_cap is for loss.kind = 'forward_kl', and 'reverse_kl' has no use for it"),
         ({**SERVED, "scoring.reference.path": "http://"}, "names no host; http://HOST:PORT/v1"),
         ({**SERVED, "generation.temperature": 0.7}, "temperature = 0.7: a server gives probabilities at temperature 1"),
         ({**SERVED, "generation.top_k": 20}, "top_k = 20: a server gives probabilities at temperature 1 over all tokens"),
@@ -128,7 +127,7 @@ def test_a_model_that_is_a_file_is_compared_with_nothing_before_it_is_converted(
 
 
 def test_a_teacher_in_the_learner_is_asked_about_the_likeliest_tokens(small: Callable[..., Any]) -> None:
-    given = {**LIKELIEST, "loss.teacher_top_k": 4, "rewards.functions": [], "queue.max_staleness": 2, "max_steps": 2}
+    given = {**LIKELIEST, "loss.top_k": 4, "rewards.functions": [], "queue.max_staleness": 2, "max_steps": 2}
     first, second = train(small(**given), quiet=True).metrics
     assert first["loss"] == pytest.approx(0.0, abs=1e-5) and first["kl/reference"] == pytest.approx(0.0, abs=0.05)
     assert all(step["applied"] and 0 < step["top_k/mass"] <= 1 for step in (first, second))

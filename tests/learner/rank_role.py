@@ -35,7 +35,7 @@ def make(job: dict[str, Any], ranks: Ranks | None) -> Controller:
     loss = LossConfig(kl_coef=0.1) if job.get("reference") else LossConfig()
     reference = Path(job["model"]) if job.get("reference") else None
     if "teacher" in job:
-        loss, reference = LossConfig(kind="reverse_kl_top_k", teacher_top_k=5), Path(job["teacher"])
+        loss, reference = LossConfig(kind="reverse_kl_top_k", top_k=5), Path(job["teacher"])
     return make_backend(Path(job["model"]), config, loss, ranks=ranks, reference=reference)
 
 

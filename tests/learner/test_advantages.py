@@ -20,6 +20,7 @@ from making import begun_anew, make_group, make_rollout
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.loop.metrics import data_metrics
 from async_rlhf.learner.objective.advantages import (
+    Tokens,
     best,
     constant,
     drop_constant,
@@ -87,13 +88,13 @@ def test_over_the_mean_the_expected_gradient_is_that_of_the_likelihood_up_to_an_
 def test_against_the_value_of_the_best_policy_nearby_is_the_twin_and_between_mean_and_best(
     values: list[float | None], beta: float
 ) -> None:
-    found = oapl(values, oapl_beta=beta)
+    found = oapl(values, beta=beta)
     assert found == near(oracles.oapl(values, beta))
     counting = [each for each in found if each is not None]
     if counting:
         assert math.fsum(math.exp(each / beta) for each in counting) / len(counting) == pytest.approx(1)
         assert max(counting) >= -1e-9 and math.fsum(counting) / len(counting) <= 1e-9
-        assert oapl(values, oapl_beta=1e9) == [v if v is None else pytest.approx(v, abs=1e-4) for v in centred(values)]
+        assert oapl(values, beta=1e9) == [v if v is None else pytest.approx(v, abs=1e-4) for v in centred(values)]
 
 
 def centred(values: list[float | None]) -> list[float | None]:
@@ -120,13 +121,10 @@ share = st.floats(0, 1)
 cap = st.floats(0.2, 3)
 
 
-def arrays(columns: Columns) -> list[np.ndarray]:
-    return [np.array(column, np.float32) for column in zip(*columns, strict=True)]
-
-
-def ends(parts: Sequence[Sequence[object]]) -> np.ndarray:
-    lengths = np.cumsum([len(part) for part in parts])
-    return np.isin(np.arange(lengths[-1]), lengths - 1)
+def tokens_of(parts: Sequence[Columns]) -> Tokens:
+    lengths = [len(part) for part in parts]
+    columns = (np.array(column, np.float32) for column in zip(*(row for part in parts for row in part), strict=True))
+    return Tokens(*columns, np.isin(np.arange(sum(lengths)), np.cumsum(lengths) - 1), np.repeat(lengths, lengths))
 
 
 def close(values: object) -> object:
@@ -177,7 +175,7 @@ TWINS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]]
 @given(parts=episodes, gamma=share, lam=share, rho_cap=cap, c_cap=cap)
 def test_from_values_they_are_the_twins_of_each_completion_alone(kind: str, parts: list[Columns], **settings: float) -> None:
     estimate, twin, names = TWINS[kind]
-    found = estimate(*arrays([row for part in parts for row in part]), ends(parts), **{name: settings[name] for name in names})
+    found = estimate(tokens_of(parts), **{name: settings[name] for name in names})
     expected = [twin(r, v, [math.exp(x) for x in logs], settings) for r, v, logs in (zip(*part, strict=True) for part in parts)]
     for which in (0, 1):  # advantages, and what the critic is fitted to
         assert found[which].tolist() == close([number for each in expected for number in each[which]])
@@ -185,9 +183,9 @@ def test_from_values_they_are_the_twins_of_each_completion_alone(kind: str, part
 
 def test_v_trace_by_hand() -> None:
     # two tokens, reward 1 at the end, gamma 1, lam 1, caps 1; ratios 2 and 1/2; values 0.5 and 0.2
-    columns = arrays([(0.0, 0.5, math.log(2)), (1.0, 0.2, math.log(0.5))])
+    tokens = tokens_of([[(0.0, 0.5, math.log(2)), (1.0, 0.2, math.log(0.5))]])
     settings = {"gamma": 1.0, "lam": 1.0, "rho_cap": 1.0, "c_cap": 1.0, "bootstrap": "target"}
-    advantages, targets = v_trace(*columns, np.array([False, True]), **settings)  # type: ignore[arg-type]
+    advantages, targets = v_trace(tokens, **settings)  # type: ignore[arg-type]
     # v_2 = 0.2 + 0.5 (1 + 0 - 0.2) = 0.6;  v_1 = 0.5 + 1 (0 + 0.2 - 0.5) + 1 (0.6 - 0.2) = 0.6
     assert targets.tolist() == pytest.approx([0.6, 0.6])
     # A_1 = 0 + 0.6 - 0.5, A_2 = 1 + 0 - 0.2
@@ -296,7 +294,7 @@ def test_a_critic_gives_every_token_its_own_advantage_normalised_over_the_batch_
     rewards = np.zeros(len(ends), np.float32)
     rewards[ends] = list(COUNTING.values())
     values, ratios = (np.concatenate(each) for each in zip(*((SEEN[i].value, LOG_RATIOS[i]) for i in COUNTING), strict=True))
-    advantages, returns = estimate(rewards, values, ratios, ends, **settings)
+    advantages, returns = estimate(Tokens(rewards, values, ratios, ends, np.repeat(lengths, lengths)), **settings)
     expected = normalised(advantages) if normalise else advantages
     np.testing.assert_allclose(np.concatenate([of_tokens(found, i) for i in COUNTING]), expected, rtol=1e-6)
     np.testing.assert_allclose(np.concatenate([of_tokens(found, i, "returns") for i in COUNTING]), returns, rtol=1e-6)

@@ -32,7 +32,7 @@ from tests.conftest import REPOSITORY
 BEHAVIOUR, REWARD = enumerable.initial(), enumerable.rewards()
 TEACHER = enumerable.later(BEHAVIOUR, REWARD, 32)
 OF_TEACHERS = [kind for kind in losses() if loss_spec(kind).learns_from == "teacher"]
-OPEN = {"is_cap": 1e9, "teacher_cap": 1e9}
+OPEN = {"reverse_kl": {"is_cap": 1e9}, "forward_kl": {"cap": 1e9}}
 
 
 def on_the_way(steps: int) -> Tensor:
@@ -109,7 +109,7 @@ def test_whatever_its_family_a_teacher_in_the_learner_gives_the_divergence_of_pl
 ) -> None:
     """Of all tokens; its rows are shared as both models can."""
     families.model(family).save_pretrained(tmp_path)
-    own = make_backend(model_dir, LossConfig(kind="reverse_kl_top_k", teacher_top_k=1024), reference=tmp_path)
+    own = make_backend(model_dir, LossConfig(kind="reverse_kl_top_k", top_k=1024), reference=tmp_path)
     assert own.machine.policy.packs == (family != "mpt")
     found = own.step([ROWS], 0).metrics
     plain = [AutoModelForCausalLM.from_pretrained(each) for each in (model_dir, tmp_path)]

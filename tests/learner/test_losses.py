@@ -49,18 +49,18 @@ CORRECTIONS: dict[str, dict[str, object]] = {
     "token": {},
     "none": {"is_cap": None},
     "sequence": {"is_level": "sequence", "is_cap": 1.5},
-    "product": {"is_level": "sequence", "sequence_ratio": "product"},
+    "product": {"is_level": "product"},
     "icepop": {"token_mask": (0.6, 1.6)},
     "sequence mask": {"sequence_mask": (0.8, 1.2)},
     "off-policy mask": {"off_policy_delta": 0.1},
     "mean divergence": {"divergence_mean": 0.06},
-    "largest divergence": {"divergence_max": 0.2, "divergence_estimator": "k2"},
+    "largest divergence": {"divergence_max": 0.2},
     "interpolated": {"proximal": "interpolate"},
     "k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
     "k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
     "k3, no dual clip": {"kl_coef": 0.3, "dual_clip": None},
     "per sequence": {"reduction": "sequence"},
-    "fixed": {"reduction": "fixed", "fixed_length": 7},
+    "fixed": {"reduction": "fixed"},
 }
 
 
@@ -121,7 +121,7 @@ def inputs_of(batch: list[Completion]) -> LossInputs:
 def value_and_gradient(batch: list[Completion], config: LossConfig) -> tuple[float, Tensor]:
     inputs = inputs_of(batch)
     counts = Counts(sum(map(len, batch)), len(batch), len({c.group for c in batch}))
-    loss = objective(inputs, config).total / denominator(config, counts)
+    loss = objective(inputs, config).total / denominator(config, counts, loss_oracles.LONGEST)
     loss.backward()  # type: ignore[no-untyped-call]
     leaf = inputs.logp_current_NK if "top_k" in loss_spec(config.kind).needs else inputs.logp_current_N
     assert leaf is not None and leaf.grad is not None
@@ -173,9 +173,12 @@ def test_value_and_gradient_are_those_of_trl(kind: str) -> None:
     now.requires_grad_()
     config = LossConfig(kind=kind, is_cap=1.5, reduction="sequence" if kind == "sapo" else "token")
     weight = (old - sampled).exp().clamp(max=math.inf if kind == "vespo" else 1.5)
-    settings = {f"sapo_temperature_{sign}": tau for sign, tau in zip(("pos", "neg"), config.sapo_tau, strict=True)}
-    settings |= {f"vespo_k_{sign}": k for sign, k in zip(("pos", "neg"), config.vespo_k, strict=True)}
-    settings |= {f"vespo_lambda_{sign}": lam for sign, lam in zip(("pos", "neg"), config.vespo_lambda, strict=True)}
+    names = {"tau": "sapo_temperature", "k": "vespo_k", "lam": "vespo_lambda"}
+    settings = {
+        f"{names[name]}_{sign}": one
+        for name, values in config.parameters.items()
+        for sign, one in zip(("pos", "neg"), values, strict=True)
+    }
     found = trainer_module.GRPOTrainer._compute_loss(
         SimpleNamespace(
             _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros_like(now), None),

@@ -68,7 +68,10 @@ def centred(rewards, *, scale_by_std):
 def forgetful(rewards): return [0.0 for _ in rewards]
 
 @advantage()
-def scaled(rewards, *, my_scale=2.0): return rewards
+def scaled(rewards, *, my_scale: Annotated[float, Field(gt=0)] = 2.0, reward=1): return rewards
+
+@advantage()
+def discounted(rewards, *, gamma: float = 0.9): return rewards
 
 @advantage()
 def short(rewards): return [r for r in rewards if r is not None]
@@ -79,14 +82,14 @@ def dividing(rewards): return [None if r is None else r / (max(q for q in reward
 @advantage()
 def boundless(rewards): return [None if r is None else float("inf") for r in rewards]
 
-@advantage(level="tokens", off_policy=False)
-def scalar(reward_N, value_N, log_ratio_N, end_N): return reward_N.sum(), value_N.sum()
+@advantage(level="tokens", critic=True, off_policy=False)
+def scalar(tokens): return tokens.reward_N.sum(), tokens.value_N.sum()
 """
 
 
 MEAN = """
 @loss()
-def recording(inputs, weight_N, config): return -weight_N * inputs.logp_current_N, {"mine/weight": weight_N.mean()}
+def recording(inputs, weight_N): return -weight_N * inputs.logp_current_N, {"mine/weight": weight_N.mean()}
 """
 
 
@@ -96,9 +99,9 @@ def source(declared: dict[str, str]) -> str:
         "    score = inputs.advantage_N * inputs.logp_current_N\n"
     )
     given = [
-        f"@loss()\ndef {name}(inputs, weight_N, config):\n{body}    return {gives}, {{}}\n" for name, gives in GIVES.items()
+        f"@loss()\ndef {name}(inputs, weight_N):\n{body}    return {gives}, {{}}\n" for name, gives in GIVES.items()
     ]
-    given += [f"{decorator}\ndef {name}(inputs, weight_N, config): ...\n" for name, decorator in declared.items()]
+    given += [f"{decorator}\ndef {name}(inputs, weight_N): ...\n" for name, decorator in declared.items()]
     return "\n".join(["from async_rlhf import advantage, loss", 'LEVEL = "token"', *given, MEAN, ESTIMATORS])
 
 
@@ -219,7 +222,7 @@ def test_a_module_is_found_without_being_run_and_a_file_may_import_its_neighbour
     (tmp_path / "beside_the_loss.py").write_text("SCALE = 3.0\n")
     (tmp_path / "scaled.py").write_text(
         "from async_rlhf import loss\nfrom beside_the_loss import SCALE\n"
-        "@loss()\ndef scaled(inputs, weight_N, config): return SCALE, {}\n"
+        "@loss()\ndef scaled(inputs, weight_N): return SCALE, {}\n"
     )
     assert load_loss(f"{tmp_path / 'scaled.py'}:scaled")(None, None, None) == (3.0, {})
     for kind, says in (
@@ -231,7 +234,7 @@ def test_a_module_is_found_without_being_run_and_a_file_may_import_its_neighbour
 
 
 def test_a_function_that_cannot_be_imported_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    def local(inputs: Any, weight_N: Any, config: Any) -> Any: ...
+    def local(inputs: Any, weight_N: Any) -> Any: ...
 
     with pytest.raises(ConfigError, match=r"is defined inside another function.*%%writefile my_loss.py"):
         train(tmp_path / "none.toml", loss=local)

@@ -373,11 +373,11 @@ RATES = {
 
 @pytest.mark.parametrize("schedule", RATES)
 def test_rates_rise_over_the_warm_up_and_fall_to_0_from_a_peak_of_each_group(model_dir: Path, schedule: str) -> None:
-    curve = {"warmup_steps": 2, "schedule": schedule, "schedule_steps": 6}
+    curve = {"warmup_steps": 2, "schedule": schedule}
     machine = make_backend(model_dir, critic={"kind": "head", "learning_rate": 1e-2}, **curve).machine
     for step, expected in enumerate(RATES[schedule]):
-        assert learning_rate(machine.config, step) == pytest.approx(1e-3 * expected, abs=1e-12)
-        set_learning_rate(machine._optimizer, machine.config, step)
+        assert learning_rate(machine.config, step, 6) == pytest.approx(1e-3 * expected, abs=1e-12)
+        set_learning_rate(machine._optimizer, machine.config, step, 6)
         rates = [group["lr"] for group in machine._optimizer.param_groups]
         assert rates == pytest.approx([1e-3 * expected, 1e-2 * expected], abs=1e-12)
 

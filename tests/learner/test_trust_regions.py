@@ -16,7 +16,7 @@ from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective import enumerable
 from async_rlhf.learner.objective.corrections import binary_kl
 from async_rlhf.learner.objective.objective import LossInputs, objective
-from async_rlhf.learner.registry import load_loss, loss_spec, losses
+from async_rlhf.learner.registry import load, loss_spec, losses
 
 
 def of_tokens(rows: list[tuple[float, float, float]]) -> LossInputs:
@@ -56,14 +56,14 @@ def test_what_oapl_is_least_at_is_the_best_policy_near_the_one_that_sampled_howe
     p = enumerable.probabilities(behaviour)
     value = beta * (p * (reward / beta).exp()).sum().log()
     logits = enumerable.later(behaviour, reward, 16).requires_grad_()
-    config = LossConfig(kind="oapl", oapl_beta=beta)
+    config = LossConfig(kind="oapl", beta=beta)
     inputs = enumerable.inputs_for(behaviour, behaviour, reward - value, 16)
     descent = torch.optim.LBFGS([logits], max_iter=400, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe")
 
     def expected() -> torch.Tensor:
         descent.zero_grad()
         now = replace(inputs, logp_current_N=enumerable.logprobs(logits).flatten())
-        terms, _ = load_loss("oapl")(now, torch.ones_like(now.advantage_N), config)
+        terms, _ = load("loss", "oapl")(now, torch.ones_like(now.advantage_N), **config.arguments)
         loss: torch.Tensor = (p * terms).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
@@ -82,21 +82,23 @@ def test_two_events_diverge_as_bernoullis_do_at_any_probability() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("kind", "setting", "value"),
     [
-        ("dppo_tv_delta", 0.0),
-        ("dppo_tv_delta", 1.0),
-        ("dppo_kl_delta", -1.0),
-        ("ipo_epsilon", 1.0),
-        ("oapl_beta", 0.0),
-        ("sapo_tau", [1.0, 0.0]),
-        ("vespo_k", [0.0, 3.0]),
-        ("vespo_lambda", [3.0]),
+        ("dppo_tv", "delta", 0.0),
+        ("dppo_tv", "delta", 1.0),
+        ("dppo_kl", "delta", -1.0),
+        ("ipo", "epsilon", 1.0),
+        ("oapl", "beta", 0.0),
+        ("sapo", "tau", [1.0, 0.0]),
+        ("vespo", "k", [0.0, 3.0]),
+        ("vespo", "lam", [3.0]),
+        ("sao", "low", 1.5),
+        ("sao", "high", 1.0),
     ],
 )
-def test_a_region_that_holds_all_or_nothing_is_refused_by_name(setting: str, value: object) -> None:
+def test_a_region_that_holds_all_or_nothing_is_refused_by_name(kind: str, setting: str, value: object) -> None:
     with pytest.raises(ValidationError, match=setting):
-        LossConfig.model_validate({setting: value})
+        LossConfig.model_validate({"kind": kind, setting: value})
 
 
 @pytest.mark.rest
