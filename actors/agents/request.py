@@ -64,13 +64,13 @@ def conversation(given: Any) -> list[Message]:
     try:
         messages = chat_of([_with_content(message) for message in given])
         names: dict[Any, str] = {}
-        conversation = [_message(f"message {number}", message, names) for number, message in enumerate(messages, 1)]
-        "".join(message["content"] for message in conversation).encode()
+        chat = [_message(f"message {number}", message, names) for number, message in enumerate(messages, 1)]
+        "".join(message["content"] for message in chat).encode()
     except ValueError as error:
         raise RequestError(str(error)) from error
-    if conversation[-1]["role"] == "assistant":
+    if chat[-1]["role"] == "assistant":
         raise RequestError("the last message is the assistant's: the model begins its turns itself; leave it out")
-    return conversation
+    return chat
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> Tool:

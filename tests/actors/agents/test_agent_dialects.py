@@ -41,13 +41,13 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(WORDS), JSON, max_size=6))
 def test_any_json_is_read_as_a_conversation_that_a_template_takes_or_refused(name: str, body: Any) -> None:
     try:
-        asked = DIALECTS[name].read(body)
+        request = DIALECTS[name].read(body)
     except RequestError as error:
         assert error.status == 400 and str(error)
         return
-    assert asked.messages and asked.messages[-1]["role"] != "assistant"
-    assert all(isinstance(message["content"], str) for message in asked.messages)
-    assert len(asked.prefixes) == len(asked.messages)
+    assert request.messages and request.messages[-1]["role"] != "assistant"
+    assert all(isinstance(message["content"], str) for message in request.messages)
+    assert len(request.prefixes) == len(request.messages)
 
 
 REFUSED = [
@@ -172,11 +172,11 @@ TEXTS = {
 }
 
 
-def written(
+def response_of(
     text: str, finish_reason: Any = "stop", tools: tuple[Any, ...] = (TOOL,), stop: tuple[str, ...] = ()
 ) -> ChatResponse:
-    asked = ChatRequest([{"role": "user", "content": "?"}], tools, stop=stop)
-    return read_reply(Reply(text, finish_reason, 5, 7), asked, TEMPLATE, 3, "one")
+    request = ChatRequest([{"role": "user", "content": "?"}], tools, stop=stop)
+    return read_reply(Reply(text, finish_reason, 5, 7), request, TEMPLATE, 3, "one")
 
 
 def in_chat(found: ChatResponse, answer: Any) -> list[Message]:
@@ -197,17 +197,17 @@ ECHOES: dict[str, tuple[str, Callable[[ChatResponse, Any], list[Any]]]] = {
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("name", DIALECTS)
 def test_an_answer_that_comes_back_is_the_turn_that_was_written(name: str, text: str) -> None:
-    found = written(TEXTS[text])
+    found = response_of(TEXTS[text])
     key, echoed = ECHOES[name]
     user = {"role": "user", "content": "and?"}
     body = {key: [*echoed(found, json.loads(json.dumps(DIALECTS[name].whole(found)))), user]}
-    asked = DIALECTS[name].read(body)
-    assert digests((), asked.messages[:1]) == digests((), [found.message])
-    assert asked.messages[0].get("reasoning_content", "") == found.reasoning
+    request = DIALECTS[name].read(body)
+    assert digests((), request.messages[:1]) == digests((), [found.message])
+    assert request.messages[0].get("reasoning_content", "") == found.reasoning
 
 
 def test_calls_have_ids_and_ends_have_reasons_and_usage_is_the_engines() -> None:
-    found = written(TEXTS["calls"])
+    found = response_of(TEXTS["calls"])
     assert [(each.id, each.name, each.arguments) for each in found.calls] == [
         ("call00300", "price", {"item": "tea"}),
         ("call00301", "price", {"item": "cake", "n": 1.0}),
@@ -215,14 +215,14 @@ def test_calls_have_ids_and_ends_have_reasons_and_usage_is_the_engines() -> None
     assert chat.whole(found)["choices"][0]["finish_reason"] == "tool_calls"
     assert chat.whole(found)["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     assert messages.whole(found)["stop_reason"] == "tool_use"
-    cut = written("It i", "length")
+    cut = response_of("It i", "length")
     assert chat.whole(cut)["choices"][0]["finish_reason"] == "length"
     assert messages.whole(cut)["stop_reason"] == "max_tokens"
     assert responses.whole(cut)["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 def test_a_text_of_the_clients_that_ends_the_turn_is_not_in_the_answer() -> None:
-    found = written("one END two", stop=("two", "END", "EN"))
+    found = response_of("one END two", stop=("two", "END", "EN"))
     assert (found.text, found.stopped_by) == ("one ", "END")
     assert messages.whole(found)["stop_sequence"] == "END" and messages.whole(found)["stop_reason"] == "stop_sequence"
 
@@ -231,10 +231,10 @@ def test_a_text_of_the_clients_that_ends_the_turn_is_not_in_the_answer() -> None
     "text", ["<tool_call>{broken</tool_call>", call("price").replace("{}", "7"), call("price", n=float("nan"))]
 )
 def test_a_call_that_cannot_be_read_or_given_is_text_and_is_counted(text: str) -> None:
-    found = written(text)
+    found = response_of(text)
     assert found.is_unparsed and found.text == text and not found.calls and found.finish_reason == "stop"
 
 
 def test_without_tools_nothing_is_a_call_but_reasoning_is_apart() -> None:
-    found = written("<think>so</think>" + call("price"), tools=())
+    found = response_of("<think>so</think>" + call("price"), tools=())
     assert (found.reasoning, found.calls, found.text, found.is_unparsed) == ("so", (), call("price"), False)
