@@ -18,6 +18,7 @@ from async_rlhf.inspect.rollouts import records
 from async_rlhf.run.checks.model import check_teachers
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
+from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK
 
@@ -139,7 +140,7 @@ def test_a_teacher_in_the_learner_is_asked_about_the_likeliest_tokens(small: Cal
 def test_without_any_reward_groups_of_one_are_learned_from(small: Callable[..., Any]) -> None:
     given = {**ALONE, "rewards.functions": [], "generation.group_size": 1, "queue.max_staleness": 2, "max_steps": 2}
     result = train(small(**given, **{"queue.keep_rollouts": True}), quiet=True)
-    rollouts = [rollout for record in records(RunDir.existing(result.run_dir)) for rollout in record["rollouts"]]
+    rollouts = [rollout for record in records(Reading(RunDir.existing(result.run_dir))) for rollout in record["rollouts"]]
     assert all(len(rollout["reference"]) == len(rollout["completion_ids"]) for rollout in rollouts)
     for step in result.metrics:
         assert step["applied"] and step["reward"] is None and step["kl/reference"] == pytest.approx(0.0, abs=0.05)
